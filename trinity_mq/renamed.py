@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
     "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
     "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",
     "trinity_mq.api": "trinity_mq.launch.api",
@@ -29,6 +30,7 @@ RENAMED = {
     "trinity_mq.config.modes.bench": "trinity_mq.config.modes.mode",
     "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
+    "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
     "trinity_mq.models.engines": "trinity_mq.engines",
     "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
@@ -43,8 +45,8 @@ NAMES = {
     "trinity_agents.explorer.state": "Observation=TicketStatistics",
     "trinity_agents.explorer.training_batches": ".are_all_consumed=all_consumed",
     "trinity_agents.gateway.acting": "Acting=ActingGateway",
-    "trinity_agents.gateway.stream_book": (
-        ".carry=republish .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
+    "trinity_agents.gateway.session_stream": (
+        ".carry=republish .say=report .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
     ),
     "trinity_agents.gateway.submissions": "all_of=gather_limited",
     "trinity_agents.operator.batch_reader": "BatchUnusable=UnusableBatch",
@@ -150,8 +152,12 @@ NAMES = {
     "trinity_mq.experience.record": ".from_checked=from_valid_fields",
     "trinity_mq.experience.rules": "eid_of=as_eid",
     "trinity_mq.gateway.access": "given_key=key_from_headers",
-    "trinity_mq.gateway.ledger": "Applied=SessionEffect",
+    "trinity_mq.gateway.ledger": "Applied=EventEffect",
     "trinity_mq.gateway.session": ".too_late=refusal_reason",
+    "trinity_mq.gateway.session_store": (
+        ".say=report Book=SessionStore BookUnavailable=SessionsUnavailable MemoryBook=MemorySessionStore "
+        "Said=OutsideEvent"
+    ),
     "trinity_mq.launch.earlier_start": (
         "check_data=check_data_unchanged extension=describe_extension go_back=rewind_to_checkpoint "
         "start_anew=discard_earlier_run"
@@ -235,7 +241,7 @@ NAMES = {
     "trinity_mq.proof.invariants": (
         "Strikes=FaultCounts Verdict=InvariantVerdict decodes=streams_decode judged=verdict_of"
     ),
-    "trinity_mq.reviews.ledger": "Applied=ReviewEffect in_words=verdict_text",
+    "trinity_mq.reviews.ledger": "Applied=EventEffect in_words=verdict_text",
     "trinity_mq.rewards.math.answers": (
         "Answer=StatedAnswer correct=is_correct stated=extract_answer wanted=truth_answer"
     ),

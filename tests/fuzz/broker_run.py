@@ -320,7 +320,7 @@ class FuzzedRun(Simulation):
         return (self.trainer.detail().progress or 0) >= (self.explorer.detail().opened or 0)
 
     def _sessions_trained(self) -> int:
-        return 0 if self.gateway.book is None else self.gateway.book.ledger.counts["trained"]
+        return 0 if self.gateway.store is None else self.gateway.store.ledger.counts["trained"]
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(HANDLED_WITHIN)

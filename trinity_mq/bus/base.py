@@ -350,6 +350,18 @@ class Bus(ABC):
             record(f"confirm {envelope.kind}", started, time.monotonic(), batch=batch, wait=True, size=size)
         return taken
 
+    async def publish_declared(
+        self, queue: Queue, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> None:
+        """Publish a message to the exchange of a queue until a queue took it. A deleted queue is declared again.
+
+        Raises the errors of :meth:`publish`, and QueueGone if the deleted queue must not be declared again.
+        """
+        while not await self.publish(queue.bindings[0].exchange, routing_key, envelope, timeout=timeout):
+            if not queue.redeclare:
+                raise QueueGone(f"{queue.name} does not exist any more")
+            await self.declare(queue)
+
     @abstractmethod
     async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
         """Publish until confirmed. Return whether a queue took the message."""

@@ -1,4 +1,6 @@
-"""Retries with jitter, based on tenacity, so that agents do not all reconnect to a broker at the same moment."""
+"""Retries and their pauses: with jitter, based on tenacity, so that agents do not all reconnect to a broker at the same
+moment, and without.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,15 @@ from tenacity.wait import wait_base
 def backoff(first: float = 0.1, maximum: float = 10.0) -> wait_base:
     """Return a wait drawn between 0 and a bound that doubles from ``first`` to ``maximum`` seconds ("full jitter")."""
     return wait_random_exponential(multiplier=first, max=maximum)
+
+
+def exponential_pause(first: float, maximum: float, failures: int) -> float:
+    """Return the pause in seconds after some failures in a row: it doubles from ``first`` to ``maximum`` seconds.
+
+    >>> [exponential_pause(0.25, 1.5, failures) for failures in (1, 2, 3, 4, 10_000)]
+    [0.25, 0.5, 1.0, 1.5, 1.5]
+    """
+    return min(maximum, first * 2.0 ** min(failures - 1, 60))
 
 
 def retrying(

@@ -25,8 +25,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Queue, Topology
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.dispatch.timeouts import UsableClock
-from trinity_mq.messages import Mark
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.deliveries import new_mark
 
 log = structlog.get_logger(__name__)
 
@@ -216,10 +215,8 @@ class BatchQueues:
             async with self._clock.timeout(patience):
                 while True:
                     await self._bus.wait_usable()
-                    nonce = uuid.uuid4().hex
-                    mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
                     with contextlib.suppress(BusUnavailable):
-                        await self._bus.publish(exchange, key, mark, timeout=TRY)
+                        await self._bus.publish(exchange, key, new_mark(), timeout=TRY)
                         return True
         except TimeoutError:
             return False

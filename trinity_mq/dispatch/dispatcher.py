@@ -42,7 +42,6 @@ from trinity_mq.messages import (
     Deliver,
     Heartbeat,
     Lane,
-    Mark,
     Message,
     Progress,
     RunnerStatus,
@@ -54,7 +53,13 @@ from trinity_mq.messages import (
     TaskSlices,
 )
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.runtime.deliveries import acknowledge_foreign, decode_or_dead_letter, envelope, handle_or_set_aside
+from trinity_mq.runtime.deliveries import (
+    acknowledge_foreign,
+    decode_or_dead_letter,
+    envelope,
+    handle_or_set_aside,
+    new_mark,
+)
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
@@ -148,7 +153,7 @@ class Dispatcher:
             publish_again=self.publish_again,
         )
         self._marks: dict[str, asyncio.Event] = {}
-        """Events by the nonce of this dispatcher's marks on the results stream. An event is set when its mark is
+        """Events by the message id of this dispatcher's marks on the results stream. An event is set when its mark is
         read.
         """
         self._owner, self._save, self._next_heartbeat, self._runners = owner, save, next_heartbeat, runners
@@ -162,21 +167,22 @@ class Dispatcher:
         Raises:
             FatalError: The stream is not the stream of the saved offset.
         """
-        nonce = uuid.uuid4().hex
-        mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+        mark = new_mark()
+        self._marks[mark.message_id] = self._caught_up
         try:
             async with await self.bus.consume(self.topology.results, offset=self.results_offset) as consumer:
                 await self.bus.publish(self.topology.exchange("results"), "mark", mark)
                 while True:
-                    await self._receive(await self._next(consumer), nonce)
+                    await self._receive(await self._next(consumer))
                     for _ in range(BURST):
                         more = consumer.get_nowait()
                         if more is None:
                             break
-                        await self._receive(more, nonce)
+                        await self._receive(more)
                     self.changed.notify()
                     await asyncio.sleep(0)  # other tasks run between bursts
         finally:
+            del self._marks[mark.message_id]
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
@@ -204,17 +210,16 @@ class Dispatcher:
         Raises:
             BusUnavailable: The results were not read within :data:`MARK_TIMEOUT` seconds.
         """
-        nonce = uuid.uuid4().hex
-        read = self._marks[nonce] = asyncio.Event()
+        mark = new_mark()
+        read = self._marks[mark.message_id] = asyncio.Event()
         try:
-            mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
             await self.bus.publish(self.topology.exchange("results"), "mark", mark)
             async with asyncio.timeout(MARK_TIMEOUT):
                 await read.wait()
         except TimeoutError:
             raise BusUnavailable(f"the results stream did not show a mark within {MARK_TIMEOUT:g} s") from None
         finally:
-            del self._marks[nonce]
+            del self._marks[mark.message_id]
 
     async def publish_again(self, ticket: Ticket, slices: Sequence[SliceState]) -> None:
         """Publish slices of an open ticket again, each under its own message id."""
@@ -359,8 +364,7 @@ class Dispatcher:
         """Publish a manifest to the operators. If the manifest does not fit into a message, its batch fails."""
         try:
             message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
-            while not await self.bus.publish(self.topology.exchange("batches"), "closed", message):
-                await self.bus.declare(self.topology.closed)  # the queue was deleted
+            await self.bus.publish_declared(self.topology.closed, "closed", message)
         except (MessageTooLarge, ContentError) as error:
             log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
             await self.fail(manifest, str(error))
@@ -431,7 +435,7 @@ class Dispatcher:
                 ticket, [self._task_slice(ticket, task_slice, common) for task_slice in group]
             )
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
-            await self._publish_task(ticket.lane, key, message)
+            await self.bus.publish_declared(self.topology.task_queue(ticket.lane), key, message)
         except (MessageTooLarge, ContentError) as error:
             if len(group) > 1:
                 for task_slice in group:
@@ -475,11 +479,6 @@ class Dispatcher:
             **common,
         )
 
-    async def _publish_task(self, lane: Lane, key: str, message: Envelope) -> None:
-        """Publish to a task queue. Declare the queue again if it was deleted."""
-        while not await self.bus.publish(self.topology.exchange("tasks"), key, message):
-            await self.bus.declare(self.topology.task_queue(lane))
-
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before they reached a runner."""
         for task in tasks:
@@ -493,30 +492,28 @@ class Dispatcher:
 
     # -- receiving
 
-    async def _receive(self, delivery: Delivery, nonce: str) -> None:
+    async def _receive(self, delivery: Delivery) -> None:
         """Process a result, or set it aside if processing fails. A slice whose result was set aside is republished as a
         lost slice.
         """
-        work = functools.partial(self._taken, delivery, nonce)
+        work = functools.partial(self._taken, delivery)
         await handle_or_set_aside(self.bus, self.topology, delivery, self._owner, work)
         if delivery.offset is not None:
             self.results_offset = delivery.offset + 1
 
-    async def _taken(self, delivery: Delivery, nonce: str) -> None:
+    async def _taken(self, delivery: Delivery) -> None:
         ticket = delivery.headers.get("ticket")
         if await acknowledge_foreign(self.bus, delivery):
             pass
+        elif (read := self._marks.get(delivery.message_id or "")) is not None:
+            read.set()
         elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
             self.late_results += 1  # not even decoded, to save time
         else:
             batch = delivery.headers.get("batch")
             with span("take results", batch if isinstance(batch, int | str) else None, size=len(delivery.body)):
                 message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
-                if isinstance(message, Mark) and message.nonce == nonce:
-                    self._caught_up.set()
-                elif isinstance(message, Mark) and message.nonce in self._marks:
-                    self._marks[message.nonce].set()
-                elif message is not None:
+                if message is not None:
                     self._apply(message)
 
     async def _next(self, consumer: Consumer) -> Delivery:

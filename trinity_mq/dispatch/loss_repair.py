@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Queue, Topology
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.dispatch.tickets import SliceState, Ticket
 from trinity_mq.messages import Heartbeat, Lane, RunnerStatus
 
@@ -82,7 +83,7 @@ class LostSlices:
             del self._sent_again[ticket]
 
     def _patience(self, ticket: str) -> float:
-        return float(min(LOST_AFTER * 2 ** self._sent_again[ticket], LONGEST_PATIENCE))
+        return exponential_pause(LOST_AFTER, LONGEST_PATIENCE, self._sent_again[ticket] + 1)
 
 
 class LossRepair:

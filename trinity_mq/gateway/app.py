@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from trinity_mq.gateway import access
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
-from trinity_mq.gateway.book import Book, BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
@@ -29,6 +28,7 @@ from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.gateway.recorded_call import recorded_call
 from trinity_mq.gateway.rules.behind import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionStore, SessionsUnavailable
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import ContentError, SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
 from trinity_mq.messages.sessions import SCOPES, KeyScope
@@ -89,11 +89,11 @@ OF_REQUEST = (Refused, BadRequest, EventTooLarge, ContentError)
 
 
 class GatewayApp:
-    """All routes, on top of one session book.
+    """All routes, on top of one session store.
 
     Args:
         settings: Settings of the routes.
-        book: Storage of the sessions.
+        store: Storage of the sessions.
         engines: Engines that answer calls.
         access_rules: Decides the permissions of keys.
         url: Returns the base URL for the URLs of sessions.
@@ -103,13 +103,13 @@ class GatewayApp:
     def __init__(
         self,
         settings: AppSettings,
-        book: Book,
+        store: SessionStore,
         engines: EngineCalls,
         access_rules: access.Access,
         url: Callable[[], str],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.settings, self.book = settings, book
+        self.settings, self.store = settings, store
         self._engines, self._access, self._url, self.clock = engines, access_rules, url, clock
         self._conversations = Conversations()
         self._draw = random.Random()
@@ -147,7 +147,7 @@ class GatewayApp:
         """Create a session."""
         self._admin(request)
         opened, key = self._opened(await _parsed(request, OpenBody))
-        await self.book.open(opened)
+        await self.store.open(opened)
         answer = {
             "id": opened.session,
             "base_url": f"{self._url()}/s/{opened.session}/v1",
@@ -159,7 +159,7 @@ class GatewayApp:
         return web.json_response(answer, status=201)
 
     def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
-        settings, ledger = self.settings.gateway, self.book.ledger
+        settings, ledger = self.settings.gateway, self.store.ledger
         if (count := len(ledger.live) - ledger.over) >= settings.max_open:
             raise Refused(
                 429, f"{count} sessions are open (gateway.max_open); end some", "too_many_sessions", retry_after=10
@@ -204,19 +204,19 @@ class GatewayApp:
     async def list(self, request: web.Request) -> web.Response:
         """Return the number of sessions by state, and the sessions that match the requested labels, group or state."""
         self._admin(request)
-        states = Counter(session.state for session in self.book.ledger)
+        states = Counter(session.state for session in self.store.ledger)
         filters = dict(request.query)
         limit_text = filters.pop("limit", "100")
         limit = int(limit_text) if limit_text.isdecimal() and len(limit_text) <= LONGEST_LIMIT else 100
         descriptions: list[dict[str, Any]] = []
-        for session in self.book.ledger if filters else ():
+        for session in self.store.ledger if filters else ():
             labels = session.opened.labels if session.opened else {}
             if len(descriptions) < limit and all(
                 (session.state if name == "state" else session.group if name == "group" else labels.get(name)) == value
                 for name, value in filters.items()
             ):
                 descriptions.append(shown(session))
-        return web.json_response({"states": dict(states), "counts": self.book.ledger.counts, "sessions": descriptions})
+        return web.json_response({"states": dict(states), "counts": self.store.ledger.counts, "sessions": descriptions})
 
     async def show(self, request: web.Request) -> web.Response:
         """Return the current state of a session."""
@@ -251,11 +251,11 @@ class GatewayApp:
         event = SessionEnd(session=session.id, outcome="discard", reason="deleted")
         return await self._said(request, session, event, f"end-{session.id}-discard")
 
-    async def _said(self, request: web.Request, session: Session, event: Said, message_id: str) -> web.Response:
+    async def _said(self, request: web.Request, session: Session, event: OutsideEvent, message_id: str) -> web.Response:
         if len(session.events) >= self.settings.gateway.max_calls + MAX_REPORTS:
             raise Refused(429, f"session {session.id} has {len(session.events)} events", "too_many_events")
-        applied = await self.book.say(event, message_id)
-        current = self.book.ledger.get(session.id) or session
+        applied = await self.store.report(event, message_id)
+        current = self.store.ledger.get(session.id) or session
         answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", "id": current.id}
         if self._access.allows(current, access.key_from_headers(request.headers), "read"):
             answer |= shown(current)
@@ -272,12 +272,12 @@ class GatewayApp:
         group = f"{body.task_id}" if self.settings.compares_runs else ""
         for name in body.msg_ids:
             # only the first unknown id is waited for: another gateway may have recorded it a moment ago
-            session = self.book.ledger.get(name) or (None if unknown else await self.book.find(name))
+            session = self.store.ledger.get(name) or (None if unknown else await self.store.find(name))
             if session is None:
                 unknown.append(name)
                 continue
             event = SessionReward(session=name, reward=body.reward, final=True, group=group)
-            applied = await self.book.say(event, f"feedback-{name}-{_part_of_id(str(body.run_id))}")
+            applied = await self.store.report(event, f"feedback-{name}-{_part_of_id(str(body.run_id))}")
             if applied.taken == "refused":
                 refused[name] = applied.reason
         status = 404 if unknown else 409 if refused else 200
@@ -289,13 +289,13 @@ class GatewayApp:
     async def commit(self, request: web.Request) -> web.Response:
         """Release rewarded sessions for training: their groups stop waiting for further members."""
         self._admin(request)
-        await self.book.say(SessionsCommitted(), f"commit-{uuid.uuid4().hex}")
-        parked = sum(session.state == "parked" for session in self.book.ledger.live.values())
-        return web.json_response({"status": "success", "waiting": self.book.ledger.waiting, "parked": parked})
+        await self.store.report(SessionsCommitted(), f"commit-{uuid.uuid4().hex}")
+        parked = sum(session.state == "parked" for session in self.store.ledger.live.values())
+        return web.json_response({"status": "success", "waiting": self.store.ledger.waiting, "parked": parked})
 
     async def health(self, request: web.Request) -> web.Response:
         """Return whether the gateway can answer calls."""
-        ready = self.book.is_ready()
+        ready = self.store.is_ready()
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     # -- models
@@ -441,7 +441,7 @@ class GatewayApp:
 
     async def keep(self, call: SessionCall) -> bool:
         """Record an answer and return whether it is certainly stored."""
-        stored = await self.book.record(call)
+        stored = await self.store.record(call)
         self.count_call(is_kept=stored)
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
@@ -463,7 +463,7 @@ class GatewayApp:
         if name:
             return await self._session(request, "call", name)
         if key.startswith(access.KEY_BEGINS):
-            session = await self.book.find_key(access.hash_of(key))
+            session = await self.store.find_key(access.hash_of(key))
             if session is None:
                 reason = f"the session of this key is over, or not known here; {self._advice}"
                 raise Refused(401, reason, "invalid_api_key")
@@ -478,24 +478,24 @@ class GatewayApp:
         opened = opened.model_copy(
             update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
         )
-        with contextlib.suppress(BookUnavailable, TimeoutError):
+        with contextlib.suppress(SessionsUnavailable, TimeoutError):
             async with asyncio.timeout(self.settings.gateway.record_timeout):
-                await self.book.open(opened, at_once=True)
+                await self.store.open(opened, at_once=True)
         # answers do not wait for a broker that is unreachable: a session that could not be stored has no opened event
-        return self.book.ledger.get(call) or Session(call, opened if opened.record == "off" else None)
+        return self.store.ledger.get(call) or Session(call, opened if opened.record == "off" else None)
 
     async def _session(self, request: web.Request, route: str, name: str | None = None) -> Session:
         """Return the session of a request after checking that the key has the scope of the route."""
         name = name or request.match_info["session"]
         key = access.key_from_headers(request.headers)
-        session = self.book.ledger.get(name)
+        session = self.store.ledger.get(name)
         if session is None or not self._access.is_key_of(session, key):
             session = await (self._any_session(name) if self._access.is_admin(key) else self._own_session(name, key))
         self._check_scopes(request, session, [access.ROUTE_SCOPES[route]])
         return session
 
     async def _any_session(self, name: str) -> Session:
-        session = await self.book.find(name)
+        session = await self.store.find(name)
         if session is None:
             raise Refused(
                 404, f"no session {name!r} is known here; POST /sessions opens a session", "session_not_found"
@@ -507,7 +507,7 @@ class GatewayApp:
         ago, so the lookup waits for it. The wait does not depend on whether the id is known: a client that guesses ids
         learns nothing from the response time.
         """
-        session = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
+        session = await self.store.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
         if session is None or session.id != name:
             if self._access.is_keyless:
                 # a mistyped id gets its own error: without a key file, ids are not secret
@@ -548,10 +548,10 @@ class GatewayApp:
         try:
             if self._access.is_keyless:
                 refuse_forged(request, self.settings.gateway.host_names, (JSON,))
-            if not self.book.is_ready() and request.path != "/health":
+            if not self.store.is_ready() and request.path != "/health":
                 raise Refused(503, "the gateway is still reading its sessions; retry soon", "not_ready", retry_after=1)
             return await handler(request)
-        except (*OF_REQUEST, BookUnavailable, ReaderBusy, EngineError, web.HTTPException) as error:
+        except (*OF_REQUEST, SessionsUnavailable, ReaderBusy, EngineError, web.HTTPException) as error:
             if isinstance(error, EngineError):
                 log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
@@ -571,8 +571,8 @@ def _refused_by(error: Exception, request: web.Request) -> Refused:
         case BadRequest() | ContentError():
             param = error.param if isinstance(error, BadRequest) else error.where or None
             return Refused(400, str(error), "invalid_request_error", param=param)
-        case BookUnavailable() | ReaderBusy():
-            kind = "not_kept" if isinstance(error, BookUnavailable) else "busy"
+        case SessionsUnavailable() | ReaderBusy():
+            kind = "not_kept" if isinstance(error, SessionsUnavailable) else "busy"
             return Refused(503, str(error), kind, retry_after=1)
         case EventTooLarge():
             return Refused(413, str(error), "too_large")
@@ -644,9 +644,9 @@ class _Recording:
             digest=self._try.digest,
             traceparent=self.trace.get(TRACEPARENT, ""),
         )
-        session = self._app.book.ledger.get(self.session.id) or self.session
+        session = self._app.store.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
-        self._try.is_recorded = True  # the book gets it now, whether or not the client still waits
+        self._try.is_recorded = True  # the store gets it now, whether or not the client still waits
         attempt_fields = {
             "retry": self._try.unknown_tries,
             "began": self._try.began,

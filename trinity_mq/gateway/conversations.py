@@ -39,7 +39,7 @@ class Try:
     siblings: set[str] = field(default_factory=set)
     """Call ids of identical requests that ran at the same time. This request is not a retry of any of them."""
     is_recorded: bool = False
-    """True once the answer was passed to the book. The book may still fail to store it."""
+    """True once the answer was passed to the store. The store may still fail to keep it."""
     unknown_tries: int = field(init=False)
     """Number of the client's earlier attempts whose outcome this gateway does not know."""
 

@@ -11,16 +11,15 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import aiohttp
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
+from tenacity import AsyncRetrying
 
 from trinity_mq.models.clients import EngineClients, engine_error, stream_error, with_version
-from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.models.errors import EngineLost
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.sse import AnswerAssembler, EventReader, SurrogateRepairer
 from trinity_mq.models.request_groups import CONNECT_SECONDS
+from trinity_mq.models.retried import engine_retries
 
-LOST_PAUSE = 0.25
-"""Seconds before the next engine is tried after an engine was lost."""
 DONE = b"[DONE]"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -161,13 +160,7 @@ class EngineCalls:
             yield stream
 
     def _patiently(self) -> AsyncRetrying:
-        passing = (EngineNotReady, EngineLost) if self._try_others else EngineNotReady
-        return AsyncRetrying(
-            retry=retry_if_exception_type(passing),
-            wait=_pause,
-            stop=stop_after_delay(self._not_ready_timeout),
-            reraise=True,
-        )
+        return AsyncRetrying(**engine_retries(self._not_ready_timeout, others=self._try_others))
 
     @contextmanager
     def _reported(self, model: InferenceModel) -> Iterator[None]:
@@ -178,8 +171,3 @@ class EngineCalls:
             error.engine = model
             self._choose.lost(model)
             raise
-
-
-def _pause(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, EngineNotReady) else LOST_PAUSE

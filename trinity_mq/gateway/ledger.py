@@ -15,26 +15,15 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from trinity_mq.gateway.agenda import Agenda
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionRefused, SessionsDecided, SessionsTrained
 from trinity_mq.messages.tasks import SubmissionOutcome
+from trinity_mq.transport.event_log import EventEffect
 
 KEPT_SETTLED = 100_000
 """Maximum number of settled sessions that the ledger can still describe."""
-
-Taken = Literal["new", "repeated", "refused", "unknown"]
-
-
-@dataclass(slots=True)
-class SessionEffect:
-    """Effect of an event."""
-
-    taken: Taken
-    reason: str = ""
-    """Reason why the event was refused or could not be assigned to a session."""
 
 
 @dataclass(slots=True)
@@ -95,7 +84,7 @@ class Ledger:
 
     # -- input
 
-    def apply(self, event: Event) -> SessionEffect:
+    def apply(self, event: Event) -> EventEffect:
         """Apply an event of one session. A ``sessions_decided`` event may belong to several sessions."""
         body = event.body
         if isinstance(body, SessionsDecided):
@@ -108,15 +97,15 @@ class Ledger:
         if session is None:
             if (settled := self._settled.get(body.session)) is not None:
                 if settled.has(event):
-                    return SessionEffect("repeated")
-                return SessionEffect("refused", reason=settled.refusal_reason(body) or "")
+                    return EventEffect("repeated")
+                return EventEffect("refused", reason=settled.refusal_reason(body) or "")
             self._unknown.setdefault(body.session, _Unknown()).events.append(event)
-            return SessionEffect(
+            return EventEffect(
                 "unknown", reason=f"no session {body.session!r} is known here; POST /sessions opens a session"
             )
         return self._add(session, event)
 
-    def _open(self, event: Event, body: SessionOpened) -> SessionEffect:
+    def _open(self, event: Event, body: SessionOpened) -> EventEffect:
         session = self.live[body.session] = Session(body.session)
         if body.key_hash:
             self._keys[body.key_hash] = session
@@ -128,7 +117,7 @@ class Ledger:
             self.apply(early_event)
         return applied
 
-    def _repeat(self, session: Session | None, event: Event) -> SessionEffect:
+    def _repeat(self, session: Session | None, event: Event) -> EventEffect:
         """Record the position of the newest copy of an event. The copy that was read first may be a later copy if
         retention removed the first copy. A carried copy states the offset of the first copy, so a smaller origin
         replaces a greater origin.
@@ -141,7 +130,7 @@ class Ledger:
                     session.replace(stored_event, event)
             else:
                 stored_event.position = event.position
-        return SessionEffect("repeated")
+        return EventEffect("repeated")
 
     @contextlib.contextmanager
     def _changing(self, session: Session) -> Iterator[None]:
@@ -151,43 +140,41 @@ class Ledger:
         self.over += (session.end is not None) - was_over
         self._agenda.touch(session)
 
-    def _add(self, session: Session, event: Event) -> SessionEffect:
+    def _add(self, session: Session, event: Event) -> EventEffect:
         if session.has(event):
             return self._repeat(session, event)
         is_newest = not session.events or event.origin > session.events[-1].origin
         # an older event is judged at its own position in the order
         if is_newest and (reason := session.refusal_reason(event.body)) is not None:
-            return SessionEffect("refused", reason=reason)
+            return EventEffect("refused", reason=reason)
         with self._changing(session):
             session.add(event)
         self.kept_bytes += event.size
         if isinstance(event.body, SessionCall):
             self.counts["calls"] += 1
             self.counts["tokens"] += sum(len(choice.ids) for choice in event.body.choices)
-        return SessionEffect("new")
+        return EventEffect("new")
 
-    def _apply_decision(self, event: Event, body: SessionsDecided) -> SessionEffect:
+    def _apply_decision(self, event: Event, body: SessionsDecided) -> EventEffect:
         """Apply a decision once all of its sessions are known. A decision counts as a whole or not at all. Of two
         decisions about a session the earlier decision counts. Sessions that only the later decision names stay
         undecided.
         """
         if (unknown := self._wait_for_sessions(event, body)) is not None:
-            return SessionEffect("unknown", reason=f"no session {unknown!r} is known here")
+            return EventEffect("unknown", reason=f"no session {unknown!r} is known here")
         return self._decide(event, body)
 
-    def _decide(self, event: Event, body: SessionsDecided) -> SessionEffect:
+    def _decide(self, event: Event, body: SessionsDecided) -> EventEffect:
         """Take in a decision about its sessions that are known."""
         sessions = [session for name in body.sessions if (session := self.get(name)) is not None]
         if all(session.decided == body for session in sessions):
             for session in sessions:
                 self._repeat(session, event)
-            return SessionEffect("repeated")
+            return EventEffect("repeated")
         for session in sessions:
             earlier = session.decision
             if session.is_settled or (earlier is not None and earlier.origin <= event.origin):
-                return SessionEffect(
-                    "refused", reason=f"session {session.id} was decided before: it is {session.state}"
-                )
+                return EventEffect("refused", reason=f"session {session.id} was decided before: it is {session.state}")
         for session in sessions:
             self._withdraw_decision(session)
         for session in sessions:
@@ -197,7 +184,7 @@ class Ledger:
         self._begin_task(body.submission, sessions)
         for session in sessions:
             self._settle(session)
-        return SessionEffect("new")
+        return EventEffect("new")
 
     def _wait_for_sessions(self, event: Event, body: SessionsDecided) -> str | None:
         """Keep a decision until the last of its sessions is known. Return the id of the first unknown session, or None

@@ -12,9 +12,9 @@ from aiohttp import web
 from trinity_mq.config.modes.gateway import GatewayConfig, Merge
 from trinity_mq.gateway import access
 from trinity_mq.gateway.app import GatewayApp
-from trinity_mq.gateway.book import MemoryBook
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import SessionOpened
 from trinity_mq.models.clients import EngineClients
@@ -54,13 +54,13 @@ class LocalSession:
     base_url: str
     """Base URL for clients of OpenAI: ``url`` plus ``/v1``."""
     key: str
-    book: MemoryBook
+    store: MemorySessionStore
     engine: OneEngine
 
     @property
     def session(self) -> Session:
         """The session as recorded so far."""
-        session = self.book.ledger.get(self.id)
+        session = self.store.ledger.get(self.id)
         assert session is not None  # a local session is never settled
         return session
 
@@ -87,7 +87,7 @@ async def local_session(
         request_timeout: Seconds for each answer.
         merge: With ``renderer``, engines continue from the tokens of earlier turns.
     """
-    book, key, name = MemoryBook(), access.new_key(), access.new_session_id()
+    store, key, name = MemorySessionStore(), access.new_key(), access.new_session_id()
     settings = AppSettings(
         gateway=GatewayConfig(port=0, calls_per_minute=1_000_000, merge=merge),
         model_name=model.name,
@@ -103,8 +103,8 @@ async def local_session(
         headers=headers,
         try_others=False,
     )
-    app = GatewayApp(settings, book, engines, access.Access([access.hash_of(access.new_key())]), lambda: "")
-    await book.open(
+    app = GatewayApp(settings, store, engines, access.Access([access.hash_of(access.new_key())]), lambda: "")
+    await store.open(
         SessionOpened(
             session=name, opened=0.0, key_hash=access.hash_of(key), scopes=["call"], idle_ttl=1e9, reward_ttl=1e9
         )
@@ -117,6 +117,6 @@ async def local_session(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{site.port}/s/{name}"
-        yield LocalSession(name, url, f"{url}/v1", key, book, engine)
+        yield LocalSession(name, url, f"{url}/v1", key, store, engine)
     finally:
         await runner.cleanup()

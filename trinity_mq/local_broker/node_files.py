@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from trinity_mq.bus.base import BusError
+from trinity_mq.file_lock import try_lock
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports, is_free
 from trinity_mq.runtime.process import write_atomic
 
@@ -124,7 +124,7 @@ class FolderLock:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             async with asyncio.timeout(HELPERS_END_SECONDS):
-                while not _lock(fd):
+                while not try_lock(fd):
                     holder = self._path.read_text().strip()
                     if holder.isdigit() and psutil.pid_exists(int(holder)):
                         raise NodeError(
@@ -150,14 +150,6 @@ class FolderLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def boot_failure(lines: Sequence[str]) -> list[str]:

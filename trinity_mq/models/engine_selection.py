@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, get_args, runtime_checkable
 
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.messages import EngineStatus, Heartbeat
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
@@ -138,7 +139,7 @@ class EngineSelector:
         now = asyncio.get_running_loop().time()
         if now >= backoff.until:  # within the backoff the failure belongs to requests sent at the same time
             backoff.times = 1 if now - backoff.until > MAX_BACKOFF else backoff.times + 1
-            backoff.until = now + min(MAX_BACKOFF, BACKOFF * 2 ** (backoff.times - 1))
+            backoff.until = now + exponential_pause(BACKOFF, MAX_BACKOFF, backoff.times)
 
     def __call__(self, prefer: str = "") -> InferenceModel:
         """Return the engine to use now.

@@ -5,9 +5,35 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
+
+from trinity_mq.models.errors import EngineLost, EngineNotReady
 
 T = TypeVar("T")
+
+LOST_PAUSE = 0.25
+"""Seconds before the retry after an engine was lost."""
+
+
+def engine_retries(seconds: float, *, others: bool = False) -> dict[str, Any]:
+    """Return the tenacity arguments for retries of a request to an engine that is not ready.
+
+    Args:
+        seconds: Time limit in seconds for the start of the last try.
+        others: Retry also after an engine was lost, because another engine may answer.
+    """
+    return {
+        "retry": retry_if_exception_type((EngineNotReady, EngineLost) if others else EngineNotReady),
+        "wait": _pause,
+        "stop": stop_after_delay(seconds),
+        "reraise": True,
+    }
+
+
+def _pause(state: RetryCallState) -> float:
+    """Return the number of seconds that the engine asked to wait, or the pause after a lost engine."""
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, EngineNotReady) else LOST_PAUSE
 
 
 async def call_with_retries(

@@ -20,7 +20,7 @@ from trinity_mq.models.recording.calls import RecordedCall, RecordedModel
 from trinity_mq.models.recording.history import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
-from trinity_mq.models.retried import call_with_retries
+from trinity_mq.models.retried import call_with_retries, engine_retries
 from trinity_mq.telemetry.trace import span
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class ModelWrapper(RecordedModel):
         return call.experiences(answer)
 
     def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
-        retrying = Retrying(**self.not_ready_policy())
+        retrying = Retrying(**engine_retries(self.not_ready_timeout))
         url, all_headers = self.model.url + path, self.headers if headers is None else headers
         with self._engine_in_errors():
             return retrying(self._clients.post, url, body, all_headers, self.request_timeout)
@@ -292,7 +292,7 @@ class ModelWrapper(RecordedModel):
         url, all_headers = self.model.url + path, self.headers if headers is None else headers
         with self._engine_in_errors():
             return await call_with_retries(
-                lambda: AsyncRetrying(**self.not_ready_policy()),
+                lambda: AsyncRetrying(**engine_retries(self.not_ready_timeout)),
                 self._clients.post_async,
                 url,
                 body,

@@ -17,7 +17,7 @@ from trinity_mq.observability.follow import QUEUES, MetricsTail, depths, follow_
 from trinity_mq.observability.history import RunHistory
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.observability.samples import SampleStore
-from trinity_mq.reviews.stream import NoReviews, ReviewStream
+from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.targets.probe import broker_problem
@@ -174,7 +174,7 @@ class BrokerSource:
                     while True:
                         self._state.reviews = len(reviews.pending())
                         await reviews.changed.wait()
-            except (NoReviews, QueueGone):
+            except QueueGone:
                 self.reviews = None
             except BusUnavailable:
                 await bus.wait_usable()

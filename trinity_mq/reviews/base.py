@@ -50,7 +50,6 @@ class Reviews(Protocol):
 
         The time counts from the first time that a question was asked. An operator that replaces a killed operator asks
         the same questions, finds the verdicts given since, and waits for the remaining time.
-        killed asks the same questions, finds the verdicts that came meanwhile, and waits for what is left of the time.
 
         Args:
             questions: Runs of the current batch.

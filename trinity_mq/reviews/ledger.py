@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from trinity_mq.messages import ReviewClosed, ReviewRequest, ReviewVerdict
+from trinity_mq.transport.event_log import EventEffect
 
 MAX_REWARD = 1e9
 """Maximum absolute reward of a verdict. Sums and squares of the rewards of a group stay finite."""
@@ -30,16 +31,6 @@ KEPT_IDS = 100_000
 T = TypeVar("T")
 
 ReviewEvent = ReviewRequest | ReviewVerdict | ReviewClosed
-Taken = Literal["new", "repeated", "refused", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReviewEffect:
-    """Effect of an event."""
-
-    taken: Taken
-    reason: str = ""
-    """Reason why the event was refused or is waiting."""
 
 
 @dataclass(slots=True)
@@ -90,7 +81,7 @@ class ReviewLedger:
         """Return the reviews that wait for a verdict, in the order of their requests."""
         return [review for review in self._open.values() if review.is_pending]
 
-    def apply(self, event: ReviewEvent, message_id: str) -> ReviewEffect:
+    def apply(self, event: ReviewEvent, message_id: str) -> EventEffect:
         """Apply the next event of the stream.
 
         Args:
@@ -105,51 +96,49 @@ class ReviewLedger:
             case ReviewClosed():
                 return self._close(event)
 
-    def _request(self, request: ReviewRequest) -> ReviewEffect:
+    def _request(self, request: ReviewRequest) -> EventEffect:
         if self.get(request.request) is not None:
-            return ReviewEffect("repeated")
+            return EventEffect("repeated")
         review = Review(request, verdict=self._early.pop(request.request, None))
         if (closed := self._orphans.pop(request.request, None)) is not None:
             self._keep_closed(review, closed)
         else:
             self._open[request.request] = review
-        return ReviewEffect("new")
+        return EventEffect("new")
 
-    def _verdict(self, verdict: ReviewVerdict, message_id: str) -> ReviewEffect:
+    def _verdict(self, verdict: ReviewVerdict, message_id: str) -> EventEffect:
         if message_id in self._ids:
-            return ReviewEffect("repeated")
+            return EventEffect("repeated")
         self._ids[message_id] = None
         _bound(self._ids, KEPT_IDS)
         if verdict.reward is not None and abs(verdict.reward) > MAX_REWARD:
             allowed_range = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-            return ReviewEffect("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
+            return EventEffect("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
         if (closed := self.closing(verdict.request)) is not None:
-            return ReviewEffect("refused", f"it is closed: {verdict_text(closed)}")
+            return EventEffect("refused", f"it is closed: {verdict_text(closed)}")
         review = self.get(verdict.request)
         earlier = self._early.get(verdict.request) if review is None else review.verdict
         if earlier is not None:
-            return ReviewEffect("refused", f"there is a verdict already: {verdict_text(earlier)}")
+            return EventEffect("refused", f"there is a verdict already: {verdict_text(earlier)}")
         if review is not None:
             review.verdict = verdict
-            return ReviewEffect("new")
+            return EventEffect("new")
         self._early[verdict.request] = verdict
         _bound(self._early, KEPT_EARLY)
-        return ReviewEffect(
+        return EventEffect(
             "unknown", f"no request {verdict.request} is known; the verdict counts if the request is made again"
         )
 
-    def _close(self, closed: ReviewClosed) -> ReviewEffect:
+    def _close(self, closed: ReviewClosed) -> EventEffect:
         if (earlier := self.closing(closed.request)) is not None:
-            return ReviewEffect(
-                "repeated" if earlier == closed else "refused", f"it is closed: {verdict_text(earlier)}"
-            )
+            return EventEffect("repeated" if earlier == closed else "refused", f"it is closed: {verdict_text(earlier)}")
         review = self._open.pop(closed.request, None)
         if review is None:
             self._orphans[closed.request] = closed
             _bound(self._orphans, KEPT_CLOSED)
-            return ReviewEffect("unknown", f"no request {closed.request} is known")
+            return EventEffect("unknown", f"no request {closed.request} is known")
         self._keep_closed(review, closed)
-        return ReviewEffect("new")
+        return EventEffect("new")
 
     def _keep_closed(self, review: Review, closed: ReviewClosed) -> None:
         review.closed = closed

@@ -7,8 +7,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
 
+from trinity_mq.bus.retry import backoff, exponential_pause
 from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
@@ -85,7 +86,7 @@ class RunGroup:
     def _retrying(self) -> AsyncRetrying:
         return AsyncRetrying(
             stop=stop_after_attempt(self.job.limits.retries + 1),
-            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
+            wait=backoff(FIRST_PAUSE, LONGEST_PAUSE),
             retry=retry_if_exception(is_retryable),
             sleep=asyncio.sleep,
             reraise=True,
@@ -193,8 +194,7 @@ class RunGroup:
         self.engine_trouble = str(trouble)
         if isinstance(trouble, EngineNotReady):
             return trouble.retry_after * random.uniform(1.0, 1.5)
-        longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
-        return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
+        return exponential_pause(FIRST_PAUSE, LONGEST_PAUSE, state.attempt_number + 1) * random.uniform(0.5, 1.0)
 
 
 def engine_unavailable_error(error: BaseException) -> BaseException | None:

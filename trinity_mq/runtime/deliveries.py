@@ -119,9 +119,8 @@ async def dead_letter(
         "dead-time": time.time(),
     }
     copy = _copy(incoming, f"dead-{incoming.queue}-{_identity(incoming)}", headers)
-    while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
-        # the queue was deleted; the original is acknowledged next and must not be lost
-        await bus.declare(topology.dead)
+    # the original is acknowledged next and must not be lost
+    await bus.publish_declared(topology.dead, incoming.routing_key or "unknown", copy)
 
 
 def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:
@@ -325,7 +324,7 @@ class DeliveryHistory:
         """
         return self.failed + self.returned
 
-    def poisoned(self, limit: int, crashes: int) -> bool:
+    def poisoned(self, limit: int, crashes: int = 0) -> bool:
         """Return whether the message must not be tried again. It had ``limit`` suspect deliveries, and there is
         evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashLog`.
         """

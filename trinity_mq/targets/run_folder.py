@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ import yaml
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config
 from trinity_mq.errors import CommandError
+from trinity_mq.file_lock import try_lock
 from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
@@ -53,10 +53,8 @@ class LockedFolder:
         except OSError as error:
             raise CommandError(f"folder {self.path} cannot be used: {error.strerror or error}") from error
         with os.fdopen(fd, "r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise CommandError(self._in_use(file.read().strip() or "unknown")) from error
+            if not try_lock(file):
+                raise CommandError(self._in_use(file.read().strip() or "unknown"))
             file.truncate(0)
             file.write(f"{os.getpid()}\n")
             file.flush()
@@ -69,12 +67,10 @@ class LockedFolder:
         """Return the id of the process that holds the lock, or None if no process holds it."""
         try:
             with self._lock.open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_free = try_lock(file, shared=True)
         except FileNotFoundError:
             return None
-        except BlockingIOError:
-            return int(self._lock.read_text() or 0) or None
-        return None
+        return None if is_free else int(self._lock.read_text() or 0) or None
 
     def last_locked_ns(self) -> int:
         """Return the time of the last lock acquisition in nanoseconds since the epoch, or 0 if the folder was never

@@ -8,7 +8,6 @@ structlog is routed through the standard library, so that logs of other librarie
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.types import Processor
 
+from trinity_mq.file_lock import try_lock
 from trinity_mq.telemetry.jsonline import dump_line
 
 LOGS_FOLDER = "logs"
@@ -183,10 +183,9 @@ def _may_move(stream: TextIO) -> bool:
     On a file system without locks, the file is renamed without a lock.
     """
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(error, BlockingIOError)
-    return True
+        return try_lock(stream)
+    except OSError:
+        return True
 
 
 class _ShortErrors(logging.Handler):

@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 
 from trinity_agents.gateway.acting import ActingGateway
-from trinity_agents.gateway.stream_book import SessionStream
+from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.gateway.access import Access, read_keys
@@ -68,7 +68,7 @@ class Gateway(Agent):
         self._access = Access(read_keys(config.gateway.key_file))
         self._tls = _tls(config)
         self._selector = EngineSelector(lambda: self.peers.alive("engine"))
-        self.book: SessionStream | None = None
+        self.store: SessionStream | None = None
         self._app: GatewayApp | None = None
         self._acts = False
         self.url = ""
@@ -76,12 +76,12 @@ class Gateway(Agent):
 
     def detail(self) -> GatewayStatus:
         """Return the gateway's URL and counters, with the number of sessions in each state."""
-        if self.book is None or self._app is None:
+        if self.store is None or self._app is None:
             return GatewayStatus(url=self.url)
-        ledger, app = self.book.ledger, self._app
+        ledger, app = self.store.ledger, self._app
         open_ones = len(ledger.live) - ledger.over
         return GatewayStatus(
-            url=self.url if self.book.is_ready() else "",
+            url=self.url if self.store.is_ready() else "",
             acting=self._acts,
             open=open_ones,
             parked=len(ledger.live) - open_ones - ledger.waiting,
@@ -107,7 +107,7 @@ class Gateway(Agent):
                 stack.callback(self._metrics.close)
             clients = await stack.enter_async_context(EngineClients())
             recording = await stack.enter_async_context(asyncio.TaskGroup())
-            self.book = SessionStream(
+            self.store = SessionStream(
                 self.bus,
                 self.topology,
                 record_timeout=settings.record_timeout,
@@ -121,12 +121,12 @@ class Gateway(Agent):
                 request_timeout=settings.request_timeout,
             )
             self._app = GatewayApp(
-                AppSettings.of(self.config), self.book, engines, self._access, self._public_url, self._clock
+                AppSettings.of(self.config), self.store, engines, self._access, self._public_url, self._clock
             )
             await self.run_with_background(
                 self._serve_http(self._app),
-                self.book.follow(),
-                self._act(self.book),
+                self.store.follow(),
+                self._act(self.store),
                 self._follow_engines(),
                 self._report_metrics(),
             )
@@ -163,9 +163,9 @@ class Gateway(Agent):
     def _public_url(self) -> str:
         return (self.config.gateway.public_url or self.url).rstrip("/")
 
-    async def _act(self, book: SessionStream) -> None:
+    async def _act(self, store: SessionStream) -> None:
         """Act for the run once no other gateway holds the lock."""
-        await book.changed.until(book.is_ready)
+        await store.changed.until(store.is_ready)
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
             return
@@ -174,7 +174,7 @@ class Gateway(Agent):
             self.config,
             self.bus,
             self.topology,
-            book,
+            store,
             agent_id=self.id,
             clock=self._clock,
             may_act=lambda: self.lock is not None and self.lock.held,
@@ -207,7 +207,7 @@ class Gateway(Agent):
             values = {f"serve/{name}": float(getattr(status, name)) for name in names}
             causes = ("new", "template", "retoken", "temperature")
             values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in causes}
-            rewards, app.book.ledger.evaluated = app.book.ledger.evaluated, []
+            rewards, app.store.ledger.evaluated = app.store.ledger.evaluated, []
             if rewards and self._acts:
                 values |= {
                     "serve/eval_reward": math.fsum(rewards) / len(rewards),

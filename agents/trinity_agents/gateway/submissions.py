@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import structlog
 
-from trinity_agents.gateway.stream_book import SessionStream
+from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Bus, BusUnavailable, MessageTooLarge, Topology
 from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.config import Config
@@ -51,11 +51,11 @@ class Submissions:
         config: The run's configuration.
         bus: A connected bus.
         topology: The run's names.
-        book: The sessions.
+        store: The sessions.
     """
 
-    def __init__(self, config: Config, bus: Bus, topology: Topology, book: SessionStream) -> None:
-        self._config, self._bus, self._topology, self._book = config, bus, topology, book
+    def __init__(self, config: Config, bus: Bus, topology: Topology, store: SessionStream) -> None:
+        self._config, self._bus, self._topology, self._store = config, bus, topology, store
         self._ledger: Ledger | None = None
         self._waiting: dict[str, None] = {}
         """Ids of submissions to publish, in order."""
@@ -66,7 +66,7 @@ class Submissions:
     async def submit(self) -> None:
         """Submit new tasks, and submit again the tasks whose message may be lost."""
         now = asyncio.get_running_loop().time()
-        ledger = self._book.ledger
+        ledger = self._store.ledger
         if ledger is not self._ledger:  # at the start, and after the ledger was rebuilt
             self._ledger = ledger
             ledger.take_new_tasks()
@@ -87,7 +87,7 @@ class Submissions:
         if not names:
             return
         depth = await self._bus.depth(self._topology.submitted.name) or 0
-        lost = max(0, len(self._book.ledger.queued()) - depth)
+        lost = max(0, len(self._store.ledger.queued()) - depth)
         self._submitted |= dict.fromkeys(names, now)
         self._waiting |= dict.fromkeys(names[:lost])
 
@@ -133,9 +133,7 @@ class Submissions:
                 raise MessageTooLarge(
                     f"its answers take more than the {limit} bytes of a task (broker.max_message_bytes)"
                 )
-            exchange = self._topology.exchange("tasks")
-            while not await self._bus.publish(exchange, BY_GATEWAY, made, timeout=SUBMIT_WITHIN):
-                await self._bus.declare(self._topology.submitted)
+            await self._bus.publish_declared(self._topology.submitted, BY_GATEWAY, made, timeout=SUBMIT_WITHIN)
         except MessageTooLarge as error:
             await self._failed(submission, "too-large", str(error))
         except ContentError as error:
@@ -150,7 +148,7 @@ class Submissions:
     async def _failed(self, submission: str, why: str, reason: str) -> None:
         """Publish on the stream that the sessions of a submission cannot become a task."""
         failed = SubmissionOutcome(submission_id=submission, batch="", ticket="", outcome="failed", message=reason)
-        await self._book.publish(failed, f"{why}-{submission}")
+        await self._store.publish(failed, f"{why}-{submission}")
 
 
 async def gather_limited(work: Iterable[Coroutine[object, object, T]]) -> list[T]:

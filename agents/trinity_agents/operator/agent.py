@@ -17,6 +17,7 @@ from trinity_agents.operator.batch_publisher import BatchPublisher
 from trinity_agents.operator.batch_reader import BatchReader, UnusableBatch
 from trinity_agents.operator.chain_run import ChainRun
 from trinity_mq.bus import Bus, Consumer, Delivery, QueueGone, Topology
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed, OperatorStatus
 from trinity_mq.operators import OperatorError
@@ -254,15 +255,13 @@ class Operator(Agent):
         await acknowledge(delivery)
 
     async def _try_again(self, delivery: Delivery, manifest: BatchClosed, error: Exception) -> None:
-        limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
         failure = f"{type(error).__name__}: {error}"
-        if past.suspect + 1 >= limit:
-            reason = (
-                f"the operator chain failed; {past.suspect + 1} attempts failed or were lost, the last with {failure}"
-            )
+        past = DeliveryHistory.of(delivery).then(failure)
+        if past.poisoned(self.config.broker.delivery_limit):
+            reason = f"the operator chain failed; {past.suspect} attempts failed or were lost, the last with {failure}"
             await self._fail(delivery, manifest, reason, error)
             return
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**past.suspect)
+        pause = exponential_pause(FIRST_PAUSE, LONGEST_PAUSE, past.suspect)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
                 await self._stopped.wait()

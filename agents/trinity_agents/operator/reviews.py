@@ -12,7 +12,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.messages import BatchClosed, BatchId, ReviewClosed, ReviewRequest, ReviewVerdict
 from trinity_mq.reviews.base import Answer, Decision, Question
-from trinity_mq.reviews.stream import CLOSED, REQUEST, NoReviews, ReviewStream
+from trinity_mq.reviews.stream import CLOSED, REQUEST, ReviewStream
 
 log = structlog.get_logger(__name__)
 
@@ -88,13 +88,13 @@ class BatchReviews:
         seconds = request.deadline - self._clock()
         try:
             async with asyncio.timeout(seconds):
-                await self.stream.read_to_end.wait()
+                await self.stream.changed.until(self.stream.is_ready)
                 if self._is_known(request):
                     return
                 await self.stream.publish(request, REQUEST, f"review-{request.request}", timeout=seconds)
                 while not self._is_known(request):
                     await self.stream.until_changed(request.request, seconds)
-        except (TimeoutError, BusError, NoReviews) as error:
+        except (TimeoutError, BusError) as error:
             log.warning("review_not_asked", request=request.request, reason=str(error) or "no broker within its time")
 
     def _is_known(self, request: ReviewRequest) -> bool:
@@ -128,7 +128,7 @@ class BatchReviews:
                 while (closed := ledger.closing(request)) is None:
                     await self.stream.until_changed(request, CLOSE_WITHIN)
                 return closed
-        except (TimeoutError, BusError, NoReviews) as error:
+        except (TimeoutError, BusError) as error:
             log.warning("review_not_closed", request=request, reason=str(error) or f"not within {CLOSE_WITHIN:g} s")
             return closing
 

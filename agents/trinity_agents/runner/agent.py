@@ -473,15 +473,14 @@ class Runner(Agent):
 
     async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
         """Requeue a slice for another attempt on any runner; at the delivery limit report it as poisoned."""
-        limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
-        failure = f"attempt {in_flight.attempt} of {self.id}: {what}: {error}"
-        if in_flight.past.suspect + 1 < limit:
+        task_slice, failure = in_flight.task_slice, f"attempt {in_flight.attempt} of {self.id}: {what}: {error}"
+        past = in_flight.past.then(failure)
+        if past.poisoned(self.config.broker.delivery_limit):
+            await self._poison(in_flight, past, f"{what}; {past.suspect} attempts failed or were lost, last: {error}")
+        else:
             log.warning("slice_retried", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error))
             self._counts["given_back"] += 1
             await return_delivery(self.bus, in_flight.delivery, failure)
-        else:
-            past = in_flight.past.then(failure)
-            await self._poison(in_flight, past, f"{what}; {past.suspect} attempts failed or were lost, last: {error}")
 
     async def _poison(self, in_flight: InFlightSlice, past: DeliveryHistory, reason: str) -> None:
         """Report a poisoned slice, dead-letter a copy, then acknowledge it."""

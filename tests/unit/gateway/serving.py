@@ -1,4 +1,4 @@
-"""A gateway over HTTP in front of a scripted model: the real engine server, the real routes, a book in memory."""
+"""A gateway over HTTP in front of a scripted model: the real engine server, the real routes, a store in memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from aiohttp import web
 from trinity_mq.config import Config
 from trinity_mq.gateway.access import Access, hash_of
 from trinity_mq.gateway.app import GatewayApp
-from trinity_mq.gateway.book import MemoryBook
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
@@ -48,7 +48,7 @@ class Engines:
 class Serving:
     url: str
     app: GatewayApp
-    book: MemoryBook
+    store: MemorySessionStore
     engines: Engines
     generator: ScriptedGenerator
     http: aiohttp.ClientSession
@@ -70,7 +70,7 @@ class Serving:
         return found
 
     def session(self, name: str) -> Session:
-        found = self.book.ledger.get(name)
+        found = self.store.ledger.get(name)
         assert found is not None
         return found
 
@@ -82,10 +82,10 @@ async def serving(
     """``admin``: the key that may make sessions; empty: anybody may."""
     config = config or serving_config()
     async with scripted_server(script) as (model, generator), EngineClients() as clients:
-        engines, book = Engines(model), MemoryBook()
+        engines, store = Engines(model), MemorySessionStore()
         calls = EngineCalls(engines, clients, not_ready_timeout=timeout, request_timeout=10.0)
         url = ""
-        app = GatewayApp(AppSettings.of(config), book, calls, Access([hash_of(admin)] if admin else None), lambda: url)
+        app = GatewayApp(AppSettings.of(config), store, calls, Access([hash_of(admin)] if admin else None), lambda: url)
         runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -93,6 +93,6 @@ async def serving(
             await site.start()
             url = f"http://127.0.0.1:{site.port}"
             async with aiohttp.ClientSession() as http:
-                yield Serving(url, app, book, engines, generator, http)
+                yield Serving(url, app, store, engines, generator, http)
         finally:
             await runner.cleanup()

@@ -12,14 +12,14 @@ from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
-from trinity_mq.gateway.book import Said
-from trinity_mq.gateway.ledger import SessionEffect
 from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.session_store import OutsideEvent
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing import scripted
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
+from trinity_mq.transport.event_log import EventEffect
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -173,7 +173,7 @@ async def test_a_mistyped_key_is_refused_on_loopback_too(key: str) -> None:
             assert "no key" in answer["error"]["message"]
         assert (await at.get("/sessions", key=sent))[0] == 401
         assert (await at.get("/s/mistyped", key=sent))[1]["error"]["code"] == "session_not_found"
-        assert len(list(at.book.ledger)) == 2, "no session was opened"
+        assert len(list(at.store.ledger)) == 2, "no session was opened"
         assert not at.session(made["id"]).calls
 
 
@@ -218,7 +218,7 @@ async def test_answers_outside_of_sessions_are_rewarded_by_their_ids() -> None:
 async def test_training_is_behind() -> None:
     few = {"max_kept_bytes": 1 << 20, "max_waiting": 1}
     async with serving(say, config=serving_config(gateway=few)) as at:
-        at.book.ledger.kept_bytes = 1 << 20
+        at.store.ledger.kept_bytes = 1 << 20
         made = await at.open()
         assert not made["recorded"]
         status, _ = await at.post(f"/s/{made['id']}/v1/chat/completions", ASK)
@@ -226,7 +226,7 @@ async def test_training_is_behind() -> None:
         _, shown = await at.get(f"/s/{made['id']}")
         assert (shown["calls"], shown["sampled_out"]) == (0, True)
     async with serving(say, config=serving_config(gateway={**few, "when_behind": "refuse"})) as at:
-        at.book.ledger.kept_bytes = 1 << 20
+        at.store.ledger.kept_bytes = 1 << 20
         status, answer = await at.post("/sessions")
         assert (status, answer["error"]["code"]) == (429, "training_is_behind")
 
@@ -349,15 +349,15 @@ async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() 
 
 
 async def test_an_event_that_cannot_travel_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The book of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
+    """The store of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
 
-    async def keep(event: Said, message_id: str) -> SessionEffect:
+    async def keep(event: OutsideEvent, message_id: str) -> EventEffect:
         encode(event.model_copy(update={"choice": 10**30}))
         raise AssertionError("it was written")
 
     async with serving(say) as at:
         made = await at.open()
-        monkeypatch.setattr(at.book, "say", keep)
+        monkeypatch.setattr(at.store, "report", keep)
         status, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1})
         assert (status, answer["error"]["param"]) == (400, "session_reward.choice")
         assert "an integer of 100 bits, wanted one of at most 64" in answer["error"]["message"]

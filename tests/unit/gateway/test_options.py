@@ -230,7 +230,7 @@ async def test_halves_of_a_pair_from_another_server_make_one_character() -> None
             assert (status, [event["choices"][0]["delta"]["content"] for event in events]) == (200, ["a", "\U0001f600"])
             status, whole = await ask(at, "chat/completions")
             assert (status, whole["choices"][0]["message"]["content"]) == (200, "a\U0001f600\ufffd")
-            texts = [call.choices[0].text for session in at.book.ledger for call in session.calls.values()]
+            texts = [call.choices[0].text for session in at.store.ledger for call in session.calls.values()]
             assert sorted(texts) == ["a\U0001f600", "a\U0001f600\ufffd"]
     finally:
         await runner.cleanup()

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
-from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.gateway.conversations import Conversation
+from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import SampledChoice, SessionCall
 from trinity_mq.workflows.sessions.assembly import session_experiences, superseded_calls
 
@@ -65,8 +65,8 @@ def trained_on(at: Serving, session: str) -> list[str]:
 
 
 def hold_record(at: Serving, number: int) -> Hold:
-    hold = Hold(at.book.record, number, behind=True)
-    at.book.record = hold  # type: ignore[method-assign, assignment]
+    hold = Hold(at.store.record, number, behind=True)
+    at.store.record = hold  # type: ignore[method-assign, assignment]
     return hold
 
 
@@ -166,15 +166,15 @@ async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(monk
     async with serving(lambda prompt: "hello") as at:
 
         async def away(*args: object, **options: object) -> None:
-            raise BookUnavailable("the broker is away")
+            raise SessionsUnavailable("the broker is away")
 
-        monkeypatch.setattr(at.book, "open", away)
+        monkeypatch.setattr(at.store, "open", away)
         async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
             assert response.status == 200
             assert response.headers["X-TMQ-Recorded"] == "no"
             assert (await response.json())["choices"][0]["message"]["content"] == "hello"
         assert (at.app.counts["calls"], at.app.counts["unrecorded"]) == (1, 1)
-        assert list(at.book.ledger) == []
+        assert list(at.store.ledger) == []
 
 
 async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm(mon
         async def stuck(*args: object, **options: object) -> None:
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(at.book, "open", stuck)
+        monkeypatch.setattr(at.store, "open", stuck)
         async with at.http.post(
             f"{at.url}/v1/chat/completions", json=ASK, timeout=aiohttp.ClientTimeout(total=10)
         ) as response:

@@ -100,7 +100,7 @@ async def test_a_gateway_without_keys_refuses_what_a_web_page_can_send() -> None
                     continue  # neither a body nor a type: what `curl -X POST` sends
                 status, answer = await _raw(at, "POST", "/sessions", {**JSON, **headers}, body)
                 assert status == wanted, (headers, body, answer)
-        assert len(at.book.ledger.live) == 0
+        assert len(at.store.ledger.live) == 0
         for headers in OWN:
             assert (await _raw(at, "POST", "/sessions", {**JSON, **headers}, b"{}"))[0] == 201, headers
         assert (await _raw(at, "POST", "/commit", {}, b""))[0] == 200, "an empty body needs no type"
@@ -175,7 +175,7 @@ async def test_a_client_that_asks_before_it_sends_is_told_to_go_on() -> None:
 
 
 async def test_the_time_of_an_answer_does_not_tell_which_ids_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream's book waits for what it does not know: it must be asked the same, whether an id exists or not."""
+    """A stream's store waits for what it does not know: it must be asked the same, whether an id exists or not."""
     async with serving(say, admin=ADMIN) as at:
         made, other = await at.open(key=ADMIN), await at.open(key=ADMIN)
         await at.post(f"/s/{made['id']}/end", {"outcome": "discard"}, key=ADMIN)
@@ -183,14 +183,14 @@ async def test_the_time_of_an_answer_does_not_tell_which_ids_exist(monkeypatch: 
 
         async def find(session: str) -> Session | None:
             asked.append("session")
-            return at.book.ledger.get(session)
+            return at.store.ledger.get(session)
 
         async def find_key(key_hash: str) -> Session | None:
             asked.append("key")
-            return at.book.ledger.of_key(key_hash)
+            return at.store.ledger.of_key(key_hash)
 
-        monkeypatch.setattr(at.book, "find", find)
-        monkeypatch.setattr(at.book, "find_key", find_key)
+        monkeypatch.setattr(at.store, "find", find)
+        monkeypatch.setattr(at.store, "find_key", find_key)
         for key, lookups in (("", []), ("guess", []), (f"{KEY_BEGINS}guess", ["key"]), (other["key"], ["key"])):
             seen = []
             for name in (made["id"], "0" * 32):
@@ -417,13 +417,13 @@ async def test_a_reward_with_a_long_key_counts_once_too() -> None:
     async with serving(say) as at:
         made = await at.open()
         ids: list[str] = []
-        say_before = at.book.say
+        say_before = at.store.report
 
         async def noting(event: Any, message_id: str) -> Any:
             ids.append(message_id)
             return await say_before(event, message_id)
 
-        at.book.say = noting  # type: ignore[method-assign]
+        at.store.report = noting  # type: ignore[method-assign]
         for key in ("\u00e9" * 200, "\u00e9" * 200, "k" * 200):
             await at.post(f"/s/{made['id']}/reward", {"reward": 1, "how": "add", "key": key})
         assert at.session(made["id"]).reward == 2.0

@@ -6,13 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tenacity import RetryCallState, retry_if_exception_type, stop_after_delay
-
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import ENGINE
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
-from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
+from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.history import ExperienceHistory, Seeds
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
@@ -44,21 +42,6 @@ class RecordedModel:
         self.history, self.seeds = ExperienceHistory(), Seeds(seed)
         self.note_version: Version | None = None
         """Version that gave the latest answer."""
-
-    def not_ready_policy(self) -> dict[str, Any]:
-        """Return the tenacity arguments for retries of a request to an engine that is not ready."""
-        return {
-            "retry": retry_if_exception_type(EngineNotReady),
-            "wait": _retry_after,
-            "stop": stop_after_delay(self.not_ready_timeout),
-            "reraise": True,
-        }
-
-
-def _retry_after(state: RetryCallState) -> float:
-    """Return the number of seconds that the engine asked to wait."""
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, EngineNotReady) else 1.0
 
 
 class RecordedCall:

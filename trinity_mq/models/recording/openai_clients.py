@@ -20,6 +20,7 @@ from trinity_mq.models.clients import engine_error, with_version
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.calls import RecordedCall, RecordedModel, Recording
+from trinity_mq.models.retried import engine_retries
 
 API_KEY = "none"  # engines need no key, but the client requires one
 SAMPLING = ("/chat/completions", "/completions")
@@ -60,7 +61,7 @@ class RecordingClient(openai.DefaultHttpxClient):
                 _refused(response, call)
             return response
 
-        response: httpx2.Response = Retrying(**self._wrapper.not_ready_policy())(attempt)
+        response: httpx2.Response = Retrying(**engine_retries(self._wrapper.not_ready_timeout))(attempt)
         if (recording := _recording(response, call)) is not None:
             response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:
@@ -98,7 +99,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
                 _refused(response, call)
             return response
 
-        response: httpx2.Response = await AsyncRetrying(**self._wrapper.not_ready_policy())(attempt)
+        response: httpx2.Response = await AsyncRetrying(**engine_retries(self._wrapper.not_ready_timeout))(attempt)
         if (recording := _recording(response, call)) is not None:
             response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:

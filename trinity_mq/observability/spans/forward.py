@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.observability.spans.collector import OtlpClient, SpansRejected
 from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import ProgressFile, TrackerError
@@ -55,7 +56,7 @@ class SpanForwarder:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._progress.invalid(error) from error
         self._unsent: list[TreeSpan] = []
-        self._pause, self._not_before = FIRST_PAUSE, 0.0
+        self._failures, self._not_before = 0, 0.0
         self.problem = ""
         """The reason why the last send failed."""
 
@@ -96,12 +97,12 @@ class SpanForwarder:
                 self._note(str(error))
             except TrackerError as error:
                 self._note(str(error))
-                self._not_before = time.monotonic() + self._pause
-                self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+                self._failures += 1
+                self._not_before = time.monotonic() + exponential_pause(FIRST_PAUSE, LONGEST_PAUSE, self._failures)
                 return False
             else:
                 self.problem = ""
-            self._pause, self._not_before = FIRST_PAUSE, 0.0
+            self._failures, self._not_before = 0, 0.0
             del self._unsent[: len(chunk)]
         return True
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
 from trinity_mq.runtime.processes.exit_reasons import exit_reason, read_output_tail
@@ -309,7 +310,7 @@ class Supervisor:
 
 def exponential_backoff(restarts: int) -> float:
     """Return the seconds to wait before the n-th restart within the window."""
-    return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (restarts - 1))
+    return exponential_pause(FIRST_DELAY, LONGEST_DELAY, restarts)
 
 
 def _send(child: _Child, signum: signal.Signals) -> None:

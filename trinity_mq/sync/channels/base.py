@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
+from trinity_mq.bus.retry import backoff
 from trinity_mq.messages import Version
 from trinity_mq.runtime.threads import in_thread
 
@@ -94,7 +95,7 @@ def fetch_tries(*errors: type[Exception]) -> Retrying:
     """
     return Retrying(
         retry=retry_if_exception_type(errors),
-        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        wait=backoff(0.1, 2.0),
         stop=stop_after_attempt(FETCH_TRIES),
         reraise=True,
     )

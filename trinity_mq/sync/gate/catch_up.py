@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.messages import SyncEvent
 from trinity_mq.sync.gate.records import key_of
 
@@ -56,7 +57,7 @@ class CatchUpFetches:
         """Record a failed fetch; a retry may begin after a backoff."""
         self.under_way.pop(member, None)
         failures = self._failures[member] = self._failures.get(member, 0) + 1
-        self._not_before[member] = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1))
+        self._not_before[member] = now + exponential_pause(FIRST_PAUSE, LONGEST_PAUSE, failures)
 
     def supersede(self, members: tuple[str, ...] | None = None) -> None:
         """Drop the current fetches of ``members`` (None: of all members), because a newer version is on its way to

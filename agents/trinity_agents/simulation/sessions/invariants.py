@@ -103,12 +103,12 @@ def gateways_agree(evidence: SessionEvidence) -> Faults:
     """
     log = evidence.run.log()
     for gateway in evidence.run.gateways_at_end:
-        book = gateway.book
-        if book is None or not book.is_ready():
+        store = gateway.store
+        if store is None or not store.is_ready():
             continue
         oracle = Oracle(log[: evidence.run.read_offset(gateway)])
         for expected in oracle.sessions.values():
-            session = book.ledger.get(expected.id)
+            session = store.ledger.get(expected.id)
             if session is None:
                 if not expected.is_settled:
                     yield f"{gateway.life.who} does not know session {expected.id}, which is {expected.state}"
@@ -144,7 +144,7 @@ def trained_as_decided(evidence: SessionEvidence) -> Faults:
     if unknown:
         yield f"answers {sorted(unknown)} were trained on, and belong to no session"
     for gateway in evidence.run.gateways_at_end:
-        for entry in () if gateway.book is None else gateway.book.ledger:
+        for entry in () if gateway.store is None else gateway.store.ledger:
             if entry.state == "dropped" and not entry.why:
                 yield f"{gateway.life.who} does not say why session {entry.id} was dropped"
 

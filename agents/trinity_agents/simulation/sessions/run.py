@@ -175,8 +175,8 @@ class SessionRun(ScheduledRun):
 
     def read_offset(self, gateway: SimulatedGateway) -> int:
         """Return the offset of the first event that a gateway has not read."""
-        assert gateway.book is not None
-        return gateway.book._offset  # noqa: SLF001  # nothing else needs it
+        assert gateway.store is not None
+        return gateway.store.next_offset
 
     def ended_before(self, offset: int) -> bool:
         """Return whether the run may have ended before gateways acted on the event at ``offset``."""
@@ -262,10 +262,10 @@ class SessionRun(ScheduledRun):
         self.unsettled = unsettled
 
     def _unsettled(self, names: Sequence[str]) -> list[str]:
-        books = [gateway.book for gateway in self.living_gateways() if gateway.book is not None]
-        return [name for name in names if not any(_is_settled(book, name) for book in books)]
+        stores = [gateway.store for gateway in self.living_gateways() if gateway.store is not None]
+        return [name for name in names if not any(_is_settled(store, name) for store in stores)]
 
 
-def _is_settled(book: Any, name: str) -> bool:
-    session = book.ledger.get(name)
+def _is_settled(store: Any, name: str) -> bool:
+    session = store.ledger.get(name)
     return session is not None and bool(session.is_settled)

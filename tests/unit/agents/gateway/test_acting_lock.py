@@ -60,14 +60,14 @@ def test_what_is_carried_over_retention_says_where_its_first_copy_was() -> None:
 
     async def story() -> None:
         world, draw = World(sessions_max_bytes=40_000), random.Random(0)
-        async with world.running(), world.gateway() as book:
+        async with world.running(), world.gateway() as store:
             reading = asyncio.create_task(read(world))
-            await world.session(book, "old", calls=3)
-            await book.say(SessionReward(session="old", reward=draw.random()), "r-old")
+            await world.session(store, "old", calls=3)
+            await store.report(SessionReward(session="old", reward=draw.random()), "r-old")
             for number in range(60):  # several times what the stream keeps
-                await world.session(book, f"s{number}", size=100)
-                await book.say(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
-                await until(book, lambda name=f"s{number}": state(book, name) == "trained")  # type: ignore[misc]
+                await world.session(store, f"s{number}", size=100)
+                await store.report(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
+                await until(store, lambda name=f"s{number}": state(store, name) == "trained")  # type: ignore[misc]
             reading.cancel()
 
     run_virtually(story())

@@ -10,14 +10,14 @@ import pytest
 
 from tests.unit.agents.gateway.world import HOUR, World, config, until
 from trinity_agents.gateway.acting import ActingGateway
-from trinity_agents.gateway.stream_book import SessionStream
+from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
 from trinity_mq.bus import BusUnavailable, Envelope
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.gateway.agenda import _task
-from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import SessionEnd, SessionReward, SubmissionOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
@@ -27,22 +27,22 @@ SMALL = 40_000
 GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
 
 
-def state(book: SessionStream, name: str) -> str:
-    found = book.ledger.get(name)
+def state(store: SessionStream, name: str) -> str:
+    found = store.ledger.get(name)
     assert found is not None
     return str(found.state)
 
 
-async def end(book: SessionStream, name: str, reward: float | None = 1.0) -> None:
-    await book.say(SessionEnd(session=name, reward=reward), f"end-{name}")
+async def end(store: SessionStream, name: str, reward: float | None = 1.0) -> None:
+    await store.report(SessionEnd(session=name, reward=reward), f"end-{name}")
 
 
-async def live_on(world: World, book: SessionStream, rounds: int = 60) -> None:
+async def live_on(world: World, store: SessionStream, rounds: int = 60) -> None:
     """Have sessions come and go, so that retention cuts several times what the stream keeps."""
     for number in range(rounds):
-        await world.session(book, f"x{number}", size=100, record="eval")
-        await end(book, f"x{number}")
-        await until(book, lambda name=f"x{number}": state(book, name) == "evaluated")  # type: ignore[misc]
+        await world.session(store, f"x{number}", size=100, record="eval")
+        await end(store, f"x{number}")
+        await until(store, lambda name=f"x{number}": state(store, name) == "evaluated")  # type: ignore[misc]
 
 
 def queued(world: World) -> list[str]:
@@ -80,7 +80,7 @@ def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> No
                     lost = second.ledger.get("s1")
                     assert lost is not None
                     assert "retention" in lost.why
-                    assert (await second.say(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
+                    assert (await second.report(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
                 acting = ActingGateway(
                     world.config, second_bus, world.topology, second, agent_id="gateway-1", clock=world.clock
                 )
@@ -98,16 +98,16 @@ def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> No
 def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
     async def story() -> None:
         world = World()
-        async with world.running(), world.gateway(acts=False) as book:
-            await world.session(book, "a")
-            await end(book, "a")
-            acting = ActingGateway(world.config, book._bus, world.topology, book, agent_id="g", clock=world.clock)
-            book._ready = False
+        async with world.running(), world.gateway(acts=False) as store:
+            await world.session(store, "a")
+            await end(store, "a")
+            acting = ActingGateway(world.config, store._bus, world.topology, store, agent_id="g", clock=world.clock)
+            store._ready = False
             await acting.once()
-            assert state(book, "a") == "parked"
-            book._ready = True
+            assert state(store, "a") == "parked"
+            store._ready = True
             await acting.once()
-            assert state(book, "a") == "queued"
+            assert state(store, "a") == "queued"
 
     run_virtually(story())
 
@@ -152,10 +152,10 @@ def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() -> Non
         bus = world.bus()
         await bus.connect()
         await bus.declare(*world.topology.durable, world.topology.sessions)
-        async with world.gateway() as book:
+        async with world.gateway() as store:
             for number in range(20):
-                await world.session(book, f"s{number}")
-                await end(book, f"s{number}")
+                await world.session(store, f"s{number}")
+                await end(store, f"s{number}")
             await asyncio.sleep(12 * HOUR)
             assert len(queued(world)) == len(set(queued(world))) == 20
         for _ in range(5):  # gateways come and go meanwhile
@@ -174,11 +174,11 @@ def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) -> Non
         bus = world.bus()
         await bus.connect()
         await bus.declare(*world.topology.durable, world.topology.sessions)
-        async with world.gateway() as book:
+        async with world.gateway() as store:
             for number in range(5):
-                await world.session(book, f"s{number}")
-                await end(book, f"s{number}")
-            await until(book, lambda: book.ledger.waiting == 5)
+                await world.session(store, f"s{number}")
+                await end(store, f"s{number}")
+            await until(store, lambda: store.ledger.waiting == 5)
             await asyncio.sleep(10)
             before = queued(world)
             if deleted:
@@ -212,17 +212,17 @@ def test_a_full_queue_holds_nothing_else_up() -> None:
     async def story() -> None:
         world = World()
         bus: FullBus = world.bus(FullBus)
-        async with world.running(), world.gateway(bus=bus) as book:
-            await world.session(book, "a")
-            await end(book, "a")
-            await until(book, lambda: bus.refused == 1)
-            await world.session(book, "b", record="eval")
-            await end(book, "b")
-            await until(book, lambda: state(book, "b") == "evaluated", 30)
+        async with world.running(), world.gateway(bus=bus) as store:
+            await world.session(store, "a")
+            await end(store, "a")
+            await until(store, lambda: bus.refused == 1)
+            await world.session(store, "b", record="eval")
+            await end(store, "b")
+            await until(store, lambda: state(store, "b") == "evaluated", 30)
             await asyncio.sleep(300)
             assert 5 < bus.refused < 20
             bus.is_full = False
-            await until(book, lambda: state(book, "a") == "trained")
+            await until(store, lambda: state(store, "a") == "trained")
 
     run_virtually(story())
 
@@ -234,17 +234,17 @@ def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
     async def story() -> None:
         world = World(sessions_max_bytes=SMALL)
         world.answers = False
-        async with world.running() as bus, world.gateway() as book:
-            await world.session(book, "a")
-            await end(book, "a")
-            await until(book, lambda: len(world.accepted) == 1)
+        async with world.running() as bus, world.gateway() as store:
+            await world.session(store, "a")
+            await end(store, "a")
+            await until(store, lambda: len(world.accepted) == 1)
             (message,) = world.accepted.values()
             outcome = SubmissionOutcome(
                 submission_id=message.submission_id or "", batch=1, ticket="t", outcome="finished", completed_runs=1
             )
             await bus.publish(world.topology.exchange("sessions"), "outcome", envelope(outcome, message_id="o"))
-            await until(book, lambda: state(book, "a") == "batched")
-            await live_on(world, book)
+            await until(store, lambda: state(store, "a") == "batched")
+            await live_on(world, store)
             async with world.gateway(acts=False) as fresh:
                 assert state(fresh, "a") == "batched"
                 found = fresh.ledger.get("a")
@@ -260,20 +260,20 @@ def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
 def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
     async def story() -> None:
         world = World()
-        async with world.running(), world.gateway() as book:
-            await world.session(book, "asks")
-            await world.session(book, "waits", reward_ttl=HOUR)
-            await end(book, "waits", None)
-            world.broker.drop(book._bus, delay=None)  # type: ignore[arg-type]
+        async with world.running(), world.gateway() as store:
+            await world.session(store, "asks")
+            await world.session(store, "waits", reward_ttl=HOUR)
+            await end(store, "waits", None)
+            world.broker.drop(store._bus, delay=None)  # type: ignore[arg-type]
             for _ in range(65):
                 await asyncio.sleep(60)
-                await book.record(world.call("asks", 2))
-            with pytest.raises(BookUnavailable):
-                await book.say(SessionReward(session="waits", reward=1.0), "r")
-            world.broker.restore(book._bus)  # type: ignore[arg-type]
+                await store.record(world.call("asks", 2))
+            with pytest.raises(SessionsUnavailable):
+                await store.report(SessionReward(session="waits", reward=1.0), "r")
+            world.broker.restore(store._bus)  # type: ignore[arg-type]
             await asyncio.sleep(60)
-            assert (state(book, "asks"), state(book, "waits")) == ("open", "parked")
-            await until(book, lambda: state(book, "waits") == "dropped", HOUR)
+            assert (state(store, "asks"), state(store, "waits")) == ("open", "parked")
+            await until(store, lambda: state(store, "waits") == "dropped", HOUR)
 
     run_virtually(story())
 
@@ -282,19 +282,19 @@ def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
     async def story() -> None:
         world = World()
         async with world.running():
-            async with world.gateway() as book:
-                await world.session(book, "a", reward_ttl=10 * HOUR)
-                await end(book, "a", None)
+            async with world.gateway() as store:
+                await world.session(store, "a", reward_ttl=10 * HOUR)
+                await end(store, "a", None)
                 await asyncio.sleep(4 * HOUR)
             await asyncio.sleep(60 * HOUR)
-            async with world.gateway() as book:
+            async with world.gateway() as store:
                 await asyncio.sleep(5 * HOUR)
-                assert state(book, "a") == "parked"
+                assert state(store, "a") == "parked"
             await asyncio.sleep(60 * HOUR)
-            async with world.gateway() as book:
+            async with world.gateway() as store:
                 await asyncio.sleep(0.5 * HOUR)
-                assert state(book, "a") == "parked"
-                await until(book, lambda: state(book, "a") == "dropped", HOUR)
+                assert state(store, "a") == "parked"
+                await until(store, lambda: state(store, "a") == "dropped", HOUR)
 
     run_virtually(story(), limit=1e6)
 
@@ -303,15 +303,15 @@ def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -> None
     async def story() -> None:
         world = World()
         thawed = [0.0]
-        async with world.running(), world.gateway(acts=False) as book:
+        async with world.running(), world.gateway(acts=False) as store:
             clock = world.clock
-            book._clock = lambda: clock() + thawed[0]
-            acting = ActingGateway(world.config, book._bus, world.topology, book, agent_id="g", clock=book._clock)
+            store._clock = lambda: clock() + thawed[0]
+            acting = ActingGateway(world.config, store._bus, world.topology, store, agent_id="g", clock=store._clock)
             task = asyncio.create_task(acting.run())
-            await world.session(book, "a")
+            await world.session(store, "a")
             thawed[0] = 2 * HOUR
             await asyncio.sleep(10)
-            assert state(book, "a") == "open"
+            assert state(store, "a") == "open"
             task.cancel()
 
     run_virtually(story())
@@ -321,17 +321,17 @@ def test_what_is_carried_is_as_old_as_it_was() -> None:
     async def story() -> None:
         world = World(sessions_max_bytes=SMALL)
         async with world.running():
-            async with world.gateway() as book:
-                await world.session(book, "a", reward_ttl=5 * HOUR)
-                await end(book, "a", None)
+            async with world.gateway() as store:
+                await world.session(store, "a", reward_ttl=5 * HOUR)
+                await end(store, "a", None)
                 await asyncio.sleep(2 * HOUR)
             await asyncio.sleep(60 * HOUR)
-            async with world.gateway() as book:
-                await live_on(world, book)
-            async with world.gateway() as book:
+            async with world.gateway() as store:
+                await live_on(world, store)
+            async with world.gateway() as store:
                 await asyncio.sleep(2.5 * HOUR)
-                assert state(book, "a") == "parked"
-                await until(book, lambda: state(book, "a") == "dropped", HOUR)
+                assert state(store, "a") == "parked"
+                await until(store, lambda: state(store, "a") == "dropped", HOUR)
 
     run_virtually(story(), limit=1e6)
 
@@ -339,9 +339,9 @@ def test_what_is_carried_is_as_old_as_it_was() -> None:
 def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> None:
     async def story() -> None:
         world = World()
-        async with world.running() as bus, world.gateway(acts=False) as book:
+        async with world.running() as bus, world.gateway(acts=False) as store:
             await asyncio.sleep(0.75)
-            await world.session(book, "a", calls=0)
+            await world.session(store, "a", calls=0)
             stream = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
             headers = stream[-1].headers
             exact = headers["at-ms"]
@@ -349,12 +349,12 @@ def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> None:
             assert exact / 1000 == pytest.approx(world.clock(), abs=0.5)
             assert headers["at"] == round(exact / 1000)
             assert type(headers["at"]) is int
-            session = book.ledger.get("a")
+            session = store.ledger.get("a")
             assert session is not None
             assert session.last_at == exact / 1000
             old = envelope(SessionEnd(session="a"), message_id="end-a", headers={"at": 1e9 + 7.5})
             await bus.publish(world.topology.exchange("sessions"), "event", old)
-            await until(book, lambda: session.end is not None)
+            await until(store, lambda: session.end is not None)
             assert session.ended_at == 1e9 + 7.5
 
     run_virtually(story())
@@ -374,17 +374,17 @@ def test_refused_rewards_become_dead_letters_once() -> None:
     async def story() -> None:
         world = World()
         async with world.running() as bus:
-            async with world.gateway() as book:
-                await world.session(book, "s1")
-                await world.session(book, "s2")
+            async with world.gateway() as store:
+                await world.session(store, "s1")
+                await world.session(store, "s2")
                 await reward(bus, world, "first", session="s1", reward=1.0, final=True)
-                await until(book, lambda: state(book, "s1") == "trained")
+                await until(store, lambda: state(store, "s1") == "trained")
                 await reward(bus, world, "late", session="s1", reward=-1.0)
                 await reward(bus, world, "first", session="s1", reward=1.0)  # its confirm was lost
                 await reward(bus, world, "typo", session="s2", reward=1.0, call="chatcmpl-typo")
                 await reward(bus, world, "nobody", session="s3", reward=1.0)
                 await asyncio.sleep(30)
-            async with world.gateway() as book:
+            async with world.gateway() as store:
                 await asyncio.sleep(30)
             assert sorted(reason[:23] for reason in world.dead) == [
                 "no session 's3' is know",
@@ -399,19 +399,19 @@ def test_refused_rewards_become_dead_letters_once() -> None:
 def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str) -> None:
     async def story() -> None:
         world = World()
-        async with world.running() as bus, world.gateway() as book:
-            await world.session(book, "a", idle_ttl=60.0)
+        async with world.running() as bus, world.gateway() as store:
+            await world.session(store, "a", idle_ttl=60.0)
             call = world.call("a", 2)
             ids = {"decided": f"decided-{_task([Session('a')]).submission}", "call": call.message_id}
             await reward(bus, world, ids.get(taken, taken), session="a", reward=0.5)
-            await until(book, lambda: book.ledger.live["a"].has_reward)
-            assert await book.record(call)
-            await until(book, lambda: len(book.ledger.live["a"].calls) == 2)
-            await world.session(book, "b")
+            await until(store, lambda: store.ledger.live["a"].has_reward)
+            assert await store.record(call)
+            await until(store, lambda: len(store.ledger.live["a"].calls) == 2)
+            await world.session(store, "b")
             if taken == "end-a":
-                await end(book, "a", None)
-            await until(book, lambda: state(book, "a") == "trained", 120)
-            assert state(book, "b") == "open"
+                await end(store, "a", None)
+            await until(store, lambda: state(store, "a") == "trained", 120)
+            assert state(store, "b") == "open"
 
     run_virtually(story())
 
@@ -419,15 +419,15 @@ def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str) -> No
 def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
     async def story() -> None:
         world = World(sessions_max_bytes=SMALL)
-        async with world.running() as bus, world.gateway() as book:
-            await world.session(book, "a")
+        async with world.running() as bus, world.gateway() as store:
+            await world.session(store, "a")
             await reward(bus, world, "r", session="a", reward=1.0, how="add")
             await reward(bus, world, session="a", reward=1.0, how="add")
-            await live_on(world, book)
+            await live_on(world, store)
             async with world.gateway(acts=False) as fresh:
                 await reward(bus, world, "r", session="a", reward=1.0, how="add")
-                await end(book, "a", None)
-                for one in (book, fresh):
+                await end(store, "a", None)
+                for one in (store, fresh):
                     await until(one, lambda one=one: state(one, "a") == "trained")  # type: ignore[misc]
                     found = one.ledger.get("a")
                     assert found is not None
@@ -445,7 +445,7 @@ def test_answers_that_wait_for_the_broker_are_bounded() -> None:
         async with world.running() as bus, world.gateway(acts=False) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                book = SessionStream(
+                store = SessionStream(
                     first._bus,
                     world.topology,
                     record_timeout=2.0,
@@ -455,13 +455,13 @@ def test_answers_that_wait_for_the_broker_are_bounded() -> None:
                 )
                 world.broker.block()
                 for _ in range(200):
-                    assert not await book.record(world.call("a", 100))
+                    assert not await store.record(world.call("a", 100))
                 await asyncio.sleep(0)
                 waiting = sum(task.get_name() == "record call" for task in asyncio.all_tasks())
                 assert 10 < waiting < 25
                 world.broker.unblock()
                 await until(first, lambda: len(first.ledger.live["a"].calls) == 1 + waiting)
-                assert await book.record(world.call("a", 100))
+                assert await store.record(world.call("a", 100))
             assert bus.usable
 
     run_virtually(story())
@@ -473,7 +473,7 @@ def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() ->
         async with world.running(), world.gateway(acts=False) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                book = SessionStream(
+                store = SessionStream(
                     first._bus,
                     world.topology,
                     record_timeout=2.0,
@@ -482,7 +482,7 @@ def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() ->
                     most_unconfirmed=1000,
                 )
             for _ in range(20):
-                assert not await book.record(world.call("a", 2))
+                assert not await store.record(world.call("a", 2))
             assert len(first.ledger.live["a"].calls) == 1
 
     run_virtually(story())

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from trinity_agents.gateway.acting import ActingGateway
-from trinity_agents.gateway.stream_book import SessionStream
+from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import Config
@@ -137,16 +137,16 @@ class World:
         await bus.connect()
         try:
             async with asyncio.TaskGroup() as group:
-                book = SessionStream(bus, self.topology, record_timeout=2.0, tasks=group, clock=self.clock)
-                tasks = [group.create_task(book.follow())]
-                await book.changed.until(book.is_ready)
+                store = SessionStream(bus, self.topology, record_timeout=2.0, tasks=group, clock=self.clock)
+                tasks = [group.create_task(store.follow())]
+                await store.changed.until(store.is_ready)
                 if acts:
                     acting = ActingGateway(
-                        self.config, bus, self.topology, book, agent_id="gateway-0", clock=self.clock
+                        self.config, bus, self.topology, store, agent_id="gateway-0", clock=self.clock
                     )
                     tasks.append(group.create_task(acting.run()))
                 try:
-                    yield book
+                    yield store
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -154,12 +154,12 @@ class World:
             await bus.close()
 
     async def session(
-        self, book: SessionStream, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
+        self, store: SessionStream, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
     ) -> None:
         given = {"idle_ttl": HOUR, "reward_ttl": 24 * HOUR, "opened": self.clock(), **fields}
-        await book.open(SessionOpened(session=name, **given))
+        await store.open(SessionOpened(session=name, **given))
         for _ in range(calls):
-            assert await book.record(self.call(name, size, traceparent))
+            assert await store.record(self.call(name, size, traceparent))
 
     def call(self, session: str, size: int, traceparent: str = "") -> SessionCall:
         choice = SampledChoice(ids=[1] * size, logprobs=[0.0] * size, finish_reason="stop")
@@ -169,6 +169,6 @@ class World:
         )
 
 
-async def until(book: SessionStream, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(store: SessionStream, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
-        await book.changed.until(holds)
+        await store.changed.until(holds)

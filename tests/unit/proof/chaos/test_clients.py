@@ -39,7 +39,7 @@ async def until(condition: Callable[[], bool], clients: Clients, gateway: Servin
 
 
 def record_of(gateway: Serving) -> SessionRecord:
-    record = SessionRecord(ledger=gateway.book.ledger)
+    record = SessionRecord(ledger=gateway.store.ledger)
     for session in record.ledger:
         record.calls[session.id] |= session.calls
     return record

@@ -14,14 +14,14 @@ from trinity_mq.testing.virtual_time import run_virtually
 def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
     async def story() -> None:
         world = World()
-        async with world.running() as bus, world.gateway() as book:
+        async with world.running() as bus, world.gateway() as store:
             for name in ("a", "b"):
-                await world.session(book, name)
-                await book.say(SessionEnd(session=name, reward=0.5), f"end-{name}")
-            await until(book, lambda: book.ledger.counts["trained"] == 2)
+                await world.session(store, name)
+                await store.report(SessionEnd(session=name, reward=0.5), f"end-{name}")
+            await until(store, lambda: store.ledger.counts["trained"] == 2)
             await bus.publish(world.topology.exchange("sessions"), "event", Envelope(body=b"rubbish", kind="x"))
             record = await read_sessions(bus, world.topology)
-            await until(book, lambda: bool(world.dead))
+            await until(store, lambda: bool(world.dead))
             await asyncio.sleep(60)
         assert {one.id: one.state for one in record.ledger} == {"a": "trained", "b": "trained"}
         assert {name: len(calls) for name, calls in record.calls.items()} == {"a": 1, "b": 1}

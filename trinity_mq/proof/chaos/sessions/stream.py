@@ -38,20 +38,20 @@ async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
     Raises:
         BusUnavailable: The stream does not answer.
     """
-    from trinity_agents.gateway.stream_book import SessionStream
+    from trinity_agents.gateway.session_stream import SessionStream
 
     record = SessionRecord()
     async with asyncio.TaskGroup() as group:
-        book = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
-        following = group.create_task(book.follow(), name="read the sessions")
+        store = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
+        following = group.create_task(store.follow(), name="read the sessions")
         try:
             async with asyncio.timeout(READ_SECONDS):
-                await book.changed.until(book.is_ready)
+                await store.changed.until(store.is_ready)
         except TimeoutError:
             raise BusUnavailable(f"the stream of sessions was not read within {READ_SECONDS:g} s") from None
         finally:
             following.cancel()
-    record.ledger = book.ledger
+    record.ledger = store.ledger
     await _read_events(bus, topology, record)
     return record
 

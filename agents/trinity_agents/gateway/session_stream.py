@@ -7,17 +7,17 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
 from trinity_mq.bus.properties import HeaderValue
-from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
-from trinity_mq.gateway.ledger import Ledger, SessionEffect
+from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.rules.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
+from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionsUnavailable
 from trinity_mq.messages import (
     ContentError,
     DecodeError,
@@ -32,12 +32,10 @@ from trinity_mq.messages import (
     SessionsDecided,
     SessionsTrained,
     SubmissionOutcome,
-    decode,
-    decode_any,
 )
-from trinity_mq.runtime.deliveries import check_readable, envelope, message_in_hand, new_mark
-from trinity_mq.runtime.errors import dead_letter_reason, is_content_error
-from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import dead_letter_reason
+from trinity_mq.transport.event_log import EventEffect, EventLog, Kinds
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +50,7 @@ BY = "by"
 PAUSED_MS = "paused-ms"
 """Header of gateway events: milliseconds since the start of the run for which session time limits were paused."""
 FROM_OUTSIDE = (SessionReward, SessionEnd)
-KINDS: Mapping[str, Mapping[str, type[Message]]] = {
+KINDS: Kinds = {
     OUTSIDE: {kind.kind: kind for kind in FROM_OUTSIDE},
     OUTCOME: {SubmissionOutcome.kind: SubmissionOutcome},
     EVENT: {
@@ -73,7 +71,7 @@ KINDS: Mapping[str, Mapping[str, type[Message]]] = {
 """Allowed message kinds by routing key: a program with reward rights can neither open a session nor decide about it."""
 KNOWN_WITHIN = 2.0
 """Maximum seconds to wait for a session that was just opened at another gateway."""
-SAID_WITHIN = 30.0
+STORED_WITHIN = 30.0
 """Maximum seconds to wait for the effect of a published event."""
 MOST_UNCONFIRMED = 64 * 1024**2
 """Maximum bytes of answers that wait for the broker's confirm; further answers are reported as not recorded."""
@@ -90,8 +88,8 @@ class RefusedMessage:
     reason: str
 
 
-class SessionStream:
-    """The book of one gateway; see :class:`trinity_mq.gateway.book.Book`.
+class SessionStream(EventLog):
+    """The sessions of one gateway; see :class:`trinity_mq.gateway.session_store.SessionStore`.
 
     Args:
         bus: A connected bus that knows its run.
@@ -112,29 +110,18 @@ class SessionStream:
         clock: Callable[[], float] = time.time,
         most_unconfirmed: int = MOST_UNCONFIRMED,
     ) -> None:
+        super().__init__(bus, topology.sessions, KINDS, EVENT)
         self.ledger = Ledger()
-        self.changed = Notifier()
-        """Notified after each event that was read."""
-        self.position = 0
-        """Bytes of all events read so far."""
         self.not_taken: list[RefusedMessage] = []
         """Messages for the acting gateway to dead-letter."""
         self.paused = 0.0
         """Seconds for which session time limits were paused, because agents could not have kept them."""
         self.time = 0.0
         """Time of the latest event in seconds since the epoch, 0 before the first event."""
-        self._bus, self._topology, self._clock, self._tasks = bus, topology, clock, tasks
-        self._record_timeout = record_timeout
-        self._ready = False
+        self._clock, self._tasks, self._record_timeout = clock, tasks, record_timeout
         self._most_unconfirmed, self._unconfirmed = most_unconfirmed, 0
-        self._waiting: dict[str, list[asyncio.Future[SessionEffect]]] = {}
-        """Futures of callers that wait for the effect of an event, by message id."""
-        self._offset = 0
         self._earlier: dict[str, Session] = {}
-        """Sessions of the previous ledgers, kept until the book is ready again."""
-
-    def is_ready(self) -> bool:
-        return self._ready
+        """Sessions of the previous ledgers, kept until the stream has been read again."""
 
     def now(self) -> float:
         """Return the time for session time limits: seconds since the epoch minus the paused seconds."""
@@ -144,8 +131,8 @@ class SessionStream:
 
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         if at_once and not self._bus.usable:
-            raise BookUnavailable(self._refusal)
-        await self._publish_and_read_back(opened, f"opened-{opened.session}")
+            raise SessionsUnavailable(self._refusal)
+        await self._store(opened, f"opened-{opened.session}")
 
     async def find(self, session: str) -> Session | None:
         return await self._find(lambda: self.ledger.get(session))
@@ -183,17 +170,17 @@ class SessionStream:
     def _confirmed(self, cost: int) -> None:
         self._unconfirmed -= cost
 
-    async def say(self, event: Said | SessionsDecided, message_id: str) -> SessionEffect:
-        return await self._publish_and_read_back(event, message_id)
+    async def report(self, event: OutsideEvent | SessionsDecided, message_id: str) -> EventEffect:
+        return await self._store(event, message_id)
 
     async def catch_up(self) -> None:
         """Wait until all present messages of the stream have been read.
 
         Raises:
-            BookUnavailable: The messages were not read in time.
+            SessionsUnavailable: The messages were not read in time.
         """
         mark = Mark(nonce=uuid.uuid4().hex)
-        await self._publish_and_read_back(mark, f"mark-{mark.nonce}")
+        await self._store(mark, f"mark-{mark.nonce}")
 
     async def publish_time_mark(self) -> None:
         """Publish a mark with the current time and the paused seconds; raises the errors of :meth:`publish`."""
@@ -216,7 +203,7 @@ class SessionStream:
             ContentError: The event holds a value that cannot be encoded.
         """
         stamped = {**self._stamps(at), **(headers or {})}
-        await self._publish(envelope(message, message_id=message_id, headers=stamped))
+        await self._bus.publish_declared(self._stream, EVENT, envelope(message, message_id=message_id, headers=stamped))
 
     async def republish(self, event: Event) -> None:
         """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`.
@@ -235,53 +222,37 @@ class SessionStream:
         at = self._clock() if at is None else at
         return {AT: round(at), AT_MS: round(at * 1000), PAUSED_MS: round(self.paused * 1000)}
 
-    async def _publish(self, message: Envelope) -> None:
-        while not await self._bus.publish(self._topology.exchange("sessions"), EVENT, message):
-            await self._bus.declare(self._topology.sessions)  # the stream was deleted while in use
-
     async def _publish_call(self, session: str, call: str, message: Envelope) -> bool:
         try:
-            await self._publish(message)
+            await self._bus.publish_declared(self._stream, EVENT, message)
         except (BusError, ValueError) as error:
             log.warning("call_not_recorded", session=session, call=call, reason=str(error))
             return False
         return True
 
-    async def _publish_and_read_back(self, message: Message, message_id: str) -> SessionEffect:
+    async def _store(self, message: Message, message_id: str) -> EventEffect:
         """Publish an event and return its effect after it was read back from the stream."""
         if not self._bus.usable:
             await self._wait_for_broker()
-        effect: asyncio.Future[SessionEffect] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(message_id, []).append(effect)
         try:
-            async with asyncio.timeout(SAID_WITHIN):
-                await self.publish(message, message_id)
-                return await effect
-        except TimeoutError:
-            trouble = self._bus.trouble or "no answer"
-            raise BookUnavailable(f"the broker has not confirmed it within {SAID_WITHIN:g} s: {trouble}") from None
+            stamped = envelope(message, message_id=message_id, headers=self._stamps())
+            return await self._publish_and_read_back(EVENT, stamped, STORED_WITHIN)
         except MessageTooLarge as error:
             raise EventTooLarge(str(error)) from error
         except BusUnavailable as error:
-            raise BookUnavailable(str(error)) from error
-        finally:
-            futures = self._waiting.get(message_id, [])
-            if effect in futures:
-                futures.remove(effect)
-            if not futures:
-                self._waiting.pop(message_id, None)
+            raise SessionsUnavailable(str(error)) from error
 
     async def _wait_for_broker(self) -> None:
         """Wait up to ``record_timeout`` seconds for an unavailable broker.
 
         Raises:
-            BookUnavailable: The broker stays unavailable.
+            SessionsUnavailable: The broker stays unavailable.
         """
         try:
             async with asyncio.timeout(self._record_timeout):
                 await self._bus.wait_usable()
         except (TimeoutError, BusUnavailable):
-            raise BookUnavailable(self._refusal) from None
+            raise SessionsUnavailable(self._refusal) from None
 
     @property
     def _refusal(self) -> str:
@@ -289,75 +260,43 @@ class SessionStream:
 
     # -- reading
 
-    async def follow(self) -> None:
-        """Read the stream from its beginning, until cancelled; the book is ready once all initial messages were read.
-
-        If retention has removed the next messages, the fate of the sessions is unknown, and the book is rebuilt.
-        """
-        while True:
-            mark = new_mark()
-            await self._bus.declare(self._topology.sessions)
-            await self._publish(mark)
-            try:
-                async with await self._bus.consume(self._topology.sessions, offset=self._offset) as feed:
-                    async for delivery in feed:
-                        self._read(delivery, mark.message_id)
-                    return
-            except StreamCut as cut:
-                log.info("sessions_truncated", asked=cut.asked, got=cut.got)
-                self._rebuild(cut.got)
-
-    def _rebuild(self, offset: int) -> None:
-        """Forget all sessions, in order to read them again from ``offset``.
+    def _begin_after(self, cut: StreamCut) -> None:
+        """Forget all sessions, because the fate of the sessions whose events were removed is unknown.
 
         Waiting callers are answered when their event is read; if it was removed, their wait times out and they retry.
         """
+        log.info("sessions_truncated", asked=cut.asked, got=cut.got)
         self._earlier |= {session.id: session for session in self.ledger}
-        self.ledger, self._ready, self._offset = Ledger(), False, offset
+        self.ledger = Ledger()
         self.not_taken.clear()
-        self.changed.notify()
 
-    def _read(self, delivery: Delivery, mark: str) -> None:
-        offset = delivery.offset or 0
-        self._offset = offset + 1
-        self.position += len(delivery.body)
-        if not self._bus.is_foreign(delivery):
-            self._take(delivery, offset)
-        if delivery.message_id == mark and not self._ready:
-            self._ready = True
-            self.ledger.finish_reading()
-            self.ledger.remember(self._earlier.values())
-            self._earlier.clear()
-            self.ledger.evaluated.clear()  # already reported
-            log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
-        self.changed.notify()
+    def _finish_reading(self) -> None:
+        self.ledger.finish_reading()
+        self.ledger.remember(self._earlier.values())
+        self._earlier.clear()
+        self.ledger.evaluated.clear()  # already reported
+        log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
+        super()._finish_reading()
 
-    def _take(self, delivery: Delivery, offset: int) -> None:
-        try:
-            with message_in_hand(self._bus, delivery):
-                self._take_in(delivery, offset)
-        except Exception as error:
-            if not is_content_error(error):
-                raise
-            reason = f"does not decode: {error}" if isinstance(error, DecodeError) else dead_letter_reason(error)
-            self.not_taken.append(RefusedMessage(offset, delivery, reason))
+    def _set_aside(self, delivery: Delivery, error: Exception) -> None:
+        reason = f"does not decode: {error}" if isinstance(error, DecodeError) else dead_letter_reason(error)
+        self._refuse(delivery, reason)
 
-    def _take_in(self, delivery: Delivery, offset: int) -> None:
-        message = _decoded(delivery)
-        is_own = delivery.routing_key == EVENT
-        applied = self._apply(
-            message, delivery, offset, self._counted_time(delivery) if is_own else self._present_time()
-        )
-        if not is_own:
-            if applied.taken == "refused":
-                self.not_taken.append(RefusedMessage(offset, delivery, applied.reason))
-            return
-        for waiting in self._waiting.pop(delivery.message_id or "", ()):
-            if not waiting.done():
-                waiting.set_result(applied)
+    def _refuse(self, delivery: Delivery, reason: str) -> None:
+        self.not_taken.append(RefusedMessage(delivery.offset or 0, delivery, reason))
+
+    def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
+        if delivery.routing_key == EVENT:
+            return self._change(message, delivery, self._counted_time(delivery))
+        if delivery.routing_key == OUTSIDE:
+            _check_outside(message)
+        effect = self._change(message, delivery, self._present_time())
+        if effect.taken == "refused":
+            self._refuse(delivery, effect.reason)
+        return None
 
     def _counted_time(self, delivery: Delivery) -> float:
-        """Return the time of a gateway's event minus the paused seconds, and update the book's time and pauses."""
+        """Return the time of a gateway's event minus the paused seconds, and update the time and the pauses."""
         at, paused = _time_of(delivery), delivery.headers.get(PAUSED_MS)
         if at is None:
             return self._present_time()
@@ -368,12 +307,12 @@ class SessionStream:
         return at - paused / 1000
 
     def _present_time(self) -> float:
-        """Return the time for an event without a time: now, or the latest event's time while the book is read."""
+        """Return the time for an event without a time: now, or the latest event's time while the stream is read."""
         if self._ready:
             self.time = max(self.time, self._clock())
         return self.time - self.paused
 
-    def _apply(self, message: Message, delivery: Delivery, offset: int, at: float) -> SessionEffect:
+    def _change(self, message: Message, delivery: Delivery, at: float) -> EventEffect:
         ledger = self.ledger
         match message:
             case SessionsTrained():
@@ -386,7 +325,7 @@ class SessionStream:
                 ledger.apply_refused(message)
                 self.not_taken = [refused for refused in self.not_taken if refused.offset != message.offset]
             case SessionOpened() | SessionCall() | SessionReward() | SessionEnd() | SessionsDecided():
-                is_own = delivery.routing_key == EVENT
+                is_own, offset = delivery.routing_key == EVENT, delivery.offset or 0
                 origin = delivery.headers.get(ORIGIN) if is_own else None
                 event = Event(
                     origin if isinstance(origin, int) else offset,
@@ -398,36 +337,19 @@ class SessionStream:
                     not is_own or delivery.headers.get(BY) == OUTSIDE,
                 )
                 return ledger.apply(event)
-        return SessionEffect("new")
+        return EventEffect("new")
 
 
-def _decoded(delivery: Delivery) -> Message:
-    """Return the event in a delivery. The header ``kind`` may name its kind instead of the body.
+def _check_outside(message: Message) -> None:
+    """Check an event that another program published.
 
     Raises:
-        DecodeError: The message is not an event, or the routing key does not allow its kind.
+        DecodeError: The event is not allowed.
     """
-    message = _message(delivery)
-    if delivery.routing_key != OUTSIDE or not isinstance(message, SessionReward | SessionEnd):
-        return message
-    if (problem := report_problem(message)) is not None:
-        raise DecodeError(problem)
-    return message
-
-
-def _message(delivery: Delivery) -> Message:
-    check_readable(delivery)
-    kinds = KINDS.get(delivery.routing_key, {})
-    if (kind := kinds.get(delivery.kind or "")) is not None:
-        message = decode(delivery.body, kind, delivery.content_type)
-    else:
-        message = decode_any(delivery.body, delivery.content_type)
-    if message.kind not in kinds:
-        expected = ", ".join(sorted(kinds)) or "nothing"
-        raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {expected}")
-    if delivery.routing_key == OUTSIDE and isinstance(message, SessionEnd) and message.replay is not None:
+    if isinstance(message, SessionEnd) and message.replay is not None:
         raise DecodeError("a replay by message, which no key allows: use POST /s/<id>/end of a gateway")
-    return message
+    if isinstance(message, SessionReward | SessionEnd) and (problem := report_problem(message)) is not None:
+        raise DecodeError(problem)
 
 
 def _not_recorded(call: SessionCall, reason: str) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from trinity_mq.gateway.ledger import Ledger, SessionEffect
+from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     SessionCall,
@@ -16,12 +16,13 @@ from trinity_mq.messages import (
     SessionReward,
     SessionsCommitted,
 )
+from trinity_mq.transport.event_log import EventEffect
 
-Said = SessionReward | SessionEnd | SessionsCommitted
+OutsideEvent = SessionReward | SessionEnd | SessionsCommitted
 """Events that agents, rewarders and operators send."""
 
 
-class BookUnavailable(Exception):
+class SessionsUnavailable(Exception):
     """An event cannot be stored now. Sending it again later may succeed."""
 
 
@@ -29,7 +30,7 @@ class EventTooLarge(Exception):
     """An event exceeds the size limit of a message. Sending it again does not help."""
 
 
-class Book(Protocol):
+class SessionStore(Protocol):
     """Stores the events of sessions."""
 
     ledger: Ledger
@@ -42,7 +43,7 @@ class Book(Protocol):
             at_once: Fail immediately if the storage is known to be unreachable.
 
         Raises:
-            BookUnavailable: The event cannot be stored now.
+            SessionsUnavailable: The event cannot be stored now.
             EventTooLarge: The event is too large.
             ContentError: The event holds a value that no message can carry.
         """
@@ -56,11 +57,11 @@ class Book(Protocol):
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""
 
-    async def say(self, event: Said, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> EventEffect:
         """Store an outside event, at most once per message id, and return its effect.
 
         Raises:
-            BookUnavailable: The event cannot be stored now.
+            SessionsUnavailable: The event cannot be stored now.
             EventTooLarge: The event is too large.
             ContentError: The event holds a value that no message can carry.
         """
@@ -69,7 +70,7 @@ class Book(Protocol):
         """Return whether all earlier events have been read."""
 
 
-class MemoryBook:
+class MemorySessionStore:
     """Stores sessions in memory. They end with this process.
 
     Args:
@@ -93,15 +94,15 @@ class MemoryBook:
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"
 
-    async def say(self, event: Said, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> EventEffect:
         if isinstance(event, SessionsCommitted):
             self.ledger.apply_committed()
-            return SessionEffect("new")
+            return EventEffect("new")
         return self._apply(event, message_id)
 
     def is_ready(self) -> bool:
         return True
 
-    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> SessionEffect:
+    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> EventEffect:
         offset = next(self._offsets)
         return self.ledger.apply(Event(offset, 0, message_id, self._clock(), body, 0))
