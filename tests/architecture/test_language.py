@@ -52,7 +52,6 @@ MOST_TEXTS = {
     "trinity_mq/data": 1,
     "trinity_mq/gateway": 1,
     "trinity_mq/operations": 1,
-    "trinity_mq/reviews": 1,
     "trinity_mq/sync": 1,
     "trinity_mq/targets": 1,
     "trinity_mq/telemetry": 1,
