@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_agents.engine.auxiliary": "trinity_agents.engine.agent",
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",

@@ -27,6 +27,7 @@ from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
@@ -343,7 +344,7 @@ class Config(Section):
         lora, engine = self.model.lora, self.explorer.rollout_model.engine
         if lora is None:
             return self
-        if lora.sync == "adapter" and engine != "vllm":
+        if lora.sync == "adapter" and not engine_row(engine).takes_adapters:
             raise ValueError(
                 f"model.lora.sync is adapter, and explorer.rollout_model.engine is {engine}: only vllm takes an "
                 "adapter in addition to its model. Set model.lora.sync to merged, or the engine to vllm"

@@ -15,6 +15,7 @@ from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
+from trinity_mq.engines.protocol import create_engine
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, local_model_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
@@ -332,12 +333,12 @@ def check_devices(config: Config) -> list[str]:
 
     Raises:
         ConfigError: A required device does not exist, or NCCL cannot be used.
-        ModelError: vLLM is not installed, or its version is not supported.
+        ModelError: The software of an engine is not installed, or its version is not supported.
+        UnknownNameError: An engine cannot be imported.
     """
-    if config.explorer.rollout_model.engine == "vllm":
-        from trinity_mq.engines.vllm.api import checked_version
-
-        checked_version()
+    explorer = config.explorer
+    for name in dict.fromkeys(model.engine for model in (explorer.rollout_model, *explorer.auxiliary_models)):
+        create_engine(name).check()
     over_nccl = _is_over_nccl(config)
     if config.model.device != "cuda" and not over_nccl:
         return []
