@@ -181,12 +181,12 @@ class Config(Section):
             return self
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
-        if self.mode == "train" and data.storage_type == "stream" and not self.source.tap:
+        if self.mode == "train" and not data.storage.holds_records and not self.source.tap:
             raise ValueError(
                 f"mode is train and {where}.storage_type stream, to which no agent would write: set it to file, "
                 "huggingface or synthetic, with a path; or mode to both; or source.tap to the run to train on"
             )
-        if self.mode != "train" and data.storage_type != "stream":
+        if self.mode != "train" and data.storage.holds_records:
             raise ValueError(
                 f"{where}.storage_type is {data.storage_type} and mode {self.mode}, in which the trainer trains on "
                 "rollouts: set mode to train, or leave the section out"
@@ -231,7 +231,7 @@ class Config(Section):
                 f"source.tap is {tapped!r} in mode {self.mode}, which makes its own rollouts: set mode to train, or "
                 "leave source.tap out"
             )
-        if data.storage_type != "stream":
+        if data.storage.holds_records:
             raise ValueError(
                 f"source.tap is {tapped!r} and buffer.trainer_input.experience_buffer.storage_type "
                 f"{data.storage_type}: a run trains on one of the two, leave the other out"
