@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from trinity_mq.config.modes.mode import AGENTS, Mode
 from trinity_mq.config.modes.tap import SourceConfig, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
+from trinity_mq.roles import row_of
 
 STOP_SECONDS = 10.0
 """Upper bound in seconds for stopping a workflow after its timeout."""
@@ -366,6 +368,12 @@ class Config(Section):
                 "adapters, which does not move: set algorithm.reference.update to never"
             )
         return self
+
+    @property
+    def agent_counts(self) -> dict[str, int]:
+        """Number of agents of each role that ``trinity-mq run`` starts, in starting order."""
+        settings = {role: row_of(role).number for role in AGENTS[self.mode].roles}
+        return {role: attrgetter(key)(self) if key else 1 for role, key in settings.items()}
 
     @property
     def sharding_obstacle(self) -> str | None:

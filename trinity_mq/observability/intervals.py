@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.observability.run_view import ROLES
+from trinity_mq.roles import row_of
 
 KEPT_SECONDS = 900.0
 """Seconds after its end at which an interval is removed."""
@@ -60,7 +60,7 @@ class Intervals:
         """Return the lanes of all agents from ``start`` on, ordered by role. ``start`` is in seconds since the
         epoch.
         """
-        order = sorted(self._by_agent, key=lambda name: (_place(self._roles[name]), name))
+        order = sorted(self._by_agent, key=lambda name: (row_of(self._roles[name]).shown, name))
         return [
             {
                 "agent": name,
@@ -87,7 +87,3 @@ class Intervals:
             if total:
                 spent.setdefault(self._roles[name], []).append(worked / total)
         return {role: sum(shares) / len(shares) for role, shares in spent.items()}
-
-
-def _place(role: str) -> int:
-    return ROLES.index(role) if role in ROLES else len(ROLES)

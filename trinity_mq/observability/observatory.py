@@ -26,6 +26,7 @@ from trinity_mq.observability.follow import parse_metrics
 from trinity_mq.observability.intervals import AgentState, Intervals
 from trinity_mq.observability.run_view import AgentRow, RunView, version_text
 from trinity_mq.observability.samples import SampleStore
+from trinity_mq.roles import FLOW
 from trinity_mq.telemetry.timeline import Span, spans
 
 RATE_SECONDS = 20.0
@@ -34,7 +35,6 @@ BUSY_SECONDS = 60.0
 """Window in seconds for busy fractions."""
 MOST_NEWS = 200
 MOST_ACTIVITIES = 20_000
-FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
 
 
 class RunState:

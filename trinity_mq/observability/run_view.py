@@ -24,6 +24,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.observability.diagnosis import HeartbeatWindow, Observation, Room, RunFinding, diagnose
 from trinity_mq.observability.report.figures import TRAIN_STEPS, evaluations
+from trinity_mq.roles import row_of
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 STALENESS = "sample/staleness/max"
@@ -37,7 +38,6 @@ STILL_SHOWN = 30.0
 """Seconds without any progress after which the reason is shown."""
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
-ROLES = ("explorer", "engine", "gateway", "runner", "operator", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class RunView:
         """Return the agents at ``now``, a time on the clock of :meth:`receive`."""
         order = sorted(
             self._heartbeats.values(),
-            key=lambda item: (ROLES.index(item[0].role) if item[0].role in ROLES else len(ROLES), item[0].id),
+            key=lambda item: (row_of(item[0].role).shown, item[0].id),
         )
         return [_row(heartbeat, now - at) for heartbeat, at in order]
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from trinity_mq.roles import ROLES
+
 Mode = Literal["both", "train", "explore", "bench", "serve"]
 
 
@@ -18,16 +20,21 @@ class Agents(NamedTuple):
     """Role of the agent whose end is the end of the run."""
 
 
+LEADERS: Mapping[Mode, str] = {
+    "both": "explorer",
+    # the trainer writes the experiences instead of training on them, and sends the weights to engines
+    "explore": "explorer",
+    "train": "trainer",
+    # the trainer sends the weights of one checkpoint after another to engines
+    "bench": "explorer",
+    # gateways answer; runners turn ended sessions into experiences
+    "serve": "explorer",
+}
+"""Role of the agent whose end is the end of the run, by mode."""
 AGENTS: Mapping[Mode, Agents] = MappingProxyType(
     {
-        "both": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
-        # the trainer writes the experiences instead of training on them, and sends the weights to engines
-        "explore": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
-        "train": Agents(("trainer",), ends="trainer"),
-        # the trainer sends the weights of one checkpoint after another to engines
-        "bench": Agents(("explorer", "trainer", "runner"), ends="explorer"),
-        # gateways answer; runners turn ended sessions into experiences
-        "serve": Agents(("explorer", "trainer", "operator", "runner", "gateway"), ends="explorer"),
+        mode: Agents(tuple(role for role, row in ROLES.items() if mode in row.modes), ends)
+        for mode, ends in LEADERS.items()
     }
 )
 """Agents by mode. The configuration refuses a mode without an entry."""

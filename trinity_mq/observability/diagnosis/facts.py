@@ -12,12 +12,12 @@ from trinity_mq.messages import (
     ExplorerStatus,
     Heartbeat,
     OperatorStatus,
-    Role,
     RunnerStatus,
     SilentAgent,
     TrainerStatus,
 )
 from trinity_mq.observability.diagnosis.records import OVER, Edge, Observation
+from trinity_mq.roles import ROLES
 
 S = TypeVar("S", bound=AgentStatus)
 
@@ -26,8 +26,6 @@ SILENT_SECONDS = 6.0
 or its event loop is blocked."""
 YOUNG_BEATS = 30
 """Heartbeats in an agent's first minute. Other agents of a starting run may not be up yet."""
-ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
-"""The order in which silent agents are blamed. An explorer comes first, because its silence includes its engines."""
 
 
 def duration_text(seconds: float) -> str:

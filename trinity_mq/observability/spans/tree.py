@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from trinity_mq.roles import row_of
 from trinity_mq.telemetry.trace import TraceSpan
 from trinity_mq.telemetry.trace_ids import Sampled, batch_span, phase_span, recorded_span, task_span, trace_id
 
-Phase = Literal["explore", "rollout", "operators", "train", "sync"]
-PHASES: Mapping[str, Phase] = {
-    "explorer": "explore",
-    "scheduler": "explore",
-    "runner": "rollout",
-    "engine": "rollout",
-    "gateway": "rollout",
-    "operator": "operators",
-    "trainer": "train",
-}
-"""Phase of the spans recorded for a batch, by role. Spans recorded for a weight version belong to the phase
-``sync``.
-"""
 SETTLED_SECONDS = 15.0
 """Seconds without a new span after which a batch with a weight version counts as over."""
 FORGOTTEN_SECONDS = 1800.0
@@ -154,7 +142,7 @@ class TraceTree:
         if batch not in self._sampled:
             return
         trace = trace_id(self._key, batch)
-        phase: str = "sync" if span.batch is None else PHASES.get(span.role, "rollout")
+        phase: str = "sync" if span.batch is None else row_of(span.role).phase
         if batch not in self._finished:
             open_batch = self._open.setdefault(batch, _Batch())
             _extend(open_batch.phases, phase, span)
