@@ -71,8 +71,8 @@ async def script():
             agent_id="auditor-0")
         serving = group.create_task(auditor.run())
         await changed.until(lambda: rows().get("auditor-0") == "working")
-        end = Heartbeat(id="explorer-0", role="explorer", incarnation="e", host="h", pid=1, seq=1, state="finished", lease=10.0,
-            detail=ExplorerStatus(finished=True))
+        end = Heartbeat(id="explorer-0", role="explorer", incarnation="e", host="h", pid=1, seq=1, state="finished",
+            lease=10.0, detail=ExplorerStatus(finished=True))
         await bus.publish(topology.exchange("telemetry"), "beat.explorer.explorer-0", envelope(end))
         await serving
         await changed.until(lambda: rows()["auditor-0"] == "finished")
