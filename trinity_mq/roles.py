@@ -21,7 +21,7 @@ class RoleRow(NamedTuple):
     summary: str = ""
     """Work of an agent, for ``trinity-mq --help``. Empty: the role has no command of its own."""
     modes: tuple[str, ...] = ()
-    """Modes in which ``trinity-mq run`` starts agents of the role."""
+    """Modes whose ``trinity-mq run`` starts agents of the role."""
     number: str = ""
     """Setting with the number of agents that ``trinity-mq run`` starts. Empty: 1."""
     threads: str = ""
@@ -114,13 +114,13 @@ ROLES: Mapping[Role, RoleRow] = MappingProxyType(
         "supervisor": RoleRow(),
     }
 )
-"""The roles, in the order in which ``trinity-mq run`` starts their agents, and in which silent agents are blamed. The
-explorer comes first, because its silence includes its engines."""
+"""The roles. ``trinity-mq run`` starts their agents, and a diagnosis blames silent agents, in this order. The explorer
+comes first, because its silence includes its engines."""
 
 
 def row_of(role: str) -> RoleRow:
     """Return the facts about a role; the defaults for an unknown role, which a newer release may have."""
-    return next((row for name, row in ROLES.items() if name == role), ROLES["supervisor"])
+    return ROLES.get(role, RoleRow())  # type: ignore[call-overload,no-any-return]
 
 
 FLOW: list[str] = sorted(

@@ -32,7 +32,7 @@ class EngineRow:
     settings: str = ""
     """Key of its own section under ``explorer.rollout_model``, which has a ``start_timeout``."""
     packages: tuple[str, ...] = ()
-    """Distributions one of which it needs, from the extra of its name."""
+    """Alternative distributions. The engine needs one, which the extra of the engine's name installs."""
 
 
 ENGINES: Mapping[str, EngineRow] = MappingProxyType(
@@ -55,14 +55,14 @@ ENGINE_GROUP = "trinity_mq.engines"
 """Entry-point group under which installed packages add engines."""
 PLUGIN_ENGINE = EngineRow()
 """Facts about every plug-in."""
-PolicyEngine = Annotated[
-    str,
-    AfterValidator(NameIn("engine", [name for name, row in ENGINES.items() if row.takes_weights], ENGINE_GROUP)),
-]
-AuxiliaryEngine = Annotated[
-    str,
-    AfterValidator(NameIn("engine", [name for name, row in ENGINES.items() if row.serves_auxiliary], ENGINE_GROUP)),
-]
+
+
+def _names(fact: str) -> AfterValidator:
+    return AfterValidator(NameIn("engine", [name for name, row in ENGINES.items() if getattr(row, fact)], ENGINE_GROUP))
+
+
+PolicyEngine = Annotated[str, _names("takes_weights")]
+AuxiliaryEngine = Annotated[str, _names("serves_auxiliary")]
 
 
 def engine_row(name: str) -> EngineRow:

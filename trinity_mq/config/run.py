@@ -32,11 +32,11 @@ from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
-from trinity_mq.config.modes.mode import AGENTS, Mode
+from trinity_mq.config.modes.mode import Mode
 from trinity_mq.config.modes.tap import SourceConfig, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
-from trinity_mq.roles import row_of
+from trinity_mq.roles import ROLES
 
 STOP_SECONDS = 10.0
 """Upper bound in seconds for stopping a workflow after its timeout."""
@@ -110,13 +110,6 @@ class Config(Section):
         evaluation its own name and folder, and set mode train if ``source.tap`` is set.
         """
         return with_tap_mode(beside(move_critic_settings(data))) if isinstance(data, dict) else data
-
-    @field_validator("mode")
-    @classmethod
-    def _check_mode(cls, value: Mode) -> Mode:
-        if value not in AGENTS:
-            raise ValueError(f"mode {value} is not supported; wanted one of {', '.join(AGENTS)}")
-        return value
 
     @field_validator("run_dir")
     @classmethod
@@ -372,8 +365,13 @@ class Config(Section):
     @property
     def agent_counts(self) -> dict[str, int]:
         """Number of agents of each role that ``trinity-mq run`` starts, in starting order."""
-        settings = {role: row_of(role).number for role in AGENTS[self.mode].roles}
-        return {role: attrgetter(key)(self) if key else 1 for role, key in settings.items()}
+        rows = {role: row for role, row in ROLES.items() if self.mode in row.modes}
+        return {role: attrgetter(row.number)(self) if row.number else 1 for role, row in rows.items()}
+
+    @property
+    def leader(self) -> str:
+        """Name of the agent whose end is the end of the run: the first in starting order."""
+        return f"{next(iter(self.agent_counts))}-0"
 
     @property
     def sharding_obstacle(self) -> str | None:

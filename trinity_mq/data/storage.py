@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +10,7 @@ from trinity_mq.config import ExperienceBufferConfig, ExplorerOutputConfig, Task
 from trinity_mq.config.buffer.storages import STORAGE_GROUP, STORAGES
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.plugins import resolve
+from trinity_mq.runtime.plugins import create
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
@@ -73,13 +72,12 @@ def open_storage(name: str) -> Storage:
     """Return the storage of a row of the table, a dotted path or an entry point.
 
     Raises:
-        UnknownNameError: The name does not exist, or its module cannot be imported.
-        TasksetError: The name does not refer to a subclass of :class:`Storage`.
+        UnknownNameError: The name does not exist, or does not refer to a subclass of :class:`Storage`.
     """
-    kind = resolve("storage", name, {row: STORAGES[row].target for row in STORAGES}, STORAGE_GROUP)
-    if not (inspect.isclass(kind) and issubclass(kind, Storage)):
-        raise TasksetError(f"storage_type {name!r} is {kind!r}, wanted a subclass of trinity_mq.data.Storage")
-    return kind()
+    storage: Storage = create(
+        "storage", name, {name: row.target for name, row in STORAGES.items()}, STORAGE_GROUP, Storage
+    )
+    return storage
 
 
 def open_output(config: ExplorerOutputConfig, run_folder: Path) -> ExperienceSink:

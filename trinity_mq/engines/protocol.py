@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -19,7 +18,7 @@ from trinity_mq.engines.server.http_server import HttpServer
 from trinity_mq.engines.state import EngineState
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
-from trinity_mq.runtime.plugins import resolve
+from trinity_mq.runtime.plugins import create
 
 if TYPE_CHECKING:
     from trinity_mq.engines.server.admin_api import Receiver
@@ -123,10 +122,7 @@ def create_engine(name: str) -> Engine:
     """Return the engine of a row of the table, a dotted path or an entry point.
 
     Raises:
-        UnknownNameError: The name does not exist, or its module cannot be imported.
-        ModelError: The name does not refer to a subclass of :class:`Engine`.
+        UnknownNameError: The name does not exist, or does not refer to a subclass of :class:`Engine`.
     """
-    kind = resolve("engine", name, {row: ENGINES[row].target for row in ENGINES}, ENGINE_GROUP)
-    if not (inspect.isclass(kind) and issubclass(kind, Engine)):
-        raise ModelError(f"engine {name!r} is {kind!r}, wanted a subclass of trinity_mq.engines.Engine")
-    return kind()
+    engine: Engine = create("engine", name, {name: row.target for name, row in ENGINES.items()}, ENGINE_GROUP, Engine)
+    return engine

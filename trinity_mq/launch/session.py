@@ -17,7 +17,6 @@ from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.config import Config
-from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
@@ -73,7 +72,7 @@ class RunSession:
         self._attached = attached
         self._config, self._folder, self._display, self._url = config, folder, display, url
         self._fork_server = fork_server
-        self._leader = f"{AGENTS[config.mode].ends}-0"
+        self._leader = config.leader
         """Name of the agent whose end is the end of the run."""
         addresses = Addresses.of(config.broker)
         self._url_from_file = url is not None and addresses is not None and addresses.from_file

@@ -71,7 +71,7 @@ def test_what_a_storage_cannot_do_is_an_error(tmp_path: Path) -> None:
         read_records(TasksetConfig(storage_type="shelf_storage.Empty", path="x"))
     with pytest.raises(SinkError, match="stores no experiences"):
         open_output(ExplorerOutputConfig(storage_type="shelf_storage.Empty"), tmp_path)
-    with pytest.raises(TasksetError, match=r"wanted a subclass of trinity_mq\.data\.Storage"):
+    with pytest.raises(UnknownNameError, match=r"wanted a subclass of trinity_mq\.data\.storage\.Storage"):
         read_records(TasksetConfig(storage_type="shelf_storage.Row", path="x"))
     with pytest.raises(UnknownNameError, match="did you mean 'Shelf'"):
         read_records(TasksetConfig(storage_type="shelf_storage.Shel", path="x"))

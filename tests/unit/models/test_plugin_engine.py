@@ -66,7 +66,7 @@ def test_an_engine_is_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.M
         check_devices(config)
     with pytest.raises(UnknownNameError, match="has no 'Parot'; did you mean 'Parrot'"):
         check_devices(configured(tmp_path, "parrot_engine.Parot"))
-    with pytest.raises(ModelError, match=r"wanted a subclass of trinity_mq\.engines\.Engine"):
+    with pytest.raises(UnknownNameError, match=r"wanted a subclass of trinity_mq\.engines\.protocol\.Engine"):
         check_devices(configured(tmp_path, "pathlib.Path"))
 
 

@@ -11,7 +11,6 @@ import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from tenacity import AsyncRetrying, retry_if_result, wait_fixed
@@ -24,11 +23,6 @@ from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.models.errors import EngineFailed
-
-if TYPE_CHECKING:
-    from trinity_mq.engines.vllm.adapters import VllmAdapters
-    from trinity_mq.engines.vllm.flow import VllmBatcher
-    from trinity_mq.engines.vllm.generator import VllmGenerator
 
 log = structlog.get_logger(__name__)
 

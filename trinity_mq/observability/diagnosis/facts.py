@@ -79,8 +79,8 @@ class ObservationIndex:
                 for agent in beat.detail.silent:
                     if agent.id not in heard and agent.id not in silent:
                         silent[agent.id] = agent.model_copy(update={"seconds": agent.seconds + age})
-        order = {role: n for n, role in enumerate(ROLES)}
-        return sorted(silent.values(), key=lambda agent: (order.get(agent.role, len(order)), -agent.seconds, agent.id))  # type: ignore[call-overload]
+        order: dict[str, int] = {role: n for n, role in enumerate(ROLES)}
+        return sorted(silent.values(), key=lambda agent: (order.get(agent.role, len(order)), -agent.seconds, agent.id))
 
     def of_role(self, role: str) -> list[tuple[Heartbeat, float]]:
         """Return the heartbeats of a role's living agents with their ages in seconds. Hosts of engines are not
