@@ -7,7 +7,7 @@ every two seconds as the agents do. Measured one after the other, each in a proc
 of the whole process (AMQP client, decoding, reactions):
 
 - an idle runner while nobody else is there;
-- an idle runner, which hears by role (``HEARD_BY`` in trinity_mq.runtime.peers);
+- an idle runner, which hears by role (``hears`` in trinity_mq.roles);
 - the same runner made to hear everybody, the baseline;
 - an idle agent that hears everybody because it is the explorer.
 
@@ -41,6 +41,7 @@ from trinity_mq.messages import (
     TrainerStatus,
     encode,
 )
+from trinity_mq.roles import ROLES
 from trinity_mq.runtime import peers
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import tune_garbage_collection
@@ -101,7 +102,7 @@ async def measured(what: str, seconds: float) -> None:
     config = load_config(CONFIG)
     topology = Topology(config.name)
     if what == "everybody":
-        peers.HEARD_BY = {}  # what a role is not listed for is everything
+        peers.ROLES = {role: row._replace(hears=None) for role, row in ROLES.items()}  # type: ignore[attr-defined]
     bus = create_bus(config.broker, topology, what)
     kind = Listener if what == "explorer" else Runner
     agent = kind(config, bus=bus, topology=topology, agent_id="measured")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from trinity_mq.config import AuxiliaryModelConfig, Config, load_config
+from trinity_mq.config import Config, load_config
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.data import open_taskset
 from trinity_mq.engines.generation.request import GenerationRequest
@@ -64,9 +64,7 @@ def by_engine(folder: Path, config: Config, chats: Sequence[list[dict[str, str]]
     """Return the answers of the engine's generator, all questions in one batch."""
     model = config.model.model_copy(update={"tiny": None, "model_path": str(folder)})
     threads = cpu_threads(config, config.explorer.rollout_model.num_threads)
-    generator, _ = auxiliary_generator(
-        AuxiliaryModelConfig(name="trained", model=model), folder, 0, num_threads=threads
-    )
+    generator = auxiliary_generator("trained", model, folder, num_threads=threads)
     codec = generator.codec
     requests = [
         GenerationRequest(

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_agents.engine.auxiliary": "trinity_agents.engine.agent",
     "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
     "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
     "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",

@@ -12,6 +12,7 @@ import pytest
 
 from tests.metric_names import undocumented
 from trinity_mq.config.settings_table import all_settings
+from trinity_mq.telemetry.group_drops import GROUP_DROPS
 
 ROOT = Path(__file__).parents[2]
 ROOMS = (ROOT / "trinity_mq", ROOT / "agents" / "trinity_agents")
@@ -170,6 +171,16 @@ def test_a_wrong_value_is_noticed() -> None:
     rows = [row for row in ROWS if "`explorer.max_retry_times` (2)" in row or "`MAX_STARTS` (2)" in row]
     assert rows
     assert all(other_values(row.replace("(2)", "(4)")) for row in rows)
+
+
+def test_the_reasons_for_dropping_a_group_are_those_of_the_code() -> None:
+    kind = r"a (?:replayed )?group(?: or experience| of a tapped run)?: (.*)"
+    rows = [row.strip("| ").split(" | ") for row in TABLES[1]]
+    reasons = {reason[1]: tokens(row[2]) for row in rows if (reason := re.fullmatch(kind, row[0])) is not None}
+    dropped = {reason: next(iter(metrics), "") for reason, metrics in reasons.items() if "not dropped" not in reason}
+    assert dropped == {drop.reason: drop.metric for drop in GROUP_DROPS}
+    others = everything().replace(source(ROOMS[0] / "telemetry" / "group_drops.py"), "")
+    assert re.findall(r'"[a-z]+/(?:dropped|filtered|lost|low|partial)\w*groups"', others) == [], "take the table's"
 
 
 def test_settings_and_commands_outside_of_the_tables_exist() -> None:

@@ -14,20 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.roles import COMMAND_ROLES, row_of
 from trinity_mq.targets.setting_words import SETTING
 
-ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 COMMANDS = (
     ("run", "run:run", "run everything on this machine, with live progress; Ctrl-C drains"),
-    (
-        "explorer",
-        "agents:run_agent",
-        "run one explorer by itself: schedules tasks, hosts rollout engines, evaluates",
-    ),
-    ("runner", "agents:run_agent", "run one runner by itself: runs the workflows of tasks"),
-    ("operator", "agents:run_agent", "run one operator by itself: processes experiences"),
-    ("trainer", "agents:run_agent", "run one trainer by itself: steps the optimizer"),
-    ("gateway", "agents:run_agent", "run one gateway by itself: answers agents that know only a base URL"),
+    *((role, "agents:run_agent", f"run one {role} by itself: {row_of(role).summary}") for role in COMMAND_ROLES),
     (
         "serve",
         "run:serve",
@@ -159,7 +151,7 @@ def _run(argv: Sequence[str] | None) -> int:
         from trinity_mq.telemetry import mask_passwords
 
         print(mask_passwords(f"trinity-mq {arguments.command}: {problem}"), file=sys.stderr)
-        if arguments.command in ROLES:
+        if arguments.command in COMMAND_ROLES:
             return EXIT_RESTART if is_named(problem, PASSING) else EXIT_FATAL
         return EXIT_USER
 

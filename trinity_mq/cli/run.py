@@ -31,6 +31,8 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "trinity_mq.engines.host.host",
     "trinity_agents.explorer.agent=explorer",
+    "trinity_mq.engines.torch.generator",
+    "trinity_mq.engines.server.server",
     "trinity_agents.engine.agent",
     "trinity_agents.gateway.agent",
     "trinity_mq.sync.channels.collective.channel",

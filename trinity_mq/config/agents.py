@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from trinity_mq.config.algorithm import OperatorConfig
 from trinity_mq.config.base import Section, Threads
-from trinity_mq.config.engines import AuxiliaryModelConfig
+from trinity_mq.config.engines import AuxiliaryModelConfig, PolicyEngine, engine_row
 from trinity_mq.config.vllm import VllmConfig
 
 REVIEW_SECONDS = 300.0
@@ -22,8 +22,9 @@ ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 class RolloutModelConfig(Section):
     """The rollout engine and the sampling parameters of training rollouts."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """``transformers``: our own server, torch only. ``vllm``: vLLM's server, with the settings in ``vllm``."""
+    engine: PolicyEngine = "transformers"
+    """``transformers``: our own server, torch only. ``vllm``: vLLM's server, with the settings in ``vllm``. A dotted
+    path names your own, a subclass of ``trinity_mq.engines.Engine``."""
     engine_num: int = Field(default=1, ge=1)
     """Number of engines that the explorer hosts, and that each ``trinity-mq explorer --engines-only`` hosts in
     addition. Each engine is a process."""
@@ -49,9 +50,9 @@ class RolloutModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _refuse_external(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("engine") == "external":
+        if isinstance(data, dict) and not engine_row(engine := data.get("engine", "")).takes_weights:
             raise ValueError(
-                "engine is 'external', but a server elsewhere takes no weights from the trainer, so it cannot be the "
+                f"engine is {engine!r}, but a server elsewhere takes no weights from the trainer, so it cannot be the "
                 "policy. Name it in explorer.auxiliary_models: there workflows may ask it, and it answers evaluation "
                 "tasksets with rollout_args: {model: <its name>}"
             )

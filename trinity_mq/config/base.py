@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Threads = Literal["auto"] | Annotated[int, Field(ge=1)]
 """A number of threads, or ``auto``: an equal share of the cores for each trainer process and each engine of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameIn:
+    """Check of a setting that names a row of a table, or a plug-in that ``trinity_mq.runtime.plugins.resolve`` loads.
+
+    A plug-in is a dotted path, or a name that an installed package adds under the entry-point group.
+    """
+
+    kind: str
+    names: Collection[str]
+    entry_group: str
+
+    def __call__(self, name: str) -> str:
+        """Return ``name``, or raise ValueError if it is neither a row nor a plug-in."""
+        if name in self.names or "." in name or entry_points(group=self.entry_group, name=name):
+            return name
+        raise ValueError(
+            f"unknown {self.kind} {name!r}; wanted {', '.join(self.names)} or the dotted path of your own, module.Name"
+        )
 
 
 class Section(BaseModel):

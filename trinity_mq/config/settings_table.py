@@ -134,7 +134,8 @@ def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
 
 
 def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Setting:
-    kind = _type(field.annotation)
+    names = [row for constraint in field.metadata for row in getattr(getattr(constraint, "func", None), "names", ())]
+    kind = ", ".join([*(f"`{name}`" for name in names), "a dotted path"]) if names else _type(field.annotation)
     if section and section != key:
         kind = f"{kind} as `{section}`"
     return Setting(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from trinity_mq.config.base import Threads
+from trinity_mq.config.engines import engine_row
 from trinity_mq.config.run import Config
 
 
@@ -47,5 +48,5 @@ def _limit(cgroup: Path) -> float:
 def computing_processes(config: Config) -> int:
     """Return the number of trainer processes and engines of the run."""
     explorer = config.explorer
-    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models if model.engine != "external")
+    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models if engine_row(model.engine).computes_here)
     return config.trainer.nproc + explorer.rollout_model.engine_num + auxiliary

@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.storage import RecordsConfig, Storage
 from trinity_mq.rewards.reasoning_gym_scores import ORIGIN, Dataset, DatasetError, open_dataset
 
 DEFAULT_LIMIT = 500
@@ -20,7 +21,16 @@ MORE_DRAWS = 50
 """Additional entries, so that a small number of records is reached as well."""
 
 
-def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+class ReasoningGymStorage(Storage):
+    """The dataset of reasoning-gym that ``path`` names."""
+
+    def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
+        """Return the records of a taskset, drawn with ``seed``."""
+        assert isinstance(config, TasksetConfig)
+        return _rows(config, seed)
+
+
+def _rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the records of a taskset, each with its origin: all available records, or ``limit`` of them.
 
     The split of a question is a function of its text: training and evaluation never share a question, even with

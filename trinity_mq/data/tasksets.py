@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.records import Record, check_records_unchanged, read_tasks
+from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.data.selectors import TaskStats, create_selector
 from trinity_mq.messages import TaskBody
 
@@ -164,7 +164,7 @@ def open_taskset(
     Raises:
         TasksetError: The records cannot be read, or the source is empty. One line gives the place and the reason.
     """
-    rows, identity = read_tasks(config, max_bytes, seed)
+    rows, identity = read_records(config, max_bytes, seed)
     return Taskset(
         config,
         rows,

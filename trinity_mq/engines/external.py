@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,8 +21,10 @@ from aiohttp import web
 
 from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
+from trinity_mq.engines.protocol import Engine, EngineJob
 from trinity_mq.engines.server.http_server import HttpServer, json_object, validated
 from trinity_mq.engines.server.openai.requests import ScoreBody
+from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.http import read_body
 
 log = structlog.get_logger(__name__)
@@ -279,3 +283,44 @@ class ExternalServer(HttpServer):
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": self._base}
         return web.json_response({"object": "list", "data": [model]})
+
+
+class ExternalEngine(Engine):
+    """Forwards to the OpenAI-compatible server of an auxiliary model."""
+
+    @contextlib.asynccontextmanager
+    async def serve(self, job: EngineJob) -> AsyncIterator[HttpServer]:
+        """Yield the forwarding server."""
+        rollout, model = job.config.explorer.rollout_model, job.auxiliary
+        if model is None:
+            raise ModelError("an external engine takes no weights, so it cannot serve the policy")
+        yield ExternalServer(
+            model, engine_id=job.engine_id, key=_key(model), token=job.token, host=rollout.host, lease=rollout.lease
+        )
+
+
+def _key(model: AuxiliaryModelConfig) -> str | None:
+    """Return the server's API key.
+
+    Raises:
+        ModelError: The configured file or environment variable does not hold the key.
+    """
+    who = f"auxiliary model {model.name!r}"
+    if (path := model.api_key_file) is not None:
+        try:
+            key = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ModelError(f"{who}: {path} (api_key_file) cannot be read where the explorer runs: {reason}") from None
+        if not key:
+            raise ModelError(f"{who}: {path} (api_key_file) is empty; wanted the key")
+        return key
+    if model.api_key_env is None:
+        return None
+    key = os.environ.get(model.api_key_env, "").strip()
+    if not key:
+        raise ModelError(
+            f"{who}: the environment variable {model.api_key_env} (api_key_env) is not set where the explorer runs; "
+            f"set it to the key of the server at {model.url}"
+        )
+    return key

@@ -116,7 +116,7 @@ def _check_records(data: ExperienceBufferConfig, saved: str) -> None:
 
         identity = recorded(data)[1]
     else:
-        rows, identity = read_records(data, data.required_keys)
+        rows, identity = read_records(data)
     check_records_unchanged(f"training data {data.name!r}", data, saved, rows, identity)
 
 

@@ -9,13 +9,14 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.config import Config
-from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
@@ -23,6 +24,7 @@ from trinity_mq.observability.display import Display
 from trinity_mq.observability.follow import MetricsTail, consume_messages, depths, follow_telemetry
 from trinity_mq.observability.run_state import STILL_SHOWN, RunState
 from trinity_mq.observability.trackers.process import TrackerProcess
+from trinity_mq.roles import RoleRow, row_of
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.process import trim_memory_periodically
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
@@ -70,7 +72,7 @@ class RunSession:
         self._attached = attached
         self._config, self._folder, self._display, self._url = config, folder, display, url
         self._fork_server = fork_server
-        self._leader = f"{AGENTS[config.mode].ends}-0"
+        self._leader = config.leader
         """Name of the agent whose end is the end of the run."""
         addresses = Addresses.of(config.broker)
         self._url_from_file = url is not None and addresses is not None and addresses.from_file
@@ -282,30 +284,25 @@ def agents(
     does.
     """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
-    thread_settings = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
-    threads = {role: cpu_threads(config, number) for role, number in thread_settings.items()}
-    # set in the process environment, because some variables are read when the runner's libraries are loaded
-    runner_env = dict(config.runner.env)
-    counts = {
-        "operator": config.operator.num_operators,
-        "runner": config.runner.num_runners,
-        "gateway": config.gateway.num_gateways,
-    }
-    names = [(role, f"{role}-{n}") for role in AGENTS[config.mode].roles for n in range(counts.get(role, 1))]
     return [
         ProcessSpec(
-            name=name,
+            name=f"{role}-{n}",
             role=role,
-            argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
-            env={**forking, **_environment(url, threads.get(role, 1)), **(runner_env if role == "runner" else {})},
-            starts_anew=role == "runner" and bool(runner_env),
+            argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", f"{role}-{n}"),
+            env={**forking, **_environment(config, row_of(role), url)},
+            starts_anew=bool(_role_setting(config, row_of(role).env, {})),
         )
-        for role, name in names
+        for role, count in config.agent_counts.items()
+        for n in range(count)
     ]
 
 
-def _environment(url: str | None, threads: int) -> Mapping[str, str]:
-    count = str(threads)
+def _role_setting(config: Config, key: str, default: Any) -> Any:
+    return attrgetter(key)(config) if key else default
+
+
+def _environment(config: Config, row: RoleRow, url: str | None) -> Mapping[str, str]:
+    count = str(cpu_threads(config, _role_setting(config, row.threads, 1)))
     return {
         **({} if url is None else {URL_VARIABLE: url}),
         # without these limits every process starts a thread per core, and the threads compete for the cores
@@ -314,4 +311,5 @@ def _environment(url: str | None, threads: int) -> Mapping[str, str]:
         "OPENBLAS_NUM_THREADS": count,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        **_role_setting(config, row.env, {}),
     }

@@ -1,6 +1,6 @@
 """Every message body except experiences: tasks, batches, sync and control events, telemetry."""
 
-from trinity_mq.messages.base import BatchId, Message, Role, Version
+from trinity_mq.messages.base import BatchId, Message, Version
 from trinity_mq.messages.batches import (
     Accepted,
     BatchClosed,
@@ -75,6 +75,7 @@ from trinity_mq.messages.tasks import (
     TaskSubmission,
 )
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
+from trinity_mq.roles import Role
 
 __all__ = [
     "CONTENT_TYPE",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,10 +16,6 @@ BatchId = int | str
 
 SchemaRange = tuple[int, int]
 """Oldest and newest message schema of a range, both included."""
-
-
-Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor"]
-"""The kinds of agents that send heartbeats and metrics."""
 
 
 class Message(BaseModel):

@@ -6,11 +6,12 @@ a heartbeat of an older agent decodes. Unknown keys are kept.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trinity_mq.messages.base import Role, Version
+from trinity_mq.messages.base import Version
+from trinity_mq.roles import ROLES, Role
 
 
 class AgentStatus(BaseModel):
@@ -365,13 +366,5 @@ AnyStatus = (
     | AgentStatus
 )
 
-STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
-    "explorer": ExplorerStatus,
-    "scheduler": SchedulerStatus,
-    "runner": RunnerStatus,
-    "operator": OperatorStatus,
-    "trainer": TrainerStatus,
-    "engine": EngineStatus,
-    "gateway": GatewayStatus,
-    "supervisor": AgentStatus,
-}
+_CLASSES: dict[str, type[AnyStatus]] = {status.__name__: status for status in get_args(AnyStatus)}
+STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {role: _CLASSES[ROLES[role].status] for role in get_args(Role)}

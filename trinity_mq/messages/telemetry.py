@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
-from trinity_mq.messages.base import Message, Role, SchemaRange
+from trinity_mq.messages.base import Message, SchemaRange
 from trinity_mq.messages.status import STATUS_BY_ROLE, AgentStatus, AnyStatus
 from trinity_mq.release import FIRST
+from trinity_mq.roles import Role
 
 
 def _status_class(fields: dict[str, Any]) -> type[AnyStatus]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from trinity_mq.messages import EngineStatus, Metrics
 from trinity_mq.observability.curves import Curves
-from trinity_mq.observability.run_state import AgentRow, role_index
+from trinity_mq.observability.run_state import AgentRow
 from trinity_mq.observability.samples import SampleStore
 from trinity_mq.observability.timeline import Span, spans
+from trinity_mq.roles import row_of
 
 KEPT_SECONDS = 900.0
 """Seconds after its end at which an interval is removed."""
@@ -79,7 +80,7 @@ class RunHistory:
                     if interval.end >= start
                 ],
             }
-            for role, agent in sorted(self._intervals, key=lambda lane: (role_index(lane[0]), lane[1]))
+            for role, agent in sorted(self._intervals, key=lambda lane: (row_of(lane[0]).shown, lane[1]))
         ]
 
 

@@ -30,6 +30,7 @@ from trinity_mq.messages import (
 from trinity_mq.observability.diagnosis import Observation, Room, RunFinding, diagnose
 from trinity_mq.observability.report.figures import TRAIN_STEPS, evaluations
 from trinity_mq.observability.trends import Trends
+from trinity_mq.roles import row_of
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 S = TypeVar("S", bound=AgentStatus)
@@ -44,12 +45,6 @@ WAIT_SHOWN = 10.0
 STILL_SHOWN = 30.0
 """Seconds without any progress after which the reason is shown."""
 MOST_NEWS = 200
-ROLES = ("explorer", "engine", "gateway", "runner", "operator", "trainer")
-
-
-def role_index(role: str) -> int:
-    """Return the position of a role's agents in lists of agents. Unknown roles come last."""
-    return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +320,7 @@ class RunState:
 
     def agents(self, now: float) -> list[AgentRow]:
         """Return the agents at ``now``, ordered by role."""
-        order = sorted(self._heartbeats.values(), key=lambda item: (role_index(item[0].role), item[0].id))
+        order = sorted(self._heartbeats.values(), key=lambda item: (row_of(item[0].role).shown, item[0].id))
         return [_row(beat, now - at) for beat, at in order]
 
     def statuses(self, kind: type[S]) -> dict[str, S]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trinity_mq.config import Config, TasksetConfig
-from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.data.records import Record, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import local_model_folder
@@ -20,9 +20,9 @@ def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> lis
     The counted prompt is the record's prompt plus the system prompt of the taskset or of the workflow. The tokenizer is
     loaded only if a prompt has more bytes than half the limit in tokens, because each token has at least one byte.
     """
-    described = [taskset for taskset in tasksets if taskset.storage_type != "queue"]
+    described = [taskset for taskset in tasksets if taskset.storage.holds_records]
     return [
-        line for taskset in described for line in _counted(config, taskset, read_tasks(taskset, seed=config.seed)[0])
+        line for taskset in described for line in _counted(config, taskset, read_records(taskset, seed=config.seed)[0])
     ]
 
 

@@ -15,6 +15,7 @@ from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
+from trinity_mq.engines.protocol import create_engine
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, local_model_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
@@ -139,7 +140,7 @@ def check_tasksets(config: Config) -> list[str]:
                     create_reward(taskset.reward_fn, taskset.reward_fn_args)
         except (UnknownNameError, RewardError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
-        if taskset.storage_type == "queue":
+        if not taskset.storage.holds_records:
             lines.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
             with _user_code_errors(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
@@ -164,7 +165,7 @@ def _check_records(data: ExperienceBufferConfig) -> str:
         if not path.exists():
             raise TasksetError(f"training data {data.name!r}: there is no {path}")
         return f"training data {data.name!r}: experiences recorded in {path}"
-    rows, _ = read_records(data, data.required_keys)
+    rows, _ = read_records(data)
     return f"training data {data.name!r}: {len(rows)} records from {data.path}"
 
 
@@ -319,7 +320,7 @@ def _check_without_template(config: Config, model: str) -> list[str]:
 
     remark = f"{model} has no chat template, so it answers no chat requests"
     for taskset in tasksets(config):
-        if taskset.storage_type != "queue" and taskset.workflow in WORKFLOWS:
+        if taskset.storage.holds_records and taskset.workflow in WORKFLOWS:
             raise ConfigError(
                 f"{remark}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
                 "chat_template.jinja into its folder"
@@ -332,12 +333,12 @@ def check_devices(config: Config) -> list[str]:
 
     Raises:
         ConfigError: A required device does not exist, or NCCL cannot be used.
-        ModelError: vLLM is not installed, or its version is not supported.
+        ModelError: The software of an engine is not installed, or its version is not supported.
+        UnknownNameError: An engine cannot be imported.
     """
-    if config.explorer.rollout_model.engine == "vllm":
-        from trinity_mq.engines.vllm.api import checked_version
-
-        checked_version()
+    explorer = config.explorer
+    for name in dict.fromkeys([explorer.rollout_model.engine, *(model.engine for model in explorer.auxiliary_models)]):
+        create_engine(name).check()
     over_nccl = _is_over_nccl(config)
     if config.model.device != "cuda" and not over_nccl:
         return []

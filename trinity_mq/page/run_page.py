@@ -12,8 +12,7 @@ from trinity_mq.observability.diagnosis import Observation, bottleneck, bottlene
 from trinity_mq.observability.display import SYNC_COUNTS, main_figures
 from trinity_mq.observability.history import RunHistory
 from trinity_mq.observability.run_state import RunState, version_text
-
-FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
+from trinity_mq.roles import FLOW
 
 
 class RunPage:

@@ -18,6 +18,7 @@ from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, MessageTooLa
 from trinity_mq.config import Config
 from trinity_mq.messages import OWN, Compatibility, ControlEvent, ExplorerStatus, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
+from trinity_mq.roles import ROLES
 from trinity_mq.runtime.deliveries import (
     acknowledge,
     acknowledge_foreign,
@@ -45,11 +46,6 @@ __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 LOCK_RETRY = 2.0
 """Seconds between two attempts to take a lock that another agent holds."""
 TAKEN_OVER = "another {0.role} of this run may have taken over while {0.id} was disconnected"
-
-
-TAKES_WORK: tuple[Role, ...] = ("runner", "operator")
-"""Roles that take messages which an agent of another run could take as well. If the run folder names the run, agents of
-these roles belong to it before they hear an explorer."""
 
 
 class Agent(ABC):
@@ -153,7 +149,7 @@ class Agent(ABC):
         """Connect, serve, send a last heartbeat, and close the connection."""
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
-        if self.run_folder is not None and self.role in TAKES_WORK:
+        if self.run_folder is not None and ROLES[self.role].takes_work:
             self.bus.run_id = read_run_id(self.run_folder)
         try:
             await self.bus.declare(*self.topology.durable)

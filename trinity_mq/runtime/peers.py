@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from trinity_mq.messages import (
     TrainerStatus,
     incompatibility_reason,
 )
+from trinity_mq.roles import ROLES
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
@@ -31,18 +32,6 @@ log = structlog.get_logger(__name__)
 
 S = TypeVar("S", bound=AgentStatus)
 
-HEARD_BY: Mapping[Role, tuple[Role, ...] | None] = {
-    "explorer": None,
-    "scheduler": ("runner",),
-    "runner": ("explorer", "scheduler", "engine", "trainer"),
-    "operator": ("explorer", "engine", "trainer", "operator"),
-    "trainer": ("explorer", "operator", "engine", "trainer"),
-    "engine": ("explorer", "engine", "trainer"),
-    "gateway": ("explorer", "engine", "trainer"),
-}
-"""Roles whose heartbeats each role receives; None: all. If all agents received all heartbeats, N agents would cause
-N²/2 deliveries a second. Operators and trainers hear their own role, so that they can wait for the active agent of that
-role."""
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats without a change."""
 HEARTBEAT_LEASE = 10.0
@@ -69,7 +58,7 @@ def heartbeat_patterns(role: Role) -> tuple[str, ...]:
     >>> heartbeat_patterns("scheduler"), heartbeat_patterns("explorer")
     (('beat.runner.#',), ('beat.#',))
     """
-    heard = HEARD_BY.get(role)
+    heard = ROLES[role].hears
     return ("beat.#",) if heard is None else tuple(f"beat.{sender}.#" for sender in heard)
 
 

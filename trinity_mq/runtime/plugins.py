@@ -216,6 +216,18 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
         raise
 
 
+def create(kind: str, name: str, table: Mapping[str, str], entry_group: str, base: type) -> Any:
+    """Return a new object of the class that ``name`` refers to.
+
+    Raises:
+        UnknownNameError: The name does not exist, or does not refer to a subclass of ``base``.
+    """
+    cls = resolve(kind, name, table, entry_group)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise UnknownNameError(f"{kind} {name!r} is {cls!r}, wanted a subclass of {_path_of(base)}")
+    return cls()
+
+
 def _unknown_name(kind: str, name: str, choices: Collection[str]) -> UnknownNameError:
     hint = suggest(name, sorted(choices), "known:", count=3, cutoff=0.5)
     end = "" if hint.endswith("?") else "."

@@ -15,7 +15,7 @@ import structlog
 
 from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, StreamCut, Topology, create_bus
 from trinity_mq.config import Config
-from trinity_mq.messages import Role
+from trinity_mq.roles import ROLES, Role
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import CrashLog
 from trinity_mq.runtime.errors import (
@@ -82,7 +82,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     signs = LivenessReporter.from_environment(supervised=supervised)
     try:
         add_plugins(config.plugin_dirs)
-        if role in {"explorer", "runner"}:
+        if ROLES[role].allocates_much:
             tune_garbage_collection()
         with signs.ended():
             run_on_fast_loop(_serve(config, agent_id, build, signs, parent))

@@ -56,6 +56,8 @@ class ScriptedGenerator:
     at ``position`` is ``logprob(position)``.
     """
 
+    device = "cpu"
+
     def __init__(self, script: Script, *, max_model_len: int = 1 << 16) -> None:
         self.codec = byte_codec()
         self.max_model_len = max_model_len

@@ -1,5 +1,5 @@
-"""Process of one rollout engine: loads structure and tokenizer from the model folder, gets weights from the trainer,
-and serves HTTP.
+"""Process of one engine. An engine of the policy loads structure and tokenizer from the model folder, gets weights from
+the trainer, and serves HTTP. An engine of an auxiliary model gets no weights from the trainer.
 
 Its host (:class:`trinity_mq.models.EngineHost`) starts it; the engine survives its host for the time of a lease.
 """
@@ -14,24 +14,23 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from trinity_mq.config import Config
-from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, engine_digest, ready_descriptor, refuse, write_ready
-from trinity_mq.engines.server.admin_api import Receiver
-from trinity_mq.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.engines.torch.generator import TextGenerator
-from trinity_mq.engines.vllm.engine import VllmParts, stop_with, vllm_parts
-from trinity_mq.engines.vllm.generator import VllmGenerator
+from trinity_mq.engines.protocol import EngineJob, create_engine
 from trinity_mq.models.errors import EngineFailed
-from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.runtime.event_loop import run_on_fast_loop
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.telemetry import flush_trace, setup_logging, start_trace
+
+if TYPE_CHECKING:
+    from trinity_mq.engines.server.admin_api import Receiver
 
 log = structlog.get_logger(__name__)
 
@@ -43,9 +42,10 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
         arguments: The command line.
         receiver: Receives weights; None: the receiver for all channels of the trainer.
     """
-    parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine.agent", description="One rollout engine.")
+    parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine.agent", description="One engine.")
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
     parser.add_argument("--id", required=True, help="the engine's id")
+    parser.add_argument("--auxiliary", help="the name of the auxiliary model; none: the policy")
     parser.add_argument("--ready-file", type=Path, required=True, help="file written once the engine accepts requests")
     parser.add_argument(
         "--ready-fd", type=ready_descriptor, help="file descriptor closed after the ready file is written"
@@ -62,14 +62,17 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
             max_bytes=config.monitor.log_max_bytes,
         )
         monitor = config.monitor
-        start_trace(
-            "engine", options.id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace
-        )
-        if receiver is None:
-            from trinity_mq.sync.channels.receiver import receive_weights
-
-            receiver = receive_weights
-        run_on_fast_loop(_serve(config, options, receiver))
+        if options.auxiliary is None:
+            start_trace(
+                "engine",
+                options.id,
+                config.path,
+                on=monitor.traced,
+                sample=monitor.sample,
+                exported_only=not monitor.trace,
+            )
+        add_plugins(config.plugin_dirs)
+        run_on_fast_loop(_serve(config, options, receiver or _receive_weights))
     except (FatalError, OSError, ValueError) as error:
         log.error("engine_start_failed", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
@@ -81,61 +84,34 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     return 0
 
 
+async def _receive_weights(spec: dict[str, Any]) -> Mapping[str, Any]:
+    """Receive weights over any channel of the trainer."""
+    from trinity_mq.sync.channels.receiver import receive_weights
+
+    return await receive_weights(spec)
+
+
 async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver) -> None:
-    rollout = config.explorer.rollout_model
-    folder = ensure_model_folder(config.model, config.path / "model", config.seed)
-    if rollout.engine == "vllm":
-        async with vllm_parts(config, folder, receiver) as vllm:
-            await _serve_generator(config, options, folder, vllm.generator, vllm.receiver, vllm)
-    else:
-        generator = TextGenerator.build(config.model, folder, num_threads=cpu_threads(config, rollout.num_threads))
-        await _serve_generator(config, options, folder, generator, receiver)
-
-
-async def _serve_generator(
-    config: Config,
-    options: argparse.Namespace,
-    folder: Path,
-    generator: TextGenerator | VllmGenerator,
-    receiver: Receiver,
-    vllm: VllmParts | None = None,
-) -> None:
-    rollout = config.explorer.rollout_model
-    gc.collect()
-    gc.freeze()  # imported objects stay for good, and each full collection over them would stop batch steps for 0.2 s
+    models = {model.name: model for model in config.explorer.auxiliary_models}
+    auxiliary = None if options.auxiliary is None else models[options.auxiliary]
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
-    name = config.model.model_path or f"{config.name}-tiny"
-    fingerprint = generator.codec.fingerprint()
-    settings = ServerSettings(
-        engine_id=options.id,
-        model_name=name,
-        model_path=str(folder),
-        token=token,
-        fingerprint=fingerprint,
-        host=rollout.host,
-        max_response_tokens=config.model.max_response_tokens,
-        max_batch_sequences=rollout.max_batch_sequences,
-        pause_mode=config.synchronizer.effective_pause_mode,
-        lease=rollout.lease,
-    )
-    server = EngineServer(generator, settings, receiver, vllm.batcher if vllm else None)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
+    job = EngineJob(config=config, engine_id=options.id, token=token, auxiliary=auxiliary, receiver=receiver)
+    async with create_engine((auxiliary or config.explorer.rollout_model).engine).serve(job) as server:
+        gc.collect()
+        gc.freeze()  # imported objects stay for good; each full collection over them would stop batch steps for 0.2 s
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
 
-    def ready(url: str) -> None:
-        fields = {"token": token, "name": name, "model_path": str(folder), "fingerprint": fingerprint}
-        write_ready(
-            options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **fields
-        )
-        log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
+        def ready(url: str) -> None:
+            state = server.snapshot()
+            fields = {"token": token, **{name: state[name] for name in ("name", "model_path", "fingerprint")}}
+            digest = engine_digest(config, auxiliary)
+            write_ready(options.ready_file, options.ready_fd, id=options.id, url=url, digest=digest, **fields)
+            log.info("engine_ready", engine=options.id, url=url, model=state["name"])
 
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(stop_with(vllm.child, server.stop), name="vllm") if vllm else None
         reason = await server.run(ready)
-        if watching is not None:
-            watching.cancel()
-    done = server.batcher.counters
-    log.info("engine_done", engine=options.id, reason=reason, sequences=done.sequences, tokens=done.tokens)
+    done = server.snapshot()
+    log.info("engine_done", engine=options.id, reason=reason, sequences=done.get("sequences"), tokens=done["tokens"])
 
 
 def run(receiver: Receiver | None = None) -> None:

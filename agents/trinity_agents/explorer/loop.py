@@ -25,7 +25,6 @@ from trinity_mq.messages import (
     ExplorerStatus,
     Heartbeat,
     Outcome,
-    Role,
     RunEnd,
     RunnerStatus,
     SilentAgent,
@@ -37,6 +36,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.messages.sessions import OF_SESSIONS
 from trinity_mq.rewards.outsiders import NotAllowed
+from trinity_mq.roles import ROLES
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import (
     acknowledge,
@@ -59,8 +59,6 @@ INTAKE = 64
 OPEN_EVALUATIONS = 512
 """Maximum number of open submitted evaluations: enough to keep runners busy, limited because every heartbeat lists the
 ticket of each open evaluation."""
-TOLD_OF_END: tuple[Role, ...] = ("trainer", "runner", "operator", "gateway")
-"""Roles whose agents must receive the end of the run before the explorer ends."""
 GATEWAYS_NAME = f"submission ids that begin with {OF_SESSIONS!r} belong to the gateway; choose another id"
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
@@ -301,14 +299,14 @@ class ExplorerLoop:
         await self.save()
 
     async def announce_end(self) -> None:
-        """Wait until each living agent of :data:`TOLD_OF_END` has received the end of the run, at most two heartbeat
-        leases. The heartbeats of this explorer announce it.
+        """Wait until each living agent of a role that is told of the end has received the end of the run, at most two
+        heartbeat leases. The heartbeats of this explorer announce it.
 
         An agent that is restarting or disconnected and cannot read the run's folder would otherwise wait forever.
         """
 
         def unaware() -> list[str]:
-            beats = [beat for role in TOLD_OF_END for beat in self.agent.peers.alive(role)]
+            beats = [beat for role, row in ROLES.items() if row.told_of_end for beat in self.agent.peers.alive(role)]
             return [beat.id for beat in beats if beat.state not in ("draining", "finished")]
 
         try:

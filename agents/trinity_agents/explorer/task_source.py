@@ -231,7 +231,7 @@ def open_training(config: Config) -> Taskset | TasksetMixture | None:
     opened = [
         open_taskset(settings, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
         for settings in (() if config.mode == "bench" else config.buffer.training_tasksets)
-        if settings.storage_type != "queue"
+        if settings.storage.holds_records
     ]
     if config.buffer.tasksets and opened:
         return TasksetMixture(opened, config.seed)

@@ -16,6 +16,7 @@ from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
 from trinity_mq.runtime.errors import RestartRequested
+from trinity_mq.telemetry.group_drops import LEFT_OUT, TOO_FEW_RUNS
 from trinity_mq.transport.batch_blobs import delete_blobs
 from trinity_mq.transport.blobs import PARTS, BlobStore
 from trinity_mq.transport.co_batched_parts import PartKey
@@ -130,7 +131,7 @@ def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
     if not manifest.accepted:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(manifest.outcomes.items()))
         return f"no slice gave an experience: {counts}"
-    names = {"rollout/missing_rewards": "runs without a finite reward", "rollout/partial_groups": "groups too small"}
+    names = {"rollout/missing_rewards": "runs without a finite reward", TOO_FEW_RUNS.metric: TOO_FEW_RUNS.lost}
     counts = ", ".join(f"{metrics[name]:.0f} {what}" for name, what in names.items() if metrics.get(name))
-    dropped = f"{metrics.get('rollout/filtered_groups', 0):.0f} groups dropped; look at experience_pipeline/*"
+    dropped = f"{metrics.get(LEFT_OUT.metric, 0):.0f} groups dropped; look at experience_pipeline/*"
     return f"the operators kept no experience: {counts or f'{dropped} in metrics.jsonl'}"

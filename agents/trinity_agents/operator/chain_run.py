@@ -21,6 +21,7 @@ from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create
 from trinity_mq.operators.outcome_metrics import outcome_metrics
 from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.telemetry.group_drops import LEFT_OUT
 from trinity_mq.telemetry.trace import span
 from trinity_mq.transport.batch_blobs import Content, chunk_name, store_large_bodies
 from trinity_mq.transport.blobs import BlobStore, run_with_store_retries
@@ -122,7 +123,7 @@ class ChainRun:
         metrics["time/operators"] = loop.time() - started
         with span("count groups", threads=True):
             filtered = await asyncio.to_thread(lost_groups, experiences, remaining)
-        metrics["rollout/filtered_groups"] = float(filtered)
+        metrics[LEFT_OUT.metric] = float(filtered)
         split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
         with span("encode chunks", threads=True) as traced:
             bodies = await asyncio.to_thread(split, remaining, limit)

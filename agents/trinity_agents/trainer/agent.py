@@ -24,7 +24,7 @@ from trinity_agents.trainer.sources.records import RecordSource, open_records
 from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
-from trinity_mq.data.sinks import open_sink
+from trinity_mq.data.storage import open_output
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
@@ -187,7 +187,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
             source = TapSource(config, bus, topology, agent_id, codec) if tapped else open_records(config, codec)
         learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)
         if config.mode == "explore":
-            learner = RecordingLearner(learner, open_sink(config.buffer.explorer_output, config.path))
+            learner = RecordingLearner(learner, open_output(config.buffer.explorer_output, config.path))
         return Trainer(
             config,
             bus=bus,

@@ -20,6 +20,7 @@ from trinity_mq.experience.rules import Versions
 from trinity_mq.messages import BatchReady
 from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.runtime.deliveries import OFFSETS_HEADER, envelope
+from trinity_mq.telemetry.group_drops import TOO_OLD
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
@@ -67,7 +68,7 @@ def drop_stale(
     stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
     kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
     metrics = {
-        "sample/dropped_stale_groups": float(len(stale)),
+        TOO_OLD.metric: float(len(stale)),
         "sample/dropped_stale_experiences": float(len(batch) - len(kept_indexes)),
         "sample/experiences": float(len(kept_indexes)),
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.data.sinks import ExperienceSink
+from trinity_mq.data.storage import ExperienceSink
 from trinity_mq.experience import Experience
 from trinity_mq.training.learner import Learner
 from trinity_mq.training.update import WRITTEN

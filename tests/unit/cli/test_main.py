@@ -174,6 +174,7 @@ def test_only_the_module_of_the_given_command_is_imported() -> None:
         "trinity_mq.cli.main",
         "trinity_mq.release",
         "trinity_mq.renamed",
+        "trinity_mq.roles",
         "trinity_mq.targets",
         "trinity_mq.targets.setting_words",
     ]

@@ -13,7 +13,7 @@ from tests.postgresql import server
 from trinity_mq.config import ExperienceBufferConfig, ExplorerOutputConfig, TasksetConfig
 from trinity_mq.data import TasksetError, open_taskset
 from trinity_mq.data.records import read_records
-from trinity_mq.data.sinks import SinkError, open_sink
+from trinity_mq.data.storage import SinkError, open_output
 from trinity_mq.experience import EID, Experience
 
 TABLE = "CREATE TABLE tasks (id integer PRIMARY KEY, question text, answer text, level numeric(4, 1), more jsonb)"
@@ -52,9 +52,9 @@ def test_rows_are_tasks_in_the_order_of_their_key(url: str) -> None:
 
 def test_rows_are_records_to_imitate(url: str) -> None:
     data = ExperienceBufferConfig(storage_type="sql", schema_type="sft", path=url, query="tasks")
-    rows, identity = read_records(data, data.required_keys)
+    rows, identity = read_records(data)
     assert [(row["question"], row["answer"]) for row in rows] == [("a", "1"), ("é", "2"), ("c", "3")]
-    assert identity == read_records(data, data.required_keys)[1]
+    assert identity == read_records(data)[1]
 
 
 @pytest.mark.parametrize(("query", "said"), [("nothing", "nothing"), ("SELECT FROM WHERE", "syntax error")])
@@ -72,11 +72,11 @@ def test_a_batch_that_is_written_again_is_there_once(url: str, tmp_path: Path) -
             for run in range(count)
         ]
 
-    sink = open_sink(config, tmp_path)
+    sink = open_output(config, tmp_path)
     sink.write(1, experiences(1, 2, 1.0))
     sink.write(2, experiences(2, 1, 0.0))
     sink.close()
-    again = open_sink(config, tmp_path)  # of a process that was killed before its checkpoint
+    again = open_output(config, tmp_path)  # of a process that was killed before its checkpoint
     again.write(2, experiences(2, 2, 0.5))
     again.close()
     found = do(url, "SELECT batch, reward FROM sampled ORDER BY batch, id")
@@ -87,7 +87,7 @@ def test_a_server_that_is_away_is_named_without_its_password(tmp_path: Path) -> 
     away = f"postgresql+psycopg://me:secret@/postgres?host={tmp_path}"
     for failing in (
         lambda: open_taskset(TasksetConfig(storage_type="sql", path=away, query="tasks")),
-        lambda: open_sink(ExplorerOutputConfig(storage_type="sql", path=away), tmp_path),
+        lambda: open_output(ExplorerOutputConfig(storage_type="sql", path=away), tmp_path),
     ):
         with pytest.raises((TasksetError, SinkError)) as caught:
             failing()

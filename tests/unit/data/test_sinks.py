@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.config import ExplorerOutputConfig
-from trinity_mq.data.sinks import ExperienceSink, SinkError, open_sink
+from trinity_mq.data.storage import ExperienceSink, SinkError, open_output
 from trinity_mq.experience import EID, Experience, ExperienceBatch, from_hf_datasets
 
 
@@ -55,7 +55,7 @@ def rewards(folder: Path, kind: str) -> dict[str, list[float]]:
 
 def sink_of(folder: Path, kind: Any) -> ExperienceSink:
     path = f"sqlite:///{folder / 'out.db'}" if kind == "sql" else str(folder / "out")
-    return open_sink(ExplorerOutputConfig(storage_type=kind, path=path), folder)
+    return open_output(ExplorerOutputConfig(storage_type=kind, path=path), folder)
 
 
 @pytest.mark.parametrize("kind", ["body", "jsonl", "parquet", "sql"])
@@ -79,18 +79,18 @@ def test_rows_show_what_a_dataset_is_filtered_by(tmp_path: Path) -> None:
 
 
 def test_the_default_is_a_folder_of_the_run(tmp_path: Path) -> None:
-    open_sink(ExplorerOutputConfig(), tmp_path).write(7, experiences(7, 1))
+    open_output(ExplorerOutputConfig(), tmp_path).write(7, experiences(7, 1))
     assert [path.name for path in (tmp_path / "experiences").iterdir()] == ["batch-000007.tmqx"]
 
 
 def test_what_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SinkError, match="cannot be made"):
-        open_sink(ExplorerOutputConfig(path=str(tmp_path / "file" / "out")), tmp_path)
+        open_output(ExplorerOutputConfig(path=str(tmp_path / "file" / "out")), tmp_path)
     with pytest.raises(SinkError, match=r"table experiences of sqlite:.* cannot be used"):
-        open_sink(ExplorerOutputConfig(storage_type="sql", path="sqlite:////nowhere/at/all.db"), tmp_path)
+        open_output(ExplorerOutputConfig(storage_type="sql", path="sqlite:////nowhere/at/all.db"), tmp_path)
     with pytest.raises(SinkError) as caught:
-        open_sink(ExplorerOutputConfig(storage_type="sql", path="mysterious://me:secret@host/db"), tmp_path)
+        open_output(ExplorerOutputConfig(storage_type="sql", path="mysterious://me:secret@host/db"), tmp_path)
     assert "secret" not in str(caught.value)
     with pytest.raises(ValueError, match="wanted the URL of a database"):
         ExplorerOutputConfig(storage_type="sql", path="out.db")

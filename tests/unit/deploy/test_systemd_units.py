@@ -15,6 +15,7 @@ import pytest
 from trinity_mq.cli import main as cli
 from trinity_mq.config.agents import RunnerConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.roles import COMMAND_ROLES
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART
 from trinity_mq.runtime.service import EXTENSION, INTERVAL
 
@@ -145,7 +146,7 @@ def test_the_target_of_a_run_starts_one_agent_of_each_role() -> None:
     names = {name.replace("%i", "") for name in wanted.split()}
     assert names == set(SERVICES) - {"trinity-mq-engines@.service", "trinity-mq-gateway@.service"}
     roles = {name.removeprefix("trinity-mq-").removesuffix("@.service") for name in names}
-    assert roles == set(cli.ROLES) - {"gateway"}, "which only mode serve has"
+    assert roles == set(COMMAND_ROLES) - {"gateway"}, "which only mode serve has"
 
 
 def test_exit_codes_mean_what_the_agents_mean() -> None:

@@ -156,7 +156,7 @@ def test_changed_data_are_told_before_an_agent_starts(
     else:
         records = config.buffer.trainer_input.experience_buffer
         records = next(iter(config.buffer.trainer_input.auxiliary_buffers.values()), records)
-        identity = {"identity": read_records(records, records.required_keys)[1]}
+        identity = {"identity": read_records(records)[1]}
         source = {"experts": identity} if of == "experts" else identity
     asyncio.run(StateFile.of(tmp_path / "run").save(state))
     saved(tmp_path, 2, source=source)

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.agents.world import experience
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, load_config
-from trinity_mq.data.records import read_tasks
+from trinity_mq.data.records import read_records
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.operations.regrade.comparison import Comparison, RegradedExperience
 from trinity_mq.operators import AdvantageOperator
@@ -91,7 +91,7 @@ def run(tmp_path: Path) -> Path:
 def recorded(config: Config) -> ExperienceBatch:
     from trinity_mq.rewards import create_reward, parts_of
 
-    reward, records = create_reward("char_match", {}), read_tasks(config.buffer.taskset)[0]
+    reward, records = create_reward("char_match", {}), read_records(config.buffer.taskset)[0]
     made: list[Experience] = []
     for task in range(2):
         truth = str(records[task]["answer"])

@@ -19,6 +19,7 @@ from trinity_mq.algorithms.estimators.runs import (
 from trinity_mq.algorithms.estimators.trajectories import discounted_sums
 from trinity_mq.config.estimators import GigpoEstimator
 from trinity_mq.experience import ExperienceBatch
+from trinity_mq.telemetry.group_drops import TOO_FEW_RUNS
 
 STEP_REWARD = "step_reward"
 """Key of ``info``: reward of one step. Without it the experience's reward counts."""
@@ -61,7 +62,7 @@ def gigpo_advantages(
     scores, episodes = _scores(remaining, np.array([rewards[number] for number in staying], dtype=np.float64), args)
     return with_scores(remaining, scores.tolist()), {
         "rollout/missing_rewards": float(len(unrewarded)),
-        "rollout/partial_groups": float(sum(len(runs) < min_runs for runs in finished.values())),
+        TOO_FEW_RUNS.metric: float(sum(len(runs) < min_runs for runs in finished.values())),
         "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in episodes)),
         **reward_metrics(episodes),
     }

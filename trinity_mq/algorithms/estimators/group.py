@@ -27,6 +27,7 @@ from trinity_mq.algorithms.estimators.runs import (
 )
 from trinity_mq.config.estimators import ACROSS_RUNS, GroupEstimator
 from trinity_mq.experience import ExperienceBatch
+from trinity_mq.telemetry.group_drops import LOW_VARIANCE, TOO_FEW_RUNS
 
 Groups = dict[str, Group]
 """Rewards of a task's runs, by task id."""
@@ -89,7 +90,7 @@ def group_advantages(
     advantages = [scores[units[number]] / (steps[units[number]] or 1) for number in staying]
     return with_scores(batch.select(staying), advantages, whitened=args.whiten), {
         "rollout/missing_rewards": float(missing),
-        "rollout/partial_groups": float(len(groups) - len(sampled)),
+        TOO_FEW_RUNS.metric: float(len(groups) - len(sampled)),
         "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances.values())),
         **_filter_metrics(rewards, varied, remaining, args),
         **reward_metrics([[sampled[tid][unit] for unit in group] for tid, group in remaining.items()]),
@@ -288,7 +289,7 @@ def _nonzero_factor(groups: Iterable[Group]) -> float:
 def _filter_metrics(rewards: Groups, varied: Groups, remaining: Groups, args: GroupEstimator) -> dict[str, float]:
     result = {}
     if args.std_threshold is not None:
-        result["rollout/low_variance_groups"] = float(len(rewards) - len(varied))
+        result[LOW_VARIANCE.metric] = float(len(rewards) - len(varied))
     if args.drop == "balance":
         result["rollout/surplus_runs"] = float(sum(map(len, varied.values())) - sum(map(len, remaining.values())))
     return result

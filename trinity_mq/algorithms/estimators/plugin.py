@@ -11,6 +11,7 @@ from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.plugins import resolve
+from trinity_mq.telemetry.group_drops import TOO_FEW_RUNS
 
 PluginFunction = Callable[..., Sequence[float]]
 """Takes the rewards of a task's runs, ordered by run, and keyword arguments. Returns a number for each run."""
@@ -74,7 +75,7 @@ def plugin_advantages(
     advantages = [scores[batch.ids("rid")[number]] for number in staying]
     return with_scores(batch.select(staying), advantages), {
         "rollout/missing_rewards": float(missing),
-        "rollout/partial_groups": float(len(groups) - len(rids_by_task)),
+        TOO_FEW_RUNS.metric: float(len(groups) - len(rids_by_task)),
         "rollout/zero_variance_groups": float(unvaried),
         **reward_metrics(list(rewards.values())),
     }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.buffer.storages import OutputStorage, storage_row
 
 
 class ExplorerOutputConfig(Section):
@@ -17,8 +16,8 @@ class ExplorerOutputConfig(Section):
     logprobs, rewards and advantages as plain columns. ``sql`` (extra ``sql``): the same rows in a table.
     """
 
-    storage_type: Literal["body", "jsonl", "parquet", "sql"] = "body"
-    """Kind of the output."""
+    storage_type: OutputStorage = "body"
+    """Kind of the output. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
     path: str = ""
     """Folder, created if missing, or URL of a database, such as ``sqlite:///experiences.db``. Empty: ``experiences`` in
     the run's folder; ``sql`` needs a URL."""
@@ -27,9 +26,9 @@ class ExplorerOutputConfig(Section):
 
     @model_validator(mode="after")
     def _url(self) -> ExplorerOutputConfig:
-        if self.storage_type == "sql" and "://" not in self.path:
+        if storage_row(self.storage_type).is_database and "://" not in self.path:
             raise ValueError(
-                f"path is {self.path!r} with storage_type sql, wanted the URL of a database, such as "
+                f"path is {self.path!r} with storage_type {self.storage_type}, wanted the URL of a database, such as "
                 "sqlite:///experiences.db or postgresql+psycopg://user@host/name"
             )
         return self

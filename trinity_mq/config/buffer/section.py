@@ -43,7 +43,7 @@ class BufferConfig(Section):
             raise ValueError("buffer.taskset and buffer.tasksets are both given; remove one of them")
         if len(set(names)) != len(names):
             raise ValueError(f"buffer.tasksets need different names, got {names}")
-        if queues := [taskset.name for taskset in self.tasksets if taskset.storage_type == "queue"]:
+        if queues := [taskset.name for taskset in self.tasksets if not taskset.storage.holds_records]:
             raise ValueError(
                 f"buffer.tasksets: {', '.join(queues)} of storage_type queue hold no tasks to interleave; remove them. "
                 "Submitted tasks come into the next batches anyway"
@@ -66,6 +66,6 @@ class BufferConfig(Section):
         if len(set(names)) != len(names):
             raise ValueError(f"eval_tasksets need different names, got {names}")
         for taskset in self.eval_tasksets:
-            if taskset.storage_type == "queue":
+            if not taskset.storage.holds_records:
                 raise ValueError(f"eval taskset {taskset.name!r} cannot be a queue: an evaluation needs a known set")
         return self

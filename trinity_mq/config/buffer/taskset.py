@@ -8,23 +8,7 @@ from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer.selectors import LEARNING, SIMPLE, SelectorConfig, SelectorPlugin
-
-
-def check_query(name: str, storage_type: str, query: str) -> None:
-    """Check that a database source has a query and every other source has none.
-
-    Raises:
-        ValueError: A query is missing or not allowed.
-    """
-    if (storage_type == "sql") != bool(query):
-        raise ValueError(
-            f"{name!r} of storage_type sql needs a query: a table's name, or a SELECT statement with an ORDER BY"
-            if not query
-            else (
-                f"{name!r} has a query and storage_type {storage_type}, which reads no database: set storage_type to "
-                "sql"
-            )
-        )
+from trinity_mq.config.buffer.storages import StorageRow, TaskStorage, check_source, storage_row
 
 
 class FormatConfig(Section):
@@ -51,8 +35,8 @@ class TasksetConfig(Section):
 
     name: str = "train"
     """Name in metrics and messages."""
-    storage_type: Literal["file", "huggingface", "sql", "synthetic", "reasoning_gym", "queue"] = "file"
-    """Kind of the source."""
+    storage_type: TaskStorage = "file"
+    """Kind of the source. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
     path: str = ""
     """File, dataset, database or generator, by ``storage_type``."""
     query: str = ""
@@ -63,7 +47,8 @@ class TasksetConfig(Section):
     """huggingface, synthetic: split of the dataset. reasoning_gym: ``test`` contains a fifth of all questions,
     ``train`` the others."""
     dataset_args: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: settings of the dataset, such as ``max_terms``, and ``seed``, which overrides the run's seed."""
+    """reasoning_gym: settings of the dataset, such as ``max_terms``, and ``seed``, which overrides the run's seed. A
+    storage of your own: its settings."""
     limit: int | None = Field(default=None, ge=1)
     """Maximum number of records to read. None: all; reasoning_gym: 500."""
     selector: Literal["sequential", "shuffle", "random"] = "shuffle"
@@ -93,8 +78,9 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_reward_fn(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("storage_type") == "reasoning_gym" and not data.get("reward_fn"):
-            return {**data, "reward_fn": "reasoning_gym_reward"}
+        if isinstance(data, dict) and not data.get("reward_fn"):
+            default = storage_row(str(data.get("storage_type"))).reward_fn
+            return {**data, "reward_fn": default} if default else data
         return data
 
     @model_validator(mode="after")
@@ -106,9 +92,22 @@ class TasksetConfig(Section):
             raise ValueError(
                 f"taskset {self.name!r} has selector {kinds[0]!r} and data_selector {kinds[1]!r}; remove one of them"
             )
-        if self.storage_type == "queue":
+        if not self.storage.holds_records:
             raise ValueError(f"taskset {self.name!r} is fed by submitted tasks: remove data_selector")
         return self
+
+    @property
+    def storage(self) -> StorageRow:
+        """Facts about the storage."""
+        return storage_row(self.storage_type)
+
+    @property
+    def required_keys(self) -> dict[str, str]:
+        """Keys that every record must have, by the name of the setting that gives the key. A storage with a reward
+        function of its own may have records without a single right answer.
+        """
+        keys = {"prompt_key": self.format.prompt_key, "response_key": self.format.response_key}
+        return {"prompt_key": keys["prompt_key"]} if self.storage.reward_fn else keys
 
     @property
     def effective_selector(self) -> SelectorConfig:
@@ -123,12 +122,11 @@ class TasksetConfig(Section):
 
     @model_validator(mode="after")
     def _path(self) -> TasksetConfig:
-        if self.storage_type != "queue" and not self.path:
-            raise ValueError(f"taskset {self.name!r} of storage_type {self.storage_type!r} needs a path")
-        check_query(self.name, self.storage_type, self.query)
-        if self.storage_type == "reasoning_gym" and self.split not in {"train", "test"}:
-            raise ValueError(f"taskset {self.name!r} has split {self.split!r}; reasoning_gym has 'train' and 'test'")
-        if self.dataset_args and self.storage_type != "reasoning_gym":
+        check_source("taskset ", self.name, self.storage_type, self.path, self.query)
+        if (splits := self.storage.splits) and self.split not in splits:
+            names = " and ".join(map(repr, splits))
+            raise ValueError(f"taskset {self.name!r} has split {self.split!r}; {self.storage_type} has {names}")
+        if self.dataset_args and not self.storage.takes_args:
             raise ValueError(
                 f"taskset {self.name!r} has dataset_args and storage_type {self.storage_type}, which takes no "
                 "dataset_args: set storage_type to reasoning_gym, or remove dataset_args"

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer.replay import ReplayConfig
-from trinity_mq.config.buffer.taskset import check_query
+from trinity_mq.config.buffer.storages import StorageRow, TrainingStorage, check_source, storage_row
 
 Schema = Literal["experience", "sft", "dpo", "cpt"]
 
@@ -50,8 +50,8 @@ class ExperienceBufferConfig(Section):
 
     name: str = "train"
     """Name in metrics and errors."""
-    storage_type: Literal["stream", "file", "huggingface", "sql", "synthetic"] = "stream"
-    """Kind of the source."""
+    storage_type: TrainingStorage = "stream"
+    """Kind of the source. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
     schema_type: Schema = "experience"
     """Kind of record. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
     ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages."""
@@ -75,19 +75,22 @@ class ExperienceBufferConfig(Section):
 
     @model_validator(mode="after")
     def _path(self) -> ExperienceBufferConfig:
-        if self.storage_type != "stream" and not self.path:
-            raise ValueError(f"{self.name!r} of storage_type {self.storage_type!r} needs a path")
-        check_query(self.name, self.storage_type, self.query)
-        if self.storage_type == "stream" and self.schema_type != "experience":
+        check_source("", self.name, self.storage_type, self.path, self.query)
+        if not self.storage.holds_records and self.schema_type != "experience":
             raise ValueError(
                 f"schema_type is {self.schema_type} and storage_type stream, which holds rollouts: set storage_type to "
                 "file, huggingface, sql or synthetic, and path"
             )
-        if self.schema_type == "experience" and self.storage_type not in {"stream", "file"}:
+        if self.schema_type == "experience" and not self.storage.holds_experiences:
             raise ValueError(
                 f"schema_type experience reads .tmqx files, and storage_type is {self.storage_type}: set it to file"
             )
         return self
+
+    @property
+    def storage(self) -> StorageRow:
+        """Facts about the storage."""
+        return storage_row(self.storage_type)
 
     @property
     def required_keys(self) -> dict[str, str]:
@@ -120,7 +123,7 @@ class TrainerInputConfig(Section):
     @model_validator(mode="after")
     def _experts(self) -> TrainerInputConfig:
         for name, data in self.auxiliary_buffers.items():
-            if data.schema_type != "sft" or data.storage_type == "stream":
+            if data.schema_type != "sft" or not data.storage.holds_records:
                 raise ValueError(
                     f"auxiliary buffer {name!r} has schema_type {data.schema_type} and storage_type "
                     f"{data.storage_type}; wanted answers to imitate: schema_type sft from file, huggingface, sql or "

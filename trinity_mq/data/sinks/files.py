@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
-from trinity_mq.data.sinks.base import SinkError
+from trinity_mq.config import ExplorerOutputConfig
+from trinity_mq.data.storage import ExperienceSink, SinkError, Storage
 from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.hf import ENCODED, to_record
 from trinity_mq.runtime.process import write_atomic
@@ -48,34 +51,63 @@ class FileSink:
         """Do nothing: every file is already closed."""
 
 
-def encode_bodies(experiences: Sequence[Experience]) -> bytes:
-    """Return an experience body, which stores the experiences exactly."""
-    return ExperienceBatch.of(experiences).encode()
+class _FolderStorage(Storage, ABC):
+    suffix: ClassVar[str]
+
+    @abstractmethod
+    def encode(self, experiences: Sequence[Experience]) -> bytes:
+        """Return the content of a batch's file."""
+
+    def open_output(self, config: ExplorerOutputConfig, run_folder: Path) -> ExperienceSink:
+        """Return the folder of ``config``, or ``experiences`` in the run's folder."""
+        folder = Path(config.path).expanduser() if config.path else run_folder / "experiences"
+        return FileSink(folder, self.suffix, self.encode)
 
 
-def encode_json_lines(experiences: Sequence[Experience]) -> bytes:
-    """Return one JSON line per experience, with the plain columns of a dataset's row."""
-    rows = (
-        {name: value for name, value in to_record(experience).items() if name != ENCODED} for experience in experiences
-    )
-    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+class BodyStorage(_FolderStorage):
+    """Experience bodies, which store the experiences exactly."""
+
+    suffix = ".tmqx"
+
+    def encode(self, experiences: Sequence[Experience]) -> bytes:
+        """Return an experience body."""
+        return ExperienceBatch.of(experiences).encode()
 
 
-def encode_parquet(experiences: Sequence[Experience]) -> bytes:
-    """Return a Parquet file with the rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads such rows.
+class JsonLinesStorage(_FolderStorage):
+    """One JSON line per experience, with the plain columns of a dataset's row."""
 
-    Raises:
-        SinkError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise SinkError(
-            "storage_type parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or set it to body"
-        ) from error
-    rows = [to_record(experience) for experience in experiences]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table(columns), file)
-    return file.getvalue()
+    suffix = ".jsonl"
+
+    def encode(self, experiences: Sequence[Experience]) -> bytes:
+        """Return the lines."""
+        rows = (
+            {name: value for name, value in to_record(experience).items() if name != ENCODED}
+            for experience in experiences
+        )
+        return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+class ParquetStorage(_FolderStorage):
+    """Rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads such rows."""
+
+    suffix = ".parquet"
+
+    def encode(self, experiences: Sequence[Experience]) -> bytes:
+        """Return a Parquet file.
+
+        Raises:
+            SinkError: pyarrow is not installed.
+        """
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise SinkError(
+                "storage_type parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or set it to body"
+            ) from error
+        rows = [to_record(experience) for experience in experiences]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        file = io.BytesIO()
+        parquet.write_table(pyarrow.table(columns), file)
+        return file.getvalue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity_mq.data.sinks.base import SinkError
+from trinity_mq.data.storage import SinkError
 from trinity_mq.experience import EncodeError, Experience
 from trinity_mq.experience.hf import ENCODED, to_record
 from trinity_mq.telemetry import mask_passwords

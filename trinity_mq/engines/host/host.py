@@ -24,9 +24,10 @@ from tenacity import (
 )
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.config.engines import engine_row
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.admin_client import EngineAdmin
-from trinity_mq.engines.host.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
+from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
@@ -68,7 +69,7 @@ class EngineHost:
         self.run_dir = run_dir.resolve()
         self.snapshot = EngineSnapshot(engine_id)
         self.on_change = on_change
-        self._command = command or (ENGINE_COMMAND if auxiliary is None else AUXILIARY_COMMAND)
+        self._command = command or ENGINE_COMMAND
         self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
@@ -337,7 +338,8 @@ class EngineHost:
 
 def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
     rollout = config.explorer.rollout_model
-    return rollout.vllm.start_timeout if rollout.engine == "vllm" and auxiliary is None else START_TIMEOUT
+    section = getattr(rollout, engine_row(rollout.engine).settings, None) if auxiliary is None else None
+    return START_TIMEOUT if section is None else float(section.start_timeout)
 
 
 def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:

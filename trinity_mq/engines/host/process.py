@@ -24,7 +24,6 @@ from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, NotForkedErro
 log = structlog.get_logger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
-AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
 """Seconds for a process that failed to start: from closing its pipe to its end."""

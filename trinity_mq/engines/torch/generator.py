@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_mq.config import AuxiliaryModelConfig, ModelConfig
+from trinity_mq.config import ModelConfig
 from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
@@ -18,7 +18,6 @@ from trinity_mq.engines.torch.decoding import RowListener, decode
 from trinity_mq.engines.torch.sampling import tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.model_folder import ensure_model_folder
 
 SCORE_TOKENS = 1 << 14
 """Maximum padded tokens scored in one forward pass."""
@@ -177,35 +176,23 @@ def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
     return parts
 
 
-def auxiliary_generator(
-    auxiliary: AuxiliaryModelConfig, folder: Path, seed: int, *, num_threads: int
-) -> tuple[TextGenerator, Path]:
-    """Return a generator of an auxiliary model and the model's folder.
-
-    Args:
-        auxiliary: Settings of the model, which must be served by this engine.
-        folder: Folder in which a small model is generated.
-        seed: Seed of a small model's weights.
-        num_threads: CPU threads of torch in this process.
+def auxiliary_generator(name: str, config: ModelConfig, folder: Path, *, num_threads: int) -> TextGenerator:
+    """Return a generator of the auxiliary model ``name`` with the weights of its folder.
 
     Raises:
         ModelError: The model, or its weights, are not available.
     """
     from transformers import AutoModelForCausalLM
 
-    config = auxiliary.model
-    if config is None:
-        raise ModelError(f"auxiliary model {auxiliary.name!r} has no section model")
-    path = ensure_model_folder(config, folder, seed)
-    generator = TextGenerator.build(config, path, num_threads=num_threads)
+    generator = TextGenerator.build(config, folder, num_threads=num_threads)
     try:
-        saved = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        saved = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         generator.apply(generator.check(named_weights(saved)))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"auxiliary model {auxiliary.name!r}: the weights in {path} cannot be read: {' '.join(str(error).split())}"
+            f"auxiliary model {name!r}: the weights in {folder} cannot be read: {' '.join(str(error).split())}"
         ) from error
-    return generator, path
+    return generator
 
 
 async def refuse_transfer(spec: dict[str, Any]) -> Mapping[str, Any]:

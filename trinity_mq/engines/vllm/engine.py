@@ -1,4 +1,4 @@
-"""Parts of a vLLM engine: vLLM's server as a child process, and the replacements of generator, batcher and receiver."""
+"""The engine ``vllm``: vLLM's server as a child process, and the replacements of generator, batcher and receiver."""
 
 from __future__ import annotations
 
@@ -10,24 +10,18 @@ import shutil
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
-from trinity_mq.config import Config
-from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE
-from trinity_mq.engines.server.admin_api import Receiver
+from trinity_mq.engines.protocol import Engine, EngineJob
+from trinity_mq.engines.server.http_server import HttpServer
 from trinity_mq.engines.state import EngineState
-from trinity_mq.engines.torch.generator import choose_device
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.adapters import AdapterGenerator, VllmAdapters, adapter_plan
 from trinity_mq.engines.vllm.client import VllmClient
-from trinity_mq.engines.vllm.flow import VllmBatcher
-from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
 from trinity_mq.models.errors import EngineFailed
 
 log = structlog.get_logger(__name__)
@@ -69,29 +63,41 @@ def _kill(child: Process) -> None:
         child.kill()
 
 
-@dataclass(frozen=True, slots=True)
-class VllmParts:
-    """Parts of an :class:`~trinity_mq.engines.server.server.EngineServer` on vLLM."""
+class VllmEngine(Engine):
+    """Runs vLLM's server, which ends when this process ends, for any reason."""
 
-    generator: VllmGenerator
-    batcher: Callable[[EngineState], VllmBatcher]
-    receiver: Receiver
-    child: Process
-    """Process of vLLM's server; it ends when this process ends, for any reason."""
+    def check(self) -> None:
+        """Raise ModelError if vLLM is not installed or its version is not supported."""
+        api.checked_version()
+
+    @contextlib.asynccontextmanager
+    async def serve(self, job: EngineJob) -> AsyncIterator[HttpServer]:
+        """Run vLLM's server, and stop the yielded server when vLLM ends by itself; the host then restarts both."""
+        folder = job.folder()
+        async with _vllm_server(job, folder) as (server, child), asyncio.TaskGroup() as group:
+            watching = group.create_task(_stop_with(child, server.stop), name="vllm")
+            yield server
+            watching.cancel()
 
 
 @contextlib.asynccontextmanager
-async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncIterator[VllmParts]:
+async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[HttpServer, Process]]:
     """Run vLLM's server during the block. Its weights come from ``folder`` if the sync sends adapters; otherwise they
     are random.
 
-    ``receiver`` receives adapters; full weights are received by vLLM's workers.
+    The receiver of ``job`` receives adapters; full weights are received by vLLM's workers.
 
     Raises:
         ModelError: vLLM is not installed, has another version, or does not support this model or adapters on it.
         EngineFailed: vLLM did not start.
     """
+    from trinity_mq.engines.torch.generator import choose_device
+    from trinity_mq.engines.vllm.adapters import AdapterGenerator, VllmAdapters, adapter_plan
+    from trinity_mq.engines.vllm.flow import VllmBatcher
+    from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
+
     version = api.checked_version()
+    config = job.config
     rollout = config.explorer.rollout_model
     mode = config.synchronizer.effective_pause_mode
     cpu = choose_device(config.model.device) == "cpu"
@@ -105,7 +111,7 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
     try:
         room = plan.room if plan else None
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
-        settings = api.server_environment(rollout, cpu_threads(config, rollout.num_threads), adapters=plan is not None)
+        settings = api.server_environment(rollout, job.num_threads, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
@@ -118,7 +124,7 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
                 adapters: VllmAdapters | None = None
                 if plan:
                     adapters = VllmAdapters(client, home, plan)
-                    build = functools.partial(AdapterGenerator, adapters, plan, receiver)
+                    build = functools.partial(AdapterGenerator, adapters, plan, job.receiver)
                 generator = build(
                     codec,
                     client,
@@ -139,13 +145,13 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
                         adapters=adapters,
                     )
 
-                yield VllmParts(generator, batcher, generator.receive, child)
+                yield job.server(generator, folder, generator.receive, batcher), child
         finally:
             await _stop(child)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-async def stop_with(child: Process, stop: Callable[[str], None]) -> None:
-    """Call ``stop`` with the reason when vLLM ends by itself; the engine's host then restarts both."""
+async def _stop_with(child: Process, stop: Callable[[str], None]) -> None:
+    """Call ``stop`` with the reason when vLLM ends by itself."""
     stop(f"vLLM ended (exit code {await child.wait()})")

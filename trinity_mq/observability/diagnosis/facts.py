@@ -12,20 +12,18 @@ from trinity_mq.messages import (
     ExplorerStatus,
     Heartbeat,
     OperatorStatus,
-    Role,
     RunnerStatus,
     SilentAgent,
     TrainerStatus,
 )
 from trinity_mq.observability.diagnosis.records import Edge, Observation
+from trinity_mq.roles import ROLES
 from trinity_mq.runtime.peers import SILENT_AFTER
 
 S = TypeVar("S", bound=AgentStatus)
 
 YOUNG_BEATS = 30
 """Heartbeats in an agent's first minute. Other agents of a starting run may not be up yet."""
-ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
-"""The order in which silent agents are blamed. An explorer comes first, because its silence includes its engines."""
 
 
 def duration_text(seconds: float) -> str:
@@ -79,8 +77,8 @@ class ObservationIndex:
                 for agent in beat.detail.silent:
                     if agent.id not in heard and agent.id not in silent:
                         silent[agent.id] = agent.model_copy(update={"seconds": agent.seconds + age})
-        order = {role: n for n, role in enumerate(ROLES)}
-        return sorted(silent.values(), key=lambda agent: (order.get(agent.role, len(order)), -agent.seconds, agent.id))  # type: ignore[call-overload]
+        order: dict[str, int] = {role: n for n, role in enumerate(ROLES)}
+        return sorted(silent.values(), key=lambda agent: (order.get(agent.role, len(order)), -agent.seconds, agent.id))
 
     def of_role(self, role: str) -> list[tuple[Heartbeat, float]]:
         """Return the heartbeats of a role's living agents with their ages in seconds. Hosts of engines are not

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity_mq.config import Config
-from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import computing_processes
 from trinity_mq.observability.diagnosis.records import Room
 
 
 def expected_agents(config: Config | None) -> Mapping[str, int]:
     """Return the number of agents of each role that ``trinity-mq run`` starts; empty without a configuration."""
-    if config is None:
-        return {}
-    counts = {
-        "operator": config.operator.num_operators,
-        "runner": config.runner.num_runners,
-        "gateway": config.gateway.num_gateways,
-    }
-    return {role: counts.get(role, 1) for role in AGENTS[config.mode].roles}
+    return {} if config is None else config.agent_counts
 
 
 def limits(config: Config | None) -> Mapping[str, float]:

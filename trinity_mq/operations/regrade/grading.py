@@ -12,7 +12,7 @@ from typing import Any
 
 from trinity_mq.config import Config, TasksetConfig
 from trinity_mq.data import TasksetError
-from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.data.records import Record, read_records
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import DPO, PROMPT_TRUNCATED
 from trinity_mq.rewards import RewardFn, invalid_parts_reason, judge_conversation, parts_of
@@ -75,7 +75,7 @@ class TaskRecords:
     def _read(self, taskset: TasksetConfig) -> list[Record]:
         if taskset.name not in self._records:
             try:
-                self._records[taskset.name] = read_tasks(taskset, seed=self._seed)[0]
+                self._records[taskset.name] = read_records(taskset, seed=self._seed)[0]
             except TasksetError as error:
                 self._records[taskset.name] = NotRegradable(str(error))
         records = self._records[taskset.name]

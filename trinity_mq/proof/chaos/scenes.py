@@ -14,7 +14,6 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.config import Config
-from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.errors import CommandError
 from trinity_mq.launch.earlier_start import discard_earlier_run
 from trinity_mq.messages import ControlEvent
@@ -230,7 +229,7 @@ def _plan(
     Raises:
         CommandError: None of the requested faults is possible here, or the schedule cannot be read.
     """
-    roles = {*AGENTS[config.mode].roles, "broker", *(["engine"] if "explorer" in AGENTS[config.mode].roles else [])}
+    roles = {*config.agent_counts, "broker", *(["engine"] if "explorer" in config.agent_counts else [])}
     possible = {
         role: [kind for kind in kinds if kind in wishes.kinds]
         for role, kinds in targets.possible.items()

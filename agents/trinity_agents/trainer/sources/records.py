@@ -203,7 +203,7 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
     if data.schema_type == "experience":
         batch, identity = recorded(data)
         return Records(len(batch), identity, lambda indexes: (batch.select(indexes).to_shared_list(), {}))
-    rows, identity = read_records(data, data.required_keys)
+    rows, identity = read_records(data)
     make = _Formatted(data, rows, codec, max_tokens)
     make.try_first()
     return Records(len(rows), identity, make, rows)

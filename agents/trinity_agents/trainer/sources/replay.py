@@ -15,6 +15,7 @@ from trinity_agents.trainer.sources.beside import RolloutExtension
 from trinity_agents.trainer.sources.replay_index import ReplayGroup, ReplayIndex
 from trinity_mq.config import Config
 from trinity_mq.experience import ExperienceBatch
+from trinity_mq.telemetry.group_drops import REPLAY_LOST
 
 log = structlog.get_logger(__name__)
 
@@ -105,7 +106,7 @@ class ReplaySource(RolloutExtension):
             "replay/known_groups": float(len(self._index)),
         }
         if lost:
-            metrics["replay/lost_groups"] = float(lost)
+            metrics[REPLAY_LOST.metric] = float(lost)
         if groups:
             metrics["replay/age/mean"] = sum(self._step + 1 - group.born for group in groups) / len(groups)
             metrics["replay/age/max"] = float(max(self._step + 1 - group.born for group in groups))

@@ -23,6 +23,7 @@ from trinity_mq.operators.base import ExperienceOperatorV1
 from trinity_mq.operators.chain import OperatorError, run_chain
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.group_drops import TAP_FILTERED
 from trinity_mq.transport.blobs import open_store
 from trinity_mq.transport.ready_stream import ReadyStream
 
@@ -282,7 +283,7 @@ class TapSource:
             "tap/batch": float(batch.batch),
             "tap/experiences": float(len(received)),
             "tap/left": float(len(remaining)),
-            "tap/filtered_groups": float(batch.filtered_groups),
+            TAP_FILTERED.metric: float(batch.filtered_groups),
         }
         if rewards:
             batch.metrics["tap/reward"] = sum(rewards) / len(rewards)

@@ -16,6 +16,7 @@ import psutil
 from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
+from trinity_mq.roles import COMMAND_ROLES
 from trinity_mq.testing.tcp_proxy import FaultProxy
 
 MARK_VARIABLE = "TRINITY_MQ_CHAOS_MARK"
@@ -84,7 +85,7 @@ class LocalTargets:
         """Possible kinds of faults by role."""
         cut = ("cut",) if self._proxy is not None else ()
         agent = ("kill", "freeze", *cut, "restart")
-        agents = dict.fromkeys(("explorer", "runner", "operator", "trainer", "gateway"), agent)
+        agents = dict.fromkeys(COMMAND_ROLES, agent)
         return {
             **agents,
             "engine": ("kill", "freeze", "restart"),

@@ -10,17 +10,17 @@ from typing import Any
 
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
+from trinity_mq.roles import COMMAND_ROLES
 
 COMMAND_SECONDS = 60.0
 """Maximum seconds for a ``docker`` or ``kubectl`` command."""
-AGENT_ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 SHORT_ID = 12
 """Digits of a container id in its host name, which is part of its agents' ids."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SELECTORS = ("app.kubernetes.io/part-of=trinity-mq", "app.kubernetes.io/component=rabbitmq")
 """Selectors of the agents' pods and of the pods that RabbitMQ's cluster operator creates."""
-COMPONENTS = {**{role: role for role in AGENT_ROLES}, "engines": "engine", "rabbitmq": "broker"}
+COMPONENTS = {**{role: role for role in COMMAND_ROLES}, "engines": "engine", "rabbitmq": "broker"}
 """Roles by the component label of a pod. Pods with ``engines`` host engines in addition to the explorer's."""
 SIGNAL_ALL = """\
 signalled=
@@ -84,7 +84,7 @@ class ComposeTargets:
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
         """Possible kinds of faults by role."""
-        return dict.fromkeys((*AGENT_ROLES, "broker"), ("kill", "freeze", "cut", "restart"))
+        return dict.fromkeys((*COMMAND_ROLES, "broker"), ("kill", "freeze", "cut", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
         """Return the running containers of a service."""
@@ -121,7 +121,7 @@ class ComposeTargets:
 
     async def left_over(self) -> list[str] | None:
         """Return the agents' containers that still run."""
-        rows = [(role, row) for role in AGENT_ROLES for row in await self._listed(role, "--filter", "status=running")]
+        rows = [(role, row) for role in COMMAND_ROLES for row in await self._listed(role, "--filter", "status=running")]
         return [f"container {name} ({role}): {status}" for role, (_, name, status) in rows]
 
     async def _listed(self, role: str, *filters: str) -> list[tuple[str, str, str]]:
@@ -182,7 +182,7 @@ class KubernetesTargets:
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
         """Possible kinds of faults by role."""
-        return dict.fromkeys((*AGENT_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
+        return dict.fromkeys((*COMMAND_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
         """Return the running pods of a role."""
@@ -210,7 +210,7 @@ class KubernetesTargets:
 
     async def left_over(self) -> list[str] | None:
         """Return the agents' pods that still run."""
-        pods = [pod for pod in await self._pods() if _role_of(pod) in (*AGENT_ROLES, "engine") and _runs(pod)]
+        pods = [pod for pod in await self._pods() if _role_of(pod) in (*COMMAND_ROLES, "engine") and _runs(pod)]
         return [f"pod {pod['metadata']['name']} ({_role_of(pod)}) still runs" for pod in pods]
 
     async def _pods(self) -> list[Mapping[str, Any]]:
