@@ -33,12 +33,12 @@ DIRECTIVE = re.compile(r"#\s*(noqa|type:|pragma|mypy|ruff|!)")
 VAGUE = {"one", "found", "known", "given", "own", "said"}
 """Names of variables and arguments that do not name their content."""
 MOST_TEXTS = {
-    "trinity_mq/engines": 9,
+    "trinity_mq/engines": 8,
     "agents/trinity_agents/simulation": 5,
     "trinity_mq/config": 4,
-    "trinity_mq/observability": 4,
     "trinity_mq/dispatch": 3,
     "trinity_mq/messages": 3,
+    "trinity_mq/observability": 3,
     "trinity_mq/page": 3,
     "trinity_mq/runtime": 3,
     "agents/trinity_agents/trainer": 2,
