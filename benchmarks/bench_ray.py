@@ -12,8 +12,8 @@ experiences, not bytes. The two take turns, so that what else the machine does m
 ``--tasks`` says, a quarter as many where they are long; the reference TASKS_ON_RAY at most. With ``--seconds`` a task
 holds its slot for so long (no-op tasks: 0). A runner of the reference has one slot, a runner of ours has 64.
 
-``--check`` exits with 1 where ours does not do 20 times as many no-op tasks of 64 tokens, or 10 times as many of 1024, or
-where a batch of one takes 10 ms.
+``--check`` exits with 1 where ours does not do 20 times as many no-op tasks of 64 tokens, or 10 times as many of
+1024, or where a batch of one takes 10 ms.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                                           [--json FILE] [--profile DIR] [--trace DIR]
 
 A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.noop), delivered to the caller of
-``get_results``. With ``--seconds`` a task also holds its slot for so long (no-op tasks: 0). In the same run, on the same
-broker:
+``get_results``. With ``--seconds`` a task also holds its slot for so long (no-op tasks: 0). In the same run, on the
+same broker:
 
 - *bare aio-pika loop* (bare_amqp.py): one process and as many workers move messages of the same number and size, and do
   nothing with them;
