@@ -40,20 +40,6 @@ def staleness(versions: Versions | None, step: int) -> int:
     return max(0, step - oldest[1])
 
 
-def _ages(batch: ExperienceBatch, step: int) -> list[int]:
-    return [staleness(versions, step) for versions in batch.values("versions")]
-
-
-def stale_tasks(experiences: Sequence[Experience], step: int, max_staleness: int) -> list[int]:
-    """Return the tasks, in order, with an experience whose oldest token is more than ``max_staleness`` steps old."""
-    batch = ExperienceBatch.of(experiences)
-    ages = _ages(batch, step)
-    if max(ages, default=0) <= max_staleness:
-        return []
-    tasks = {experience.eid.task for experience, age in zip(batch, ages, strict=True) if age > max_staleness}
-    return sorted(task for task in tasks if isinstance(task, int))
-
-
 def drop_stale(
     experiences: Sequence[Experience], step: int, max_staleness: int
 ) -> tuple[ExperienceBatch, dict[str, float]]:
@@ -61,7 +47,7 @@ def drop_stale(
     metrics.
     """
     batch = ExperienceBatch.of(experiences)
-    ages = _ages(batch, step)
+    ages = [staleness(versions, step) for versions in batch.values("versions")]
     tids = batch.ids("tid")
     stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
     kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
@@ -185,15 +171,15 @@ def _drop_stale_groups(
     Returns:
         The remaining experiences of all batches in order, and the ``sample/*`` metrics of :func:`drop_stale`.
     """
-    stale = [stale_tasks(part.experiences, step, max_staleness) for part in parts]
     whole = ExperienceBatch.concat(part.experiences for part in parts)
     fresh, metrics = drop_stale(whole, step, max_staleness)
     fresh_tids = set(fresh.ids("tid"))
-    for part, tasks in zip(parts, stale, strict=True):
-        kept = [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in fresh_tids]
-        dropped = len(part.experiences) - len(kept)
-        part.experiences = part.experiences.select(kept)
-        part.result = BatchResult("dropped", "every group was too old", stale_tasks=tasks, dropped=dropped)
+    for part in parts:
+        is_fresh = [tid in fresh_tids for tid in part.experiences.ids("tid")]
+        stale = part.experiences.select([number for number, fresh in enumerate(is_fresh) if not fresh])
+        part.experiences = part.experiences.select([number for number, fresh in enumerate(is_fresh) if fresh])
+        tasks = sorted({task for experience in stale if isinstance(task := experience.eid.task, int)})
+        part.result = BatchResult("dropped", "every group was too old", stale_tasks=tasks, dropped=len(stale))
     return fresh, metrics
 
 

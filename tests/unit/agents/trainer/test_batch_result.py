@@ -75,6 +75,14 @@ async def test_nothing_fit_is_no_step(tmp_path: Path) -> None:
     assert (verdict.outcome, verdict.stale_tasks, learner.given) == ("dropped", [0, 1], [])
 
 
+async def test_the_tasks_of_groups_that_are_too_old_are_told_once_each_if_they_have_a_number(tmp_path: Path) -> None:
+    experiences = batch(5, 0, 0, 1).experiences.to_list()
+    for experience, (task, run) in zip(experiences, [(7, 0), (7, 1), (0, 0), ("by name", 0)], strict=True):
+        experience.eid.task, experience.eid.run = task, run
+    verdict, _, _ = await judged(tmp_path, TrainBatch(1, "t", "o", "ready", ExperienceBatch.of(experiences)))
+    assert (verdict.outcome, verdict.stale_tasks, verdict.dropped) == ("dropped", [0, 7], 4)
+
+
 async def test_what_is_not_ready_keeps_its_state_and_reason(tmp_path: Path) -> None:
     for state in ("empty", "failed", "gone"):
         verdict, _, learner = await judged(tmp_path, batch(state=state))
