@@ -36,14 +36,16 @@ def message(size: int) -> aio_pika.Message:
     )
 
 
-async def work(url: str, prefetch: int, part: int, result: int) -> None:
-    """Answer slices until killed."""
+async def work(url: str, prefetch: int, part: int, result: int, milliseconds: int) -> None:
+    """Answer slices until killed, each after so many milliseconds."""
     async with await aio_pika.connect(url) as connection:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=prefetch)
         exchange = channel.default_exchange
 
         async def answer(slice_: AbstractIncomingMessage) -> None:
+            if milliseconds:
+                await asyncio.sleep(milliseconds / 1e3)
             await exchange.publish(message(part), PARTS)
             await exchange.publish(message(result), RESULTS)
             await slice_.ack()
@@ -66,9 +68,12 @@ async def workers(count: int, *arguments: object) -> AsyncIterator[None]:
         await asyncio.gather(*(process.wait() for process in processes))
 
 
-async def rate(url: str, tasks: int, *, runners: int, prefetch: int, slice_: int, part: int, result: int) -> float:
-    """Return tasks a second; the sizes are bytes of a body."""
-    async with await aio_pika.connect(url) as connection, workers(runners, url, prefetch, part, result):
+async def rate(
+    url: str, tasks: int, *, runners: int, prefetch: int, slice_: int, part: int, result: int, seconds: float = 0.0
+) -> float:
+    """Return tasks a second; the sizes are bytes of a body, ``seconds`` is the time that a worker holds a task."""
+    arguments = (url, prefetch, part, result, round(seconds * 1e3))
+    async with await aio_pika.connect(url) as connection, workers(runners, *arguments):
         publishing = await connection.channel()
         consuming = await connection.channel()
         await consuming.set_qos(prefetch_count=256)

@@ -1,10 +1,11 @@
 """Tasks a second through a Scheduler, a real RabbitMQ and runner processes, against a bare aio-pika loop.
 
-    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--quick] [--json FILE]
-                                          [--profile DIR] [--trace DIR]
+    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--seconds 0 0.01 1] [--quick]
+                                          [--json FILE] [--profile DIR] [--trace DIR]
 
 A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.noop), delivered to the caller of
-``get_results``. In the same run, on the same broker:
+``get_results``. With ``--seconds`` a task also holds its slot for so long (no-op tasks: 0). In the same run, on the
+same broker:
 
 - *bare aio-pika loop* (bare_amqp.py): one process and as many workers move messages of the same number and size, and do
   nothing with them;
@@ -21,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
+import math
 import os
 import pstats
 import statistics
@@ -57,8 +59,8 @@ RUNS = 8
 CONCURRENCY = 64
 PLAIN_SECONDS = 3.0
 WARM_UP = 200
-ALONE = 50
-"""Tasks whose latency is taken, one after the other."""
+ALONE, SECONDS_ALONE = 50, 5.0
+"""Tasks whose latency is taken, one after the other, and the most seconds for which they hold their slots."""
 IDLE_SECONDS = 5.0
 TRACED, TRACED_BATCHES = 32, range(2000, 2020)
 """Tasks of a traced batch, and the numbers of these batches."""
@@ -81,10 +83,23 @@ class Setting:
     tokens: int
     runners: int
     tasks: int
+    seconds: float = 0.0
+    """Seconds for which a task holds its slot."""
+
+    @property
+    def name(self) -> str:
+        """Tokens, runners, and the seconds of a task that is no no-op."""
+        length = f", tasks of {self.seconds:g} s" if self.seconds else ""
+        return f"{self.tokens} tokens, {self.runners} runners{length}"
+
+    @property
+    def alone(self) -> int:
+        """Number of tasks whose latency is taken."""
+        return min(ALONE, math.ceil(SECONDS_ALONE / self.seconds)) if self.seconds else ALONE
 
     def task(self) -> Task:
         """Return a task of eight runs."""
-        arguments = {"tokens": self.tokens}
+        arguments = {"tokens": self.tokens, "seconds": self.seconds}
         return Task(workflow=NoopWorkflow, repeat_times=RUNS, raw_task={"question": "?"}, workflow_args=arguments)
 
 
@@ -116,6 +131,7 @@ async def bare_loop(url: str, setting: Setting, part: int) -> float:
         slice_=len(encode_message(slice_)),
         part=part,
         result=len(encode_message(result)),
+        seconds=setting.seconds,
     )
 
 
@@ -203,7 +219,7 @@ async def through_the_queue(
         beats = asyncio.ensure_future(engine_beats(bus, topology))
         stack.callback(beats.cancel)
         await finished(scheduler, setting, 1, WARM_UP)
-        alone = sorted([await finished(scheduler, setting, 2 + number, 1) for number in range(ALONE)])
+        alone = sorted([await finished(scheduler, setting, 2 + number, 1) for number in range(setting.alone)])
         await asyncio.sleep(2.0)  # what that left behind is cleared away
         for number in TRACED_BATCHES if config.monitor.trace else ():
             await finished(scheduler, setting, number, TRACED)
@@ -243,7 +259,7 @@ def configuration(folder: Path, trace: Path | None = None) -> tuple[Config, Path
 async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: Path | None = None) -> dict[str, float]:
     """Measure one setting and print the shares; return the ratios to the other loops, by name."""
     config, path = configuration(folder, trace)
-    print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.tokens} tokens each, {setting.runners} runner(s)")
+    print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.name}")
     plain, part = await plain_loop(config, setting)
     node = PrivateNode(folder / "broker")
     await node.start()
@@ -259,8 +275,9 @@ async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: 
     print(
         f"scheduler and runners  : {rate:8.0f} tasks/s, {rate / bare:.2f} of bare aio-pika, {rate / plain:.2f} of plain"
     )
-    what = f"{setting.tokens} tokens, {setting.runners} runners: tasks a second"
-    return {f"{what}, of bare aio-pika": rate / bare, f"{what}, of the plain loop": rate / plain}
+    what = f"{setting.name}: tasks a second"
+    ratios = {f"{what}, of bare aio-pika": rate / bare, f"{what}, of the plain loop": rate / plain}
+    return ratios if not setting.seconds else {f"{what}, of bare aio-pika": rate / bare}
 
 
 async def main() -> None:
@@ -271,6 +288,7 @@ async def main() -> None:
     parser.add_argument("--tasks", type=int, default=4000, help="of 64 tokens; fewer where they are longer")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--runners", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0], help="for which a task holds its slot")
     parser.add_argument(
         "--profile", type=Path, help="folder for profiles of scheduler and runners, of the last setting"
     )
@@ -287,9 +305,10 @@ async def main() -> None:
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
     settings = [
-        Setting(tokens, count, max(min(options.tasks, fewest), options.tasks * 64 // max(64, tokens)))
+        Setting(tokens, count, max(min(options.tasks, fewest), options.tasks * 64 // max(64, tokens)), seconds)
         for tokens in options.tokens
         for count in options.runners
+        for seconds in options.seconds
     ]
     with tempfile.TemporaryDirectory() as folder:
         for number, setting in enumerate(settings):

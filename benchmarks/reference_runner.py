@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class NoopWorkflow(Workflow):  # type: ignore[misc]
         self.repeat_times, self.run_id_base = repeat_times, run_id_base
 
     async def run_async(self) -> list[Experience]:
-        """Return one experience for each run, at once."""
+        """Return one experience for each run, after the seconds of the task."""
+        if seconds := self.task.workflow_args["seconds"]:
+            await asyncio.sleep(seconds)
         count = self.task.workflow_args["tokens"]
         tokens, logprobs = torch.arange(count, dtype=torch.int32), torch.full((count - PROMPT,), -0.5)
         return [

@@ -1,6 +1,6 @@
 """The no-op tasks of bench_scheduling.py through the scheduler of Trinity-RFT on Ray; run by bench_ray.py.
 
-    RAY_PYTHON benchmarks/scheduler_on_ray.py TASKS TOKENS RUNNERS ALONE
+    RAY_PYTHON benchmarks/scheduler_on_ray.py TASKS TOKENS RUNNERS ALONE SECONDS
 
 It runs in the environment that bench_ray.py describes, where trinity-rft is installed without what it depends on: vLLM,
 which its modules name and this never calls, is replaced by an empty package, and the model of a runner by one that
@@ -57,7 +57,8 @@ __getattr__ = Empty("vllm").__getattr__
 
 def main() -> None:
     """Start Ray, and measure."""
-    tasks, tokens, runners, alone = map(int, sys.argv[1:])
+    tasks, tokens, runners, alone = map(int, sys.argv[1:5])
+    seconds = float(sys.argv[5])
     with tempfile.TemporaryDirectory(prefix="tmq-ray-") as folder:
         package = Path(folder) / "vllm"
         package.mkdir()
@@ -74,13 +75,13 @@ def main() -> None:
 
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="bench")
         try:
-            found = asyncio.run(measure(tasks, tokens, runners, alone))
+            found = asyncio.run(measure(tasks, tokens, runners, alone, seconds))
         finally:
             ray.shutdown()
     print(json.dumps(found))
 
 
-async def measure(tasks: int, tokens: int, runners: int, alone: int) -> dict[str, float]:
+async def measure(tasks: int, tokens: int, runners: int, alone: int, length: float) -> dict[str, float]:
     """Return what is printed."""
     from trinity.common.config import Config
     from trinity.common.experience import Experience
@@ -99,9 +100,11 @@ async def measure(tasks: int, tokens: int, runners: int, alone: int) -> dict[str
     scheduler = reference.Scheduler(config)
     await scheduler.start()
 
+    arguments = {"tokens": tokens, "seconds": length}
+
     async def finished(batch: int, count: int) -> float:
         made: list[Any] = [
-            Task(workflow=NoopWorkflow, repeat_times=RUNS, raw_task={"question": "?"}, workflow_args={"tokens": tokens})
+            Task(workflow=NoopWorkflow, repeat_times=RUNS, raw_task={"question": "?"}, workflow_args=arguments)
             for _ in range(count)
         ]
         start = time.perf_counter()
@@ -114,7 +117,7 @@ async def measure(tasks: int, tokens: int, runners: int, alone: int) -> dict[str
         assert len(experiences) == count * RUNS
         return seconds
 
-    await finished(1, WARM_UP)
+    await finished(1, min(tasks, WARM_UP))
     latency = statistics.median([await finished(2 + number, 1) for number in range(alone)])
     seconds = await finished(1000, tasks)
     await scheduler.stop()

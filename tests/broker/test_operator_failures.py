@@ -111,7 +111,7 @@ async def taken(source: StreamSource, count: int) -> list[tuple[int, str, list[t
         reading = group.create_task(source.run())
         for _ in range(count):
             batch = await source.next()
-            repaired = [(one.batch, one.state, len(one.experiences)) for one in batch.repaired]
+            repaired = [(one.batch, one.state, len(one.experiences)) for one in batch.others]
             found.append((batch.batch, batch.state, repaired))
             source.consumed()
         reading.cancel()

@@ -66,7 +66,7 @@ MUTATIONS = [
     Mutation(
         "a skipped batch is replayed",
         f"{TRAINER}/sources/replay.py",
-        'if part.outcome == "trained" and part.ticket in fresh]',
+        "if part.trained and part.ticket in fresh]",
         "if part.experiences and part.ticket in fresh]",
         f"{DEADLY}::test_a_batch_that_kills_is_not_replayed_and_groups_beside_it_are",
     ),

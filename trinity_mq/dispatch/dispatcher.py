@@ -431,9 +431,7 @@ class Dispatcher:
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
         """Publish slices in one message, or each in its own message if together they are too large."""
         try:
-            message = self._slices_message(
-                ticket, [self._task_slice(ticket, task_slice, common) for task_slice in group]
-            )
+            message = self._slices_message(ticket, group, common)
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
             await self.bus.publish_declared(self.topology.task_queue(ticket.lane), key, message)
         except (MessageTooLarge, ContentError) as error:
@@ -452,32 +450,32 @@ class Dispatcher:
                 self._failed(ticket, group[0].task_id)
 
     @staticmethod
-    def _slices_message(ticket: Ticket, slices: Sequence[TaskSlice]) -> Envelope:
-        """Return the message that carries the slices.
+    def _slices_message(ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> Envelope:
+        """Return the message that carries the slices of a group.
 
         Raises:
             ContentError: The slices hold a value that no message can carry, or nest too deeply.
         """
-        with span("encode slices", ticket.batch, count=len(slices)) as traced:
+        with span("encode slices", ticket.batch, count=len(group)) as traced:
+            slices = [
+                TaskSlice(
+                    task_id=(task_id := ticket.first_task + task_slice.task_id),
+                    run_base=task_slice.run_base,
+                    repeat_times=task_slice.repeat_times,
+                    task=ticket.tasks[task_slice.task_id],
+                    seed=stable_seed(ticket.seed, ticket.batch, task_id),
+                    **common,
+                )
+                for task_slice in group
+            ]
             if len(slices) == 1:
                 message = envelope(slices[0], message_id=slices[0].message_id)
             else:
                 named: dict[str, HeaderValue] = {"batch": ticket.batch, "ticket": ticket.ticket}
                 ids = f"{slices[0].message_id}+{len(slices) - 1}"
-                message = envelope(TaskSlices(slices=list(slices)), message_id=ids, headers=named)
+                message = envelope(TaskSlices(slices=slices), message_id=ids, headers=named)
             traced.size = len(message.body)
         return message
-
-    def _task_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> TaskSlice:
-        task_id = ticket.first_task + task_slice.task_id
-        return TaskSlice(
-            task_id=task_id,
-            run_base=task_slice.run_base,
-            repeat_times=task_slice.repeat_times,
-            task=ticket.tasks[task_slice.task_id],
-            seed=stable_seed(ticket.seed, ticket.batch, task_id),
-            **common,
-        )
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before they reached a runner."""

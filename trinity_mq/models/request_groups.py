@@ -86,17 +86,13 @@ class RequestGroups:
         task = asyncio.create_task(self._exchange(gathered), name="request group")
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        waiting, given_up = len(gathered), False
+        answers = [pending.answer for pending in gathered]
 
-        def one_is_over(answer: asyncio.Future[GroupedAnswer]) -> None:
-            nonlocal waiting, given_up
-            waiting -= 1
-            given_up = given_up or answer.cancelled()
-            if not waiting and given_up:
+        def all_are_done(_: object) -> None:
+            if any(answer.cancelled() for answer in answers):
                 task.cancel()  # cancelling closes the connection, and the engine drops the unanswered requests
 
-        for pending in gathered:
-            pending.answer.add_done_callback(one_is_over)
+        asyncio.gather(*answers, return_exceptions=True).add_done_callback(all_are_done)
 
     async def _exchange(self, group: list[_PendingRequest]) -> None:
         """Send a group and deliver its answers. Every request that still waits gets an answer or an error."""

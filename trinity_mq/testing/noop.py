@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from trinity_mq.experience import EID, Experience
@@ -12,13 +14,18 @@ PROMPT = 16
 
 
 class NoopWorkflow(Workflow):
-    """Returns one experience for each run immediately, with ``workflow_args.tokens`` tokens (64), 16 of them prompt."""
+    """Returns one experience for each run after ``workflow_args.seconds`` seconds (0).
+
+    An experience has ``workflow_args.tokens`` tokens (64), 16 of them prompt.
+    """
 
     is_async = True
     can_repeat = True
 
     async def run_async(self) -> list[Experience]:
         count = int(self.task.workflow_args.get("tokens", TOKENS))
+        if seconds := float(self.task.workflow_args.get("seconds", 0.0)):
+            await asyncio.sleep(seconds)
         tokens, logprobs = torch.arange(count, dtype=torch.int32), torch.full((count - PROMPT,), -0.5)
         return [
             Experience(

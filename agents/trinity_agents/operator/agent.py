@@ -158,7 +158,7 @@ class Operator(Agent):
             try:
                 doing = self._work.doing("batch", f"batch {manifest.batch}")
                 with work_for(manifest.batch, manifest.ticket), doing:
-                    if await self._process_or_fail(delivery, manifest):
+                    if await self._process(delivery, manifest):
                         deletions.create_task(self._publisher.delete_queue(manifest))
                 self._delivery = None
             finally:
@@ -166,32 +166,25 @@ class Operator(Agent):
                 self.set_state("idle", "a closed batch")
                 self.heartbeat_soon()
 
-    async def _process_or_fail(self, delivery: Delivery, manifest: BatchClosed) -> bool:
-        """Process a batch and return whether its queue can be deleted.
+    async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
+        """Process a batch up to the acknowledgement; return whether its queue can be deleted.
 
         A batch that cannot be processed because of its content is published as failed, which decides its ticket.
         """
+        limit = self.config.broker.delivery_limit
         try:
-            return await self._process(delivery, manifest)
+            past = DeliveryHistory.of(delivery)
+            if not past.poisoned(limit, self._crash_notes.crashes(manifest.ticket)):
+                with self._crash_notes.at_work(manifest.ticket):
+                    return await self._processed(delivery, manifest)
+            reason = f"{past.suspect} attempts at this batch failed or were lost (limit {limit})"
+            await self._fail(delivery, manifest, f"{reason}; its queue is kept for replay")
         except Exception as error:
             if not is_content_error(error):
                 raise
             log.exception("batch_rejected", ticket=manifest.ticket)
             await self._fail(delivery, manifest, dead_letter_reason(error))
-            return False
-
-    async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
-        """Process a batch up to the acknowledgement; return whether its queue can be deleted."""
-        limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
-        if past.poisoned(limit, self._crash_notes.crashes(manifest.ticket)):
-            reason = (
-                f"{past.suspect} attempts at this batch failed or were lost (limit {limit}); its queue is kept for "
-                "replay"
-            )
-            await self._fail(delivery, manifest, reason)
-            return False
-        with self._crash_notes.at_work(manifest.ticket):
-            return await self._processed(delivery, manifest)
+        return False
 
     async def _processed(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         try:

@@ -333,22 +333,12 @@ class Runner(Agent):
                 return
             in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
             self._show_state()
-            await self._slice_or_fail(in_flight)
+            await self._slice(in_flight)
         finally:
             if in_flight is None:
                 slot.release()
             elif not in_flight.detached:
                 self._release(in_flight)
-
-    async def _slice_or_fail(self, in_flight: InFlightSlice) -> None:
-        """Execute a slice; report a slice that cannot be handled because of its content as poisoned."""
-        try:
-            await self._slice(in_flight)
-        except Exception as error:
-            if not is_content_error(error):
-                raise
-            log.exception("slice_rejected", slice=in_flight.name)
-            await self._poison(in_flight, in_flight.past, dead_letter_reason(error))
 
     def _log_batch(self, task_slice: TaskSlice) -> None:
         """Log the first slice of each ticket; a line per slice would cost more than many slices themselves."""
@@ -401,22 +391,28 @@ class Runner(Agent):
             self.set_state("idle", "a slice")
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
+        """Execute a slice; report a slice that cannot be handled because of its content as poisoned."""
         limit, past = self.config.broker.delivery_limit, in_flight.past
-        if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):
-            await self._poison(
-                in_flight, past, f"{past.suspect} attempts at this slice failed or were lost (limit {limit})"
-            )
-        elif self._open.abandoned(in_flight.task_slice):
-            self._counts["cancelled"] += 1
-            await acknowledge(in_flight.delivery)
-        else:
-            try:
-                outcome = await self._executor.execute(in_flight)
-            except ChildDied as error:
-                await self._retry(in_flight, "it killed its process", error)
+        try:
+            if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):
+                reason = f"{past.suspect} attempts at this slice failed or were lost (limit {limit})"
+                await self._poison(in_flight, past, reason)
+            elif self._open.abandoned(in_flight.task_slice):
+                self._counts["cancelled"] += 1
+                await acknowledge(in_flight.delivery)
             else:
-                if outcome is not None:
-                    await self._finish(in_flight, outcome)
+                try:
+                    outcome = await self._executor.execute(in_flight)
+                except ChildDied as error:
+                    await self._retry(in_flight, "it killed its process", error)
+                else:
+                    if outcome is not None:
+                        await self._finish(in_flight, outcome)
+        except Exception as error:
+            if not is_content_error(error):
+                raise
+            log.exception("slice_rejected", slice=in_flight.name)
+            await self._poison(in_flight, past, dead_letter_reason(error))
 
     def _take_over(self, in_flight: InFlightSlice) -> None:
         """Detach the task of a workflow that ignores its cancellation, and report its slice."""

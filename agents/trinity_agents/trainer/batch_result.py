@@ -6,14 +6,13 @@ import asyncio
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import MAX_STARTS_REPAIRED, REPLAYED, repaired_key, replayed_key
-from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.decisions import MAX_STARTS_REPAIRED, REPLAYED, replayed_key
+from trinity_agents.trainer.sources.base import BatchResult, TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
 from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.rules import Versions
@@ -42,20 +41,6 @@ def staleness(versions: Versions | None, step: int) -> int:
     return max(0, step - oldest[1])
 
 
-def _ages(batch: ExperienceBatch, step: int) -> list[int]:
-    return [staleness(versions, step) for versions in batch.values("versions")]
-
-
-def stale_tasks(experiences: Sequence[Experience], step: int, max_staleness: int) -> list[int]:
-    """Return the tasks, in order, with an experience whose oldest token is more than ``max_staleness`` steps old."""
-    batch = ExperienceBatch.of(experiences)
-    ages = _ages(batch, step)
-    if max(ages, default=0) <= max_staleness:
-        return []
-    tasks = {experience.eid.task for experience, age in zip(batch, ages, strict=True) if age > max_staleness}
-    return sorted(task for task in tasks if isinstance(task, int))
-
-
 def drop_stale(
     experiences: Sequence[Experience], step: int, max_staleness: int
 ) -> tuple[ExperienceBatch, dict[str, float]]:
@@ -63,7 +48,7 @@ def drop_stale(
     metrics.
     """
     batch = ExperienceBatch.of(experiences)
-    ages = _ages(batch, step)
+    ages = [staleness(versions, step) for versions in batch.values("versions")]
     tids = batch.ids("tid")
     stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
     kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
@@ -86,49 +71,21 @@ def drop_stale(
 
 
 @dataclass(frozen=True, slots=True)
-class BatchResult:
-    """Outcome of one batch."""
+class StepResult:
+    """Result of one train step; each batch has its own :attr:`TrainBatch.result`."""
 
-    outcome: StepOutcome
-    reason: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the whole train step."""
-    stale_tasks: list[int] = field(default_factory=list)
-    """Tasks whose groups were too old."""
-    dropped: int = 0
-    """Number of experiences in the groups that were too old."""
-    kills: bool = False
-    """True if the batch was skipped because trainers crashed on it; it is then dead-lettered for inspection."""
-    co_batched: list[BatchResult] = field(default_factory=list)
-    """Results of the other batches of the step, in their order."""
-    moved: bool = True
-    """True if the train step changed the policy's weights; False while only the critic learns."""
-    repaired: list[BatchResult] = field(default_factory=list)
-    """Results of the repaired batches trained on in the same step, in their order."""
-
-    @property
-    def trained(self) -> bool:
-        """Whether a train step was made; a step that only trains the critic counts."""
-        return any(result.outcome == "trained" for result in (self, *self.co_batched, *self.repaired))
-
-    @property
-    def stepped(self) -> bool:
-        """Whether a train step changed the policy's weights."""
-        return any(result.outcome == "trained" and result.moved for result in (self, *self.co_batched, *self.repaired))
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """``sample/*`` metrics: whether the step was skipped, and the number of repaired batches trained on, if any."""
-        metrics = {"sample/skipped_step": float(not self.trained)}
-        if self.repaired:
-            metrics["sample/repaired_batches"] = float(sum(result.outcome == "trained" for result in self.repaired))
-        return metrics
+    metrics: dict[str, float]
+    """Metrics of the step. ``sample/skipped_step`` tells whether it was skipped, and ``sample/repaired_batches`` the
+    number of repaired batches trained on, if the step had any."""
+    stepped: bool
+    """True if the step changed the policy's weights; False while only the critic learns."""
 
 
 async def train_on(
     batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
-) -> BatchResult:
-    """Train on ``batch`` and its co-batched, repaired and replayed experiences, if any are usable.
+) -> StepResult:
+    """Train on all batches of a train step and on its replayed experiences, if any are usable, and set the result of
+    each batch.
 
     Experiences that are not trained on are removed from each batch.
 
@@ -141,58 +98,49 @@ async def train_on(
         max_staleness: Maximum age in train steps; groups with an older token are dropped as a whole before any
             optimizer step.
     """
-    parts = [batch, *batch.co_batched, *batch.repaired]
-    batch_count = 1 + len(batch.co_batched)
-    keys = [part.ticket for part in parts[:batch_count]] + [
-        repaired_key(part.ticket, part.op) for part in batch.repaired
-    ]
-    limits = [part.max_starts for part in parts[:batch_count]] + [MAX_STARTS_REPAIRED] * len(batch.repaired)
-    ends = {
-        number: _unusable_result(part, attempts.starts(key), limit)
-        for number, (part, key, limit) in enumerate(zip(parts, keys, limits, strict=True))
-    }
-    if any(end is not None and end.kills for end in ends.values()):  # the batch is to blame, not the replayed groups
+    for part in batch.parts:
+        part.result = _unusable_result(part, attempts.starts(part.starts_key))
+    if any(part.result is not None and part.result.kills for part in batch.parts):
+        # The batch is to blame, not the replayed groups.
         attempts.finish([key for key in attempts.known if key.startswith(REPLAYED)])
-    usable = [number for number, end in ends.items() if end is None]
-    sizes = {number: len(parts[number].experiences) for number in usable}
-    stale: dict[int, list[int]] = {}
+    usable = [part for part in batch.parts if part.result is None]
     metrics: dict[str, float] = {}
     replayed, batch.replayed = batch.replayed, ExperienceBatch.of([])  # restored below if fresh experiences remain
     if usable:
         # On a thread, because the experiences that are joined and copied may be gigabytes.
         with span("drop stale groups", threads=True):
-            stale_by_batch, experiences, metrics = await asyncio.to_thread(
-                _drop_stale_groups, [parts[number] for number in usable], step, max_staleness
-            )
-        stale = dict(zip(usable, stale_by_batch, strict=True))
-        noted_keys = [keys[number] for number in usable if parts[number].experiences]
-        if noted_keys:
-            if replayed:
-                batch.replayed = replayed
-                noted_keys += map(replayed_key, dict.fromkeys(replayed.ids("tid")))
-                experiences = await asyncio.to_thread(ExperienceBatch.concat, [experiences, replayed])
-            with attempts.noted(noted_keys), span("await train step", wait=True):
-                metrics |= await learner.step(experiences, step + 1)
-    stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
-    for number in usable:
-        too_old: dict[str, Any] = {
-            "stale_tasks": stale[number],
-            "dropped": sizes[number] - len(parts[number].experiences),
-        }
-        if not parts[number].experiences:
-            ends[number] = BatchResult("dropped", "every group was too old", **too_old)
-        elif stepped or metrics.get("critic/optimizer_steps", 0.0) > 0 or metrics.get(WRITTEN, 0.0) > 0:
-            ends[number] = BatchResult("trained", moved=stepped, **too_old)
-        else:
-            ends[number] = BatchResult(*_why_no_step(metrics), **too_old)
-    first, *others = [end for end in ends.values() if end is not None]
-    for part, end in zip(parts, [first, *others], strict=True):
-        part.outcome = end.outcome
-    return replace(first, metrics=metrics, co_batched=others[: batch_count - 1], repaired=others[batch_count - 1 :])
+            experiences, metrics = await asyncio.to_thread(_drop_stale_groups, usable, step, max_staleness)
+    fresh = [part for part in usable if part.experiences]
+    if fresh:
+        keys = [part.starts_key for part in fresh]
+        if replayed:
+            batch.replayed = replayed
+            keys += map(replayed_key, dict.fromkeys(replayed.ids("tid")))
+            experiences = await asyncio.to_thread(ExperienceBatch.concat, [experiences, replayed])
+        with attempts.noted(keys), span("await train step", wait=True):
+            metrics |= await learner.step(experiences, step + 1)
+        outcome, reason = _step_outcome(metrics)
+        for part in fresh:
+            assert part.result is not None
+            part.result = replace(part.result, outcome=outcome, reason=reason)
+    return StepResult(_counts(batch) | metrics, any(part.trained for part in fresh) and _moved_policy(metrics))
 
 
-def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
-    """Return the outcome and reason for the batches of a train step without an optimizer step."""
+def _counts(batch: TrainBatch) -> dict[str, float]:
+    metrics = {"sample/skipped_step": float(not any(part.trained for part in batch.parts))}
+    if repaired := [part for part in batch.parts if part.is_repaired]:
+        metrics["sample/repaired_batches"] = float(sum(part.trained for part in repaired))
+    return metrics
+
+
+def _moved_policy(metrics: Mapping[str, float]) -> bool:
+    return metrics.get("actor/optimizer_steps", 1.0) > 0
+
+
+def _step_outcome(metrics: Mapping[str, float]) -> tuple[StepOutcome, str | None]:
+    """Return the outcome and its reason for the batches of a train step."""
+    if _moved_policy(metrics) or metrics.get("critic/optimizer_steps", 0.0) > 0 or metrics.get(WRITTEN, 0.0) > 0:
+        return "trained", None
     skipped = [name.removeprefix(SKIPPED) for name, count in metrics.items() if name.startswith(SKIPPED) and count]
     if skipped == ["empty"]:
         return "empty", "no token to train on"
@@ -203,8 +151,9 @@ def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
     )
 
 
-def _unusable_result(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
+def _unusable_result(batch: TrainBatch, starts: int) -> BatchResult | None:
     """Return the result of a batch that must not be trained on, None for a usable batch."""
+    max_starts = MAX_STARTS_REPAIRED if batch.is_repaired else batch.max_starts
     if batch.state != "ready":
         log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
         return BatchResult(batch.state, batch.reason)
@@ -217,22 +166,22 @@ def _unusable_result(batch: TrainBatch, starts: int, max_starts: int) -> BatchRe
 
 def _drop_stale_groups(
     parts: Sequence[TrainBatch], step: int, max_staleness: int
-) -> tuple[list[list[int]], ExperienceBatch, dict[str, float]]:
-    """Remove from each batch the groups that are too old.
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Remove from each batch the groups that are too old, and set its result to *dropped*.
 
     Returns:
-        The stale tasks of each batch, the remaining experiences of all batches in order, and the ``sample/*`` metrics
-        of :func:`drop_stale`.
+        The remaining experiences of all batches in order, and the ``sample/*`` metrics of :func:`drop_stale`.
     """
-    stale = [stale_tasks(part.experiences, step, max_staleness) for part in parts]
     whole = ExperienceBatch.concat(part.experiences for part in parts)
     fresh, metrics = drop_stale(whole, step, max_staleness)
     fresh_tids = set(fresh.ids("tid"))
     for part in parts:
-        part.experiences = part.experiences.select(
-            [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in fresh_tids]
-        )
-    return stale, fresh, metrics
+        is_fresh = [tid in fresh_tids for tid in part.experiences.ids("tid")]
+        stale = part.experiences.select([number for number, fresh in enumerate(is_fresh) if not fresh])
+        part.experiences = part.experiences.select([number for number, fresh in enumerate(is_fresh) if fresh])
+        tasks = sorted({task for experience in stale if isinstance(task := experience.eid.task, int)})
+        part.result = BatchResult("dropped", "every group was too old", stale_tasks=tasks, dropped=len(stale))
+    return fresh, metrics
 
 
 def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
@@ -247,11 +196,10 @@ def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
         A message for the user: the batch is read again, and the command that shows its experiences.
     """
     path = folder / STOPPED_FOLDER / f"batch-{re.sub('[^0-9A-Za-z_.-]', '_', str(batch.batch))}.tmqx"
-    parts = [batch, *batch.co_batched, *batch.repaired]
     again = f"Batch {batch.batch} is not counted: the next start of the trainer reads it again"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(ExperienceBatch.concat([*(part.experiences for part in parts), batch.replayed]).encode())
+        path.write_bytes(ExperienceBatch.concat([*(part.experiences for part in batch.parts), batch.replayed]).encode())
     except (OSError, EncodeError) as error:
         return f"{again}. Its experiences could not be written to {path}: {error}"
     look = shlex.join(["trinity-mq", "inspect", str(path), "--tokenizer", str(tokenizer)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.batch_result import BatchResult, dump_batch, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.batch_result import dump_batch, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPosition, last_generation, last_progress, last_saved
 from trinity_agents.trainer.pinning import wait_for_evaluation
 from trinity_agents.trainer.samples import TrainSamples
@@ -390,15 +390,14 @@ class TrainLoop:
         self.finished = False  # a finished run may be extended
         with self._waiting_for_data():
             batch = await self.source.next()
-        batches = [batch, *batch.co_batched]
         works_on(batch.batch)
         with work_for(batch.batch, batch.ticket):
-            await self._train(batch, batches)
+            await self._train(batch)
 
-    async def _train(self, batch: TrainBatch, batches: list[TrainBatch]) -> None:
-        """Make the train step of a batch with its co-batched and repaired batches, and record their outcomes."""
+    async def _train(self, batch: TrainBatch) -> None:
+        """Make the train step of a batch with its other batches, and record their outcomes."""
         agent, loop = self.agent, asyncio.get_running_loop()
-        self._in_hand = [part.ticket for part in batches]
+        self._in_hand = [part.ticket for part in batch.parts if not part.is_repaired]
         started = loop.time()
         try:
             with self._work.doing("step", f"the train step on batch {batch.batch}"):
@@ -414,32 +413,26 @@ class TrainLoop:
             dump_message = await asyncio.to_thread(dump_batch, batch, self.folder, tokenizer)
             raise TrainingStopped(f"{error}. {dump_message}") from error
         self.step += result.stepped
-        first, self.progress = self.progress + 1, self.progress + len(batches)
-        results = zip(batches, [result, *result.co_batched], strict=True)
-        ended = [(part, end, self._progress_of(n, part, end)) for n, (part, end) in enumerate(results, first)]
-        results = zip(batch.repaired, result.repaired, strict=True)
-        repaired = [(part, end, self._progress_of(self.progress, part, end)) for part, end in results]
-        for part, end, _ in (*ended, *repaired):
-            if end.kills:
-                letter = skipped_batch_dead_letter(part, end.reason or "", agent.id, agent.topology)
+        ended = [(part, self._progress_of(part)) for part in batch.parts]
+        for part, event in ended:
+            if part.result is not None and part.result.kills:
+                letter = skipped_batch_dead_letter(part, event.reason or "", agent.id, agent.topology)
                 await agent.bus.publish(agent.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []
         began = time.monotonic()
-        for part, _, event in ended:
+        for part, event in ended:
             self._record(part, event)
-        for part, _, event in repaired:
-            self._record(part, event, repaired=True)
-            log.info("repaired_batch", batch=part.batch, outcome=event.outcome, reason=event.reason)
+            if part.is_repaired:
+                log.info("repaired_batch", batch=part.batch, outcome=event.outcome, reason=event.reason)
         version = f"{self.generation}.{self.step}"
         record("write history", began, time.monotonic(), batch=batch.batch, attributes={VERSION: version})
-        for _, _, event in [] if self._is_alone else ended:
+        ended = [(part, event) for part, event in ended if not part.is_repaired]
+        for _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
         with span("keep samples", threads=True):
-            await self._samples.keep(
-                self.step, [part.experiences for part, end, _ in ended if end.outcome == "trained"]
-            )
-        metrics = result.counts | result.metrics | _source_metrics(batch)
+            await self._samples.keep(self.step, [part.experiences for part, _ in ended if part.trained])
+        metrics = result.metrics | _source_metrics(batch)
         metrics["time/batch"] = loop.time() - started
         metrics |= self._wait_metrics()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -447,7 +440,7 @@ class TrainLoop:
         with span("write metrics"):
             agent.report(self.progress, counters | metrics | self.gate.metrics())
         agent.heartbeat_soon()
-        for part, _, event in ended:
+        for part, event in ended:
             log.info("batch_done", batch=part.batch, ticket=part.ticket, outcome=event.outcome, train_step=event.step)
         if self._save_is_due:
             await self._save()
@@ -477,7 +470,7 @@ class TrainLoop:
         self._waited, self._counts_since = 0.0, now
         return {"time/wait_data": waited} | ({"trainer/idle_frac": waited / passed} if passed else {})
 
-    def _record(self, batch: TrainBatch, event: Progress, *, repaired: bool = False) -> None:
+    def _record(self, batch: TrainBatch, event: Progress) -> None:
         assert self._history is not None
         self._history.record(
             progress=event.progress,
@@ -487,23 +480,26 @@ class TrainLoop:
             op=batch.op,
             outcome=event.outcome,
             uids=batch.experiences.ids("uid") if event.outcome == "trained" else [],
-            repaired=repaired,
+            repaired=batch.is_repaired,
             dropped=event.dropped,
             replayed=list(dict.fromkeys(batch.replayed.ids("tid"))),
             stream=None if self._is_alone else StreamPosition(batch.offset, batch.offsets, batch.announced),
         )
 
-    def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
+    def _progress_of(self, batch: TrainBatch) -> Progress:
+        """Count a batch as progress, unless it was counted as failed before, and return the event with its result."""
+        assert batch.result is not None
+        self.progress += not batch.is_repaired
         return Progress(
-            progress=progress,
+            progress=self.progress,
             generation=self.generation,
             step=self.step,
             batch=batch.batch,
             ticket=batch.ticket,
-            outcome=result.outcome,
-            dropped=result.dropped,
-            stale_tasks=result.stale_tasks,
-            reason=result.reason,
+            outcome=batch.result.outcome,
+            dropped=batch.result.dropped,
+            stale_tasks=batch.result.stale_tasks,
+            reason=batch.result.reason,
             filtered_groups=batch.filtered_groups,
         )
 
@@ -564,10 +560,11 @@ class TrainLoop:
 
 
 def _source_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the metrics of records, replayed groups and a tapped run in a batch and its co-batched batches."""
+    """Return the metrics of records, replayed groups and a tapped run in the batches of a step."""
     return {
         name: value
-        for part in (batch, *batch.co_batched)
+        for part in batch.parts
+        if not part.is_repaired
         for name, value in part.metrics.items()
         if name.startswith(OF_SOURCES)
     }

@@ -65,8 +65,13 @@ async def script():
     await bus.declare(*topology.durable)
     now = asyncio.get_running_loop().time
     rows = lambda: {row.id: row.state for row in view.agents(now())}
+
+    def take(message):
+        view.receive(message, now())
+        changed.notify()
+
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(follow_telemetry(bus, topology, view, "status", changed.notify))
+        watching = group.create_task(follow_telemetry(bus, topology, "status", take))
         auditor = Auditor(config, bus=MemoryBus(broker, topology, config=config.broker), topology=topology,
             agent_id="auditor-0")
         serving = group.create_task(auditor.run())

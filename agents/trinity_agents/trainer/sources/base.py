@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trinity_agents.trainer.decisions import MAX_STARTS
+from trinity_agents.trainer.decisions import MAX_STARTS, repaired_key
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages.batches import BatchState, StepOutcome
 from trinity_mq.runtime.notify import Notifier
@@ -15,9 +15,23 @@ class ExperiencesLost(Exception):
     """Experiences that were trained on cannot be read again."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """Outcome of one batch."""
+
+    outcome: StepOutcome
+    reason: str | None = None
+    stale_tasks: list[int] = field(default_factory=list)
+    """Tasks whose groups were too old."""
+    dropped: int = 0
+    """Number of experiences in the groups that were too old."""
+    kills: bool = False
+    """True if the batch was skipped because trainers crashed on it; it is then dead-lettered for inspection."""
+
+
 @dataclass(slots=True)
 class TrainBatch:
-    """One unit of progress, whatever its number of experiences; together with its co-batched batches one train step."""
+    """One unit of progress, whatever its number of experiences; together with its ``others`` one train step."""
 
     batch: int
     ticket: str
@@ -35,20 +49,36 @@ class TrainBatch:
     """Stream offset of its BatchReady."""
     announced: int = 0
     """Number of experiences that the BatchReady announces."""
-    co_batched: list[TrainBatch] = field(default_factory=list)
-    """The other batches of its train step, in order (``trainer.batches_per_step``)."""
+    others: list[TrainBatch] = field(default_factory=list)
+    """The other batches of its train step: first batches (``trainer.batches_per_step``) in order, then repaired
+    batches."""
     replayed: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     """Experiences of earlier groups that are trained on with this batch; emptied if they were not trained on."""
-    repaired: list[TrainBatch] = field(default_factory=list)
-    """Earlier batches that counted as failed progress and that operators have processed since. They are trained on with
-    this batch, because an extra train step would make other batches older."""
+    is_repaired: bool = False
+    """True if the batch counted as failed progress and operators have processed it since. It is trained on with a later
+    batch and does not count again, because an extra train step would make other batches older."""
     max_starts: int = MAX_STARTS
     """Number of crashed starts after which the batch is skipped."""
     is_alone: bool = False
     """True if trainers crashed at a step of this batch with company. The batch is then tried without other batches,
     replayed groups and experts, so that only the cause of the crash is skipped."""
-    outcome: StepOutcome | None = None
-    """Outcome of its train step; None before that step."""
+    result: BatchResult | None = None
+    """Result of its train step; None before that step."""
+
+    @property
+    def parts(self) -> list[TrainBatch]:
+        """All batches of the train step."""
+        return [self, *self.others]
+
+    @property
+    def starts_key(self) -> str:
+        """Key for counting crashed starts on the batch."""
+        return repaired_key(self.ticket, self.op) if self.is_repaired else self.ticket
+
+    @property
+    def trained(self) -> bool:
+        """Whether a train step was made on the batch; a step that only trains the critic counts."""
+        return self.result is not None and self.result.outcome == "trained"
 
 
 class Source(Protocol):

@@ -37,7 +37,7 @@ class MixSource(RolloutExtension):
         alone.
         """
         batch = await self._rollouts.next()
-        first = next((part for part in (batch, *batch.co_batched) if part.experiences), None)
+        first = next((part for part in batch.parts if part.experiences and not part.is_repaired), None)
         self._first = first
         if first is not None:
             experts = await self._experts.next()
@@ -53,7 +53,7 @@ class MixSource(RolloutExtension):
         """
         self._rollouts.consumed()
         first, self._first = self._first, None
-        if first is not None and not (first.is_alone and first.outcome != "trained"):
+        if first is not None and not (first.is_alone and not first.trained):
             self._experts.consumed()
 
     def state(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class ReplaySource(RolloutExtension):
     async def next(self) -> TrainBatch:
         """Return the next rollouts, with replayed groups if the step has fresh groups to train on."""
         batch = await self._rollouts.next()
-        parts = [part for part in (batch, *batch.co_batched, *batch.repaired) if part.state == "ready"]
+        parts = [part for part in batch.parts if part.state == "ready"]
         fresh = {part.ticket: list(dict.fromkeys(part.experiences.ids("tid"))) for part in parts}
         groups = self._chosen() if any(fresh.values()) and not batch.is_alone else []
         replayed, usable_groups, lost = [], list[ReplayGroup](), 0
@@ -125,8 +125,7 @@ class ReplaySource(RolloutExtension):
         assert self._next is not None
         batch, groups, fresh = self._next
         self._rollouts.consumed()
-        everything = (batch, *batch.co_batched, *batch.repaired)
-        parts = [part for part in everything if part.outcome == "trained" and part.ticket in fresh]
+        parts = [part for part in batch.parts if part.trained and part.ticket in fresh]
         self._step += bool(parts or batch.replayed)
         if batch.replayed:
             self._index.use(groups, self._step)

@@ -157,8 +157,7 @@ class StreamSource:
         return list(by_ticket.values())
 
     async def next(self) -> TrainBatch:
-        """Wait for all batches of the next train step and return the first, with the others as its co-batched and
-        repaired batches.
+        """Wait for all batches of the next train step and return the first, with its others, repaired batches included.
 
         Chunks are decoded on a thread; an undecodable chunk fails its batch.
 
@@ -167,9 +166,11 @@ class StreamSource:
         """
         await self.changed.until(self.available)
         self._handed_out = decisions = self._next_decisions()
-        batch, *co_batched = [await self._read(decision) for decision in decisions]
-        batch.co_batched = co_batched
-        batch.repaired = [await self._read(decision) for decision in self._repaired(decisions)]
+        batch, *others = [await self._read(decision) for decision in decisions]
+        for decision in self._repaired(decisions):
+            others.append(repaired := await self._read(decision))
+            repaired.is_repaired = True
+        batch.others = others
         return batch
 
     async def _read(self, decision: TicketDecision) -> TrainBatch:

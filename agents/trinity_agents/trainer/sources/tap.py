@@ -125,7 +125,7 @@ class TapSource:
         assert self._stream is not None
         if self._current is None:
             made = await self._stream.next()
-            for batch in (made, *made.repaired):
+            for batch in made.parts:
                 await self._prepare(batch)
             made.metrics["tap/waiting"] = float(len(self._stream.waiting))
             self._current = made

@@ -111,11 +111,10 @@ class Trainers:
         try:
             while sum(map(len, self.order)) < BATCHES:
                 batch = await source.next()
-                result = await train_on(batch, 0, learner=learner, attempts=attempts, max_staleness=1 << 30)
+                await train_on(batch, 0, learner=learner, attempts=attempts, max_staleness=1 << 30)
                 source.consumed()
-                step = [batch, *batch.co_batched]
-                ends = [result, *result.co_batched]
-                self.outcomes |= {part.batch: end.outcome for part, end in zip(step, ends, strict=True)}
+                step = batch.parts
+                self.outcomes |= {part.batch: part.result.outcome for part in step if part.result is not None}
                 self.order.append([part.batch for part in step])
                 if len(self.order) % self._interval == 0:
                     saved = json.dumps({"source": source.state(), "order": self.order})

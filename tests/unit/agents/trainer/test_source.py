@@ -149,8 +149,9 @@ async def take(source: StreamSource, until: int) -> list[tuple[int, str, list[in
     taken = []
     while not taken or taken[-1][0] < until:
         batch = await source.next()
-        assert all(len(one.experiences) == 1 and one.state == "ready" for one in batch.repaired)
-        taken.append((batch.batch, batch.state, [one.batch for one in batch.repaired]))
+        repaired = [one for one in batch.others if one.is_repaired]
+        assert all(len(one.experiences) == 1 and one.state == "ready" for one in repaired)
+        taken.append((batch.batch, batch.state, [one.batch for one in repaired]))
         source.consumed()
     return taken
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.trainer.batch_result import drop_stale, stale_tasks, staleness
+from trinity_agents.trainer.batch_result import drop_stale, staleness
 from trinity_mq.experience import EID, Experience
 
 
@@ -40,16 +40,6 @@ def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
         "sample/staleness/max": 1.0,
         "sample/staleness/groups/mean": 1.0,
     }
-
-
-def test_the_tasks_of_groups_that_are_too_old_are_told_once_each() -> None:
-    experiences = [one(7, 0, 1), one(7, 1, 4), one(2, 0, 4), one(0, 0, 0), one(0, 1, 0)]
-    assert stale_tasks(experiences, 4, 2) == [0, 7]
-    assert stale_tasks(experiences, 4, 4) == []
-    assert stale_tasks([], 4, 0) == []
-    named = one(1, 0, 0)
-    named.eid.task = "by name"
-    assert stale_tasks([named], 4, 0) == [], "no task of a batch: nothing to give back"
 
 
 def test_with_nothing_left_there_is_no_age() -> None:
