@@ -130,6 +130,15 @@ class TestPublishing:
         assert not await bus.publish("", f"{topology.prefix}nobody", note("x"))
         assert await bus.publish(topology.exchange("tasks"), "train.1", note("x"))
 
+    async def test_a_deleted_queue_is_declared_again_unless_it_must_not_be(self, bus: Bus, topology: Topology) -> None:
+        await bus.declare(topology.closed)
+        await bus.delete(topology.closed.name)
+        with pytest.raises(QueueGone, match="does not exist any more"):
+            await bus.publish_declared(replace(topology.closed, redeclare=False), "closed", note("a"))
+        await bus.publish_declared(topology.closed, "closed", note("b"))
+        async with await bus.consume(topology.closed) as consumer:
+            assert await texts(consumer, 1) == ["b"]
+
     async def test_unknown_exchange_is_an_error_that_lists_the_known(self, bus: Bus, topology: Topology) -> None:
         with pytest.raises(ValueError, match="is not an exchange of this run"):
             await bus.publish("tmq.other.tasks", "train.1", note("x"))
