@@ -107,7 +107,7 @@ class Outage(Simulation):
 
 @pytest.mark.parametrize("runners", [1, 2])
 @pytest.mark.parametrize("away", [0.0, 4.0, 7.0])
-@pytest.mark.parametrize("minutes", [1, 8])
+@pytest.mark.parametrize("minutes", [1, 4])
 def test_a_sandbox_that_is_away_for_minutes_costs_no_task(
     tmp_path: Path, away: float, minutes: int, runners: int, logs: list[Any]
 ) -> None:

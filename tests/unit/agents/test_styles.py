@@ -169,11 +169,11 @@ def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_no_runners_for_an_hour(tmp_path: Path, style: str) -> None:
-    sim = styled(tmp_path, style, "explorer.batch_timeout=1600")
+def test_no_runners_for_many_minutes(tmp_path: Path, style: str) -> None:
+    sim = styled(tmp_path, style, "explorer.batch_timeout=400", "explorer.max_timeout=100")
 
     async def late() -> None:
-        await asyncio.sleep(3600)
+        await asyncio.sleep(900)
         await sim.make_runner().run()
 
     run_virtually(sim.run(runners=late), limit=10_000)
