@@ -12,7 +12,7 @@ import structlog
 
 from trinity_agents.trainer.decisions import MAX_STARTS, replayed_key
 from trinity_agents.trainer.sources.base import ExperiencesLost, Source, TrainBatch
-from trinity_agents.trainer.sources.beside import RolloutExtension
+from trinity_agents.trainer.sources.rollout_extension import RolloutExtension
 from trinity_mq.config import Config, ReplayConfig
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry.group_drops import REPLAY_LOST
