@@ -342,7 +342,7 @@ async def tapped_broker(config: Config, report: Callable[[str], None]) -> AsyncI
 
 
 def _folder(config: Config) -> RunFolder | None:
-    """Return the folder of a tapped run with a private broker; None if there is no such run."""
+    """Return the folder of a tapped run with a private broker; None without such a run."""
     if config.mode != "train" or not config.source.tap:
         return None
     from trinity_agents.trainer.sources.tapped_run import TappedRun
