@@ -20,6 +20,7 @@ RENAMED = {
     "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
     "trinity_agents.trainer.sources.beside": "trinity_agents.trainer.sources.rollout_extension",
     "trinity_agents.trainer.sources.replay_index": "trinity_agents.trainer.sources.replay",
+    "trinity_mq.algorithms.estimators.penalties": "trinity_mq.algorithms.estimators.group",
     "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
     "trinity_mq.algorithms.pairs": "trinity_mq.algorithms.evaluator",
     "trinity_mq.algorithms.ratios": "trinity_mq.algorithms.evaluator",
@@ -42,6 +43,7 @@ RENAMED = {
     "trinity_mq.models.engines": "trinity_mq.engines",
     "trinity_mq.observability.diagnosis.settings": "trinity_mq.observability.diagnosis.facts",
     "trinity_mq.observability.diagnosis.steady": "trinity_mq.observability.diagnosis.flicker_filter",
+    "trinity_mq.observability.evaluations": "trinity_mq.observability.experiences.evaluations",
     "trinity_mq.observability.logs.lines": "trinity_mq.observability.logs.files",
     "trinity_mq.observability.trackers.forward": "trinity_mq.observability.trackers.base",
     "trinity_mq.operations.broker": "trinity_mq.targets.private_broker",
@@ -57,6 +59,7 @@ RENAMED = {
     "trinity_mq.targets.tapped_broker": "trinity_mq.launch.session",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
     "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
+    "trinity_mq.training.data_metrics": "trinity_mq.training.update",
     "trinity_mq.training.model.token_scorer": "trinity_mq.training.model.policy",
     "trinity_mq.training.prefixes": "trinity_mq.training.packing",
     "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
@@ -115,9 +118,8 @@ NAMES = {
     "trinity_agents.trainer.sources.rollout_extension": "BesideRollouts=RolloutExtension",
     "trinity_agents.trainer.sources.stream": "Tapped=TapRules",
     "trinity_agents.trainer.sources.tap": "as_sampled=without_training_fields",
-    "trinity_mq.algorithms.estimators.group": "moved=update_average",
-    "trinity_mq.algorithms.estimators.penalties": (
-        "Sizes=RunSizes length_penalised=apply_length_penalty rank_penalised=apply_rank_penalty"
+    "trinity_mq.algorithms.estimators.group": (
+        "Sizes=RunSizes length_penalised=apply_length_penalty moved=update_average rank_penalised=apply_rank_penalty"
     ),
     "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
@@ -214,8 +216,9 @@ NAMES = {
     ),
     "trinity_mq.observability.diagnosis.records": "Finding=RunFinding",
     "trinity_mq.observability.display": "figures=main_figures picture=render_table plain_line=format_status_line",
-    "trinity_mq.observability.evaluations": "answers_to=question_history sets_of=evaluation_sets",
-    "trinity_mq.observability.experiences.evaluations": "chosen_of=select_evaluations",
+    "trinity_mq.observability.experiences.evaluations": (
+        "answers_to=question_history chosen_of=select_evaluations sets_of=evaluation_sets"
+    ),
     "trinity_mq.observability.experiences.printer": "known_texts=open_token_texts",
     "trinity_mq.observability.experiences.show_experience": "rule=print_title show=print_experience",
     "trinity_mq.observability.experiences.stream": "Choice=ExperienceFilter",

@@ -16,7 +16,7 @@ from aiohttp import web
 from trinity_mq.bus import BusError
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.curves import Curves
-from trinity_mq.observability.evaluations import evaluation_sets, question_history
+from trinity_mq.observability.experiences.evaluations import evaluation_sets, question_history
 from trinity_mq.observability.experiences.show_experience import as_json
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.observability.prometheus.families import RunCollector
