@@ -51,6 +51,7 @@ RENAMED = {
     "trinity_mq.operations.debug.task": "trinity_mq.operations.debug.run",
     "trinity_mq.operations.regrade.text": "trinity_mq.operations.regrade.comparison",
     "trinity_mq.page.broker_runs": "trinity_mq.page.actions",
+    "trinity_mq.page.contents": "trinity_mq.page.app",
     "trinity_mq.proof.chaos.launch": "trinity_mq.proof.chaos.scenes",
     "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
     "trinity_mq.scheduler.heartbeats": "trinity_mq.scheduler.scheduler",
