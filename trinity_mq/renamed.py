@@ -41,7 +41,6 @@ RENAMED = {
     "trinity_mq.engines.server.openai.groups": "trinity_mq.engines.server.openai.api",
     "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
     "trinity_mq.models.engines": "trinity_mq.engines",
-    "trinity_mq.observability.diagnosis.limits": "trinity_mq.observability.diagnosis.bottlenecks",
     "trinity_mq.observability.diagnosis.settings": "trinity_mq.observability.diagnosis.facts",
     "trinity_mq.observability.diagnosis.steady": "trinity_mq.observability.diagnosis.flicker_filter",
     "trinity_mq.observability.evaluations": "trinity_mq.observability.experiences.evaluations",
