@@ -15,8 +15,15 @@ from typing import Any
 
 RENAMED = {
     "trinity_agents.engine.auxiliary": "trinity_agents.engine.agent",
+    "trinity_agents.explorer.run_beginning": "trinity_agents.explorer.agent",
+    "trinity_agents.gateway.acting": "trinity_agents.gateway.acting_gateway",
     "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
+    "trinity_agents.trainer.sources.beside": "trinity_agents.trainer.sources.rollout_extension",
+    "trinity_agents.trainer.sources.replay_index": "trinity_agents.trainer.sources.replay",
+    "trinity_mq.algorithms.estimators.penalties": "trinity_mq.algorithms.estimators.group",
     "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
+    "trinity_mq.algorithms.pairs": "trinity_mq.algorithms.evaluator",
+    "trinity_mq.algorithms.ratios": "trinity_mq.algorithms.evaluator",
     "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
@@ -31,11 +38,30 @@ RENAMED = {
     "trinity_mq.config.modes.bench": "trinity_mq.config.modes.mode",
     "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
+    "trinity_mq.engines.server.openai.groups": "trinity_mq.engines.server.openai.api",
     "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
     "trinity_mq.models.engines": "trinity_mq.engines",
+    "trinity_mq.observability.diagnosis.settings": "trinity_mq.observability.diagnosis.facts",
+    "trinity_mq.observability.diagnosis.steady": "trinity_mq.observability.diagnosis.flicker_filter",
+    "trinity_mq.observability.evaluations": "trinity_mq.observability.experiences.evaluations",
+    "trinity_mq.observability.logs.lines": "trinity_mq.observability.logs.files",
+    "trinity_mq.observability.trackers.forward": "trinity_mq.observability.trackers.base",
+    "trinity_mq.operations.broker": "trinity_mq.targets.private_broker",
+    "trinity_mq.operations.debug.task": "trinity_mq.operations.debug.run",
+    "trinity_mq.operations.regrade.text": "trinity_mq.operations.regrade.comparison",
+    "trinity_mq.page.broker_runs": "trinity_mq.page.actions",
+    "trinity_mq.page.contents": "trinity_mq.page.app",
+    "trinity_mq.proof.chaos.launch": "trinity_mq.proof.chaos.scenes",
     "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
+    "trinity_mq.scheduler.heartbeats": "trinity_mq.scheduler.scheduler",
+    "trinity_mq.sync.channels.memory.server": "trinity_mq.sync.channels.memory.channel",
+    "trinity_mq.sync.gate.catch_up": "trinity_mq.sync.gate.coordinator",
+    "trinity_mq.targets.tapped_broker": "trinity_mq.launch.session",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
     "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
+    "trinity_mq.training.data_metrics": "trinity_mq.training.update",
+    "trinity_mq.training.model.token_scorer": "trinity_mq.training.model.policy",
+    "trinity_mq.training.prefixes": "trinity_mq.training.packing",
     "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.builtin.math_eval": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.dual": "trinity_mq.workflows.sync_async",
@@ -45,7 +71,7 @@ NAMES = {
     "trinity_agents.explorer.loop": ".see_off=announce_end",
     "trinity_agents.explorer.state": "Observation=TicketStatistics",
     "trinity_agents.explorer.training_batches": ".are_all_consumed=all_consumed",
-    "trinity_agents.gateway.acting": "Acting=ActingGateway",
+    "trinity_agents.gateway.acting_gateway": "Acting=ActingGateway",
     "trinity_agents.gateway.session_stream": (
         ".carry=republish .say=report .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
     ),
@@ -84,16 +110,16 @@ NAMES = {
     "trinity_agents.trainer.presenter": "Presenter=CheckpointServer without_training=weights_only_config",
     "trinity_agents.trainer.samples": "Samples=TrainSamples",
     "trinity_agents.trainer.sources.base": "LostError=ExperiencesLost",
-    "trinity_agents.trainer.sources.beside": "BesideRollouts=RolloutExtension",
     "trinity_agents.trainer.sources.last_batch": ".has_come=is_complete .run_ends=set_batch_count",
     "trinity_agents.trainer.sources.mix": "experts_in_a_step=experts_per_step",
-    "trinity_agents.trainer.sources.replay": "Rereadable=RereadableSource replayed_in_a_step=replayed_groups_per_step",
-    "trinity_agents.trainer.sources.replay_index": "Group=ReplayGroup",
+    "trinity_agents.trainer.sources.replay": (
+        "Group=ReplayGroup Rereadable=RereadableSource replayed_in_a_step=replayed_groups_per_step"
+    ),
+    "trinity_agents.trainer.sources.rollout_extension": "BesideRollouts=RolloutExtension",
     "trinity_agents.trainer.sources.stream": "Tapped=TapRules",
     "trinity_agents.trainer.sources.tap": "as_sampled=without_training_fields",
-    "trinity_mq.algorithms.estimators.group": "moved=update_average",
-    "trinity_mq.algorithms.estimators.penalties": (
-        "Sizes=RunSizes length_penalised=apply_length_penalty rank_penalised=apply_rank_penalty"
+    "trinity_mq.algorithms.estimators.group": (
+        "Sizes=RunSizes length_penalised=apply_length_penalty moved=update_average rank_penalised=apply_rank_penalty"
     ),
     "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
@@ -185,20 +211,20 @@ NAMES = {
         ".slices_are_nowhere=has_lost_slices .unprocessed=has_unprocessed_batch Facts=ObservationIndex "
         "text_of=duration_text"
     ),
-    "trinity_mq.observability.diagnosis.records": "Finding=RunFinding",
-    "trinity_mq.observability.diagnosis.steady": (
+    "trinity_mq.observability.diagnosis.flicker_filter": (
         "Steady=FlickerFilter steady_finding=finding_filter steady_limit=bottleneck_filter"
     ),
+    "trinity_mq.observability.diagnosis.records": "Finding=RunFinding",
     "trinity_mq.observability.display": "figures=main_figures picture=render_table plain_line=format_status_line",
-    "trinity_mq.observability.evaluations": "answers_to=question_history sets_of=evaluation_sets",
-    "trinity_mq.observability.experiences.evaluations": "chosen_of=select_evaluations",
+    "trinity_mq.observability.experiences.evaluations": (
+        "answers_to=question_history chosen_of=select_evaluations sets_of=evaluation_sets"
+    ),
     "trinity_mq.observability.experiences.printer": "known_texts=open_token_texts",
     "trinity_mq.observability.experiences.show_experience": "rule=print_title show=print_experience",
     "trinity_mq.observability.experiences.stream": "Choice=ExperienceFilter",
     "trinity_mq.observability.experiences.tap": "Lines=ExperienceLinePrinter selected=select_fields",
     "trinity_mq.observability.follow": "follow=follow_telemetry listen=consume_messages metrics_of=parse_metrics",
-    "trinity_mq.observability.logs.files": ".appended=read_appended",
-    "trinity_mq.observability.logs.lines": "in_words=format_line",
+    "trinity_mq.observability.logs.files": ".appended=read_appended in_words=format_line",
     "trinity_mq.observability.prometheus.families": "Rising=MonotonicCounters",
     "trinity_mq.observability.report.curves": "thinned=downsample",
     "trinity_mq.observability.report.figures": "duration=format_duration",
@@ -218,10 +244,9 @@ NAMES = {
     "trinity_mq.operations.debug.show_call": "Choice=AnswerChoice",
     "trinity_mq.operations.doctor.checks": "Check=DoctorCheck Finding=DoctorFinding",
     "trinity_mq.operations.doctor.facts": "Facts=DoctorFacts",
-    "trinity_mq.operations.regrade.comparison": "Graded=RegradedExperience",
+    "trinity_mq.operations.regrade.comparison": "Graded=RegradedExperience show=print_figures",
     "trinity_mq.operations.regrade.grading": "NotGradable=NotRegradable Tasks=TaskRecords answer_of=rewarded_text",
     "trinity_mq.operations.regrade.regrading": "Regrading=BatchRegrader",
-    "trinity_mq.operations.regrade.text": "show=print_figures",
     "trinity_mq.operations.review": "as_page=full_text in_short=summary_lines",
     "trinity_mq.operations.submit": "Replies=SubmissionReplies",
     "trinity_mq.operators.base": "of_tasks=rows_of_tasks",
@@ -229,8 +254,9 @@ NAMES = {
     "trinity_mq.page.actions": "Actions=BrokerActions",
     "trinity_mq.page.run_page": "Observatory=RunPage",
     "trinity_mq.proof.chaos.injector": "Done=InjectedFault",
-    "trinity_mq.proof.chaos.launch": "launched=launch_run",
-    "trinity_mq.proof.chaos.scenes": "Wishes=TrialOptions attached=try_local_run started=try_new_run",
+    "trinity_mq.proof.chaos.scenes": (
+        "Wishes=TrialOptions attached=try_local_run launched=launch_run started=try_new_run"
+    ),
     "trinity_mq.proof.chaos.schedule": "Schedule=ChaosSchedule",
     "trinity_mq.proof.chaos.sessions.clients": "Asked=ClientRequest Told=ClientSession",
     "trinity_mq.proof.chaos.sessions.verdicts": "nothing_waits=sessions_settle told_is_kept=answers_match_stream",
@@ -319,9 +345,8 @@ NAMES = {
     ),
     "trinity_mq.training.checkpoints.old_checkpoint": "is_old=is_legacy",
     "trinity_mq.training.checkpoints.state": "Part=StatePart",
-    "trinity_mq.training.model.policy": "chosen_device=select_device",
+    "trinity_mq.training.model.policy": "after_head=detect_head_operation chosen_device=select_device",
     "trinity_mq.training.model.shared_prefixes": "with_prefixes=prefix_inputs",
-    "trinity_mq.training.model.token_scorer": "after_head=detect_head_operation",
     "trinity_mq.training.packing": (
         "Division=DivisionSettings TrainTokens=StepTokens flatten=train_tokens without_unknown=mask_nonfinite_logprobs"
     ),

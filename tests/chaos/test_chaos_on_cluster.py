@@ -20,8 +20,8 @@ from tests.chaos.test_cluster import DOWN, not_on_3_10
 from tests.waiting import until
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
-from trinity_mq.proof.chaos.launch import launch_run, settings
 from trinity_mq.proof.chaos.report import lines
+from trinity_mq.proof.chaos.scenes import launch_run, settings
 from trinity_mq.proof.chaos.schedule import draw, save
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.targets.local import LocalTargets

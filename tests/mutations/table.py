@@ -416,7 +416,7 @@ MUTATIONS = [
     ),
     Mutation(
         "limits of time run while the broker is away",
-        f"{GATEWAY}/acting.py",
+        f"{GATEWAY}/acting_gateway.py",
         "step > LONGEST_STEP or not (is_usable and self._was_usable)",
         "step > LONGEST_STEP",
         f"{OUTAGES}::test_limits_of_time_stand_still_while_the_broker_is_away",

@@ -13,15 +13,23 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from trinity_mq.algorithms.corrections import corrections
 from trinity_mq.algorithms.mismatch import AGES, age_mask
-from trinity_mq.algorithms.pairs import pair_loss
-from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
-from trinity_mq.config.algorithm.pieces import OVER_STEP, ImportanceWeight, LossConfig, Piece, Schedule
+from trinity_mq.config.algorithm.pieces import (
+    OVER_STEP,
+    Anchor,
+    GeometricRatio,
+    ImportanceWeight,
+    LossConfig,
+    Pair,
+    Piece,
+    Schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -206,3 +214,80 @@ def pair_terms(view: TokenView, config: LossConfig) -> LossTerms:
     loss = (losses * scale).sum()
     shares = {f"pair_{name}": value * scale[0] for name, value in sums.items()}
     return LossTerms(loss, {"pair_loss": loss.detach(), **shares})
+
+
+def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair, ``[pairs]``, and sums over pairs.
+
+    DPO (arXiv 2305.18290, equation 7) with label smoothing is ``-(1 - s) log sigmoid(z) - s log sigmoid(-z)``. Here
+    ``z`` is ``beta`` times the difference of ``sum_t log(pi / ref)`` between the chosen and the rejected answer. IPO
+    (arXiv 2310.12036) is ``(m - 1 / (2 beta))^2`` with the difference ``m`` of the means over tokens.
+
+    Args:
+        view: Tokens of the pairs: segments 0 and 1 are the chosen and the rejected answer of pair 0, and so on.
+        args: Form and parameters of the loss.
+
+    Returns:
+        The losses; sums ``chosen_reward`` and ``rejected_reward`` (``beta`` times the log ratio), ``accuracy``,
+        ``margin``.
+    """
+    assert view.ref is not None
+    if view.segments % 2:
+        raise ValueError(f"{view.segments} sequences, wanted a chosen and a rejected sequence of each pair")
+    log_ratio = view.logprob - view.ref
+    sums = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio)
+    if args.form == "ipo":
+        lengths = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio.new_ones(view.tokens))
+        means = sums / lengths
+        losses = (means[::2] - means[1::2] - 1 / (2 * args.beta)).square()
+    else:
+        margin = args.beta * (sums[::2] - sums[1::2])
+        losses = -(1 - args.label_smoothing) * logsigmoid(margin) - args.label_smoothing * logsigmoid(-margin)
+    chosen, rejected = args.beta * sums[::2].detach(), args.beta * sums[1::2].detach()
+    return losses, {
+        "chosen_reward": chosen.sum(),
+        "rejected_reward": rejected.sum(),
+        "accuracy": (chosen > rejected).sum(),
+        "margin": (chosen - rejected).sum(),
+    }
+
+
+def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
+    """Return the logprob in the denominator of the ratio, ``[tokens]``, without gradient.
+
+    ``loglinear`` interpolates between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a
+    = (s - 1) / s`` for the token's staleness ``s``, and ``a = 0`` for fresh tokens (arXiv 2512.06547). ``linear``
+    interpolates between the probabilities: ``log((1 - a) mu + a pi)`` (AReaL 1.0.4, ``prox_logp_method: linear``).
+    """
+    if anchor == "mu":
+        return view.mu
+    if anchor == "old":
+        assert view.old is not None
+        return view.old
+    assert view.staleness is not None
+    age = view.staleness.to(view.mu.dtype)
+    share = torch.where(age > 0, (age - 1) / age.clamp_min(1), 0.0).clamp(0, 1)
+    policy = view.logprob.detach()
+    if anchor == "linear":
+        return torch.logaddexp(view.mu + torch.log1p(-share), policy + share.log())
+    return view.mu + share * (policy - view.mu)
+
+
+def log_ratio(view: TokenView, anchor: Tensor, ratio: Piece) -> Tensor:
+    """Return the log ratio of each token as defined by ``ratio``, ``[tokens]``, with gradient, within +-20."""
+    if ratio.kind == "self":
+        return view.logprob - view.logprob.detach()
+    plain = clamp_log_ratio(view.logprob - anchor)
+    match ratio.kind:
+        case "sequence":
+            return clamp_log_ratio(view.logprob - view.logprob.detach() + segment_means(plain, view).detach())
+        case "sequence_mean":
+            return segment_means(plain, view)
+        case "sequence_product":
+            return clamp_log_ratio(segment_sums(plain, view))
+    if isinstance(ratio, GeometricRatio):
+        sign = view.advantage.sign()
+        # PPO's clip in log space: the smaller of the two objectives
+        clipped = plain.clamp(-ratio.low, ratio.high)
+        return segment_means(sign * torch.minimum(sign * plain, sign * clipped), view)
+    return plain

@@ -116,9 +116,9 @@ def omitted_headers_text(names: Iterable[str]) -> str:
     return f"; headers left out: {first_names}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def clamped(value: object, most: int = 2**31 - 1) -> int:
-    """Return a counter from a header: at most ``most``, and 0 for a value that is not a positive integer."""
-    return min(value, most) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+def clamped(value: object) -> int:
+    """Return a counter from a header: at most 2^31 - 1, and 0 for a value that is not a positive integer."""
+    return min(value, 2**31 - 1) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _problem(name: str, value: object) -> str | None:

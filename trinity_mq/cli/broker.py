@@ -13,7 +13,7 @@ from trinity_mq.cli.arguments import add_actions
 from trinity_mq.cli.clean import add_arguments as add_clean_arguments
 from trinity_mq.cli.clean import clean
 from trinity_mq.errors import CommandError
-from trinity_mq.operations.broker import READY_FD, broker_folder, serve_broker, spawn, wait_for_exit
+from trinity_mq.targets.private_broker import READY_FD, broker_folder, serve_broker, spawn, wait_for_exit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
-from trinity_mq.page.contents import LazyTexts, curves_of, runs, workflows
 
 if TYPE_CHECKING:
     from trinity_mq.config import Config
@@ -39,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def dash(arguments: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
+    from trinity_mq.page.app import curves_of
     from trinity_mq.targets.target import find_configuration
     from trinity_mq.telemetry import setup_logging
 
@@ -99,7 +99,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.observability.sources import BrokerSource, FolderSource
     from trinity_mq.page.access import PageAccess
     from trinity_mq.page.actions import BrokerActions
-    from trinity_mq.page.app import DashApp
+    from trinity_mq.page.app import DashApp, LazyTexts, runs, workflows
     from trinity_mq.page.run_page import RunPage
     from trinity_mq.runtime.http import serve_app
     from trinity_mq.telemetry.evaluations.log import read_evaluations

@@ -8,8 +8,7 @@ import sys
 from typing import TYPE_CHECKING, TypeVar
 
 from trinity_mq.cli.arguments import add_actions, add_target
-from trinity_mq.operations.debug.run import debug_task
-from trinity_mq.operations.debug.task import find_task
+from trinity_mq.operations.debug.run import debug_task, find_task
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.targets.target import load_target_configuration

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.logs.files import LogFiles, follow, since
-from trinity_mq.observability.logs.lines import LEVELS, LineFilter, LogLine, format_line
+from trinity_mq.observability.logs.files import LEVELS, LineFilter, LogFiles, LogLine, follow, format_line, since
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.target import RUNS, find_configuration, run_list_suffix
 from trinity_mq.telemetry import LOGS_FOLDER

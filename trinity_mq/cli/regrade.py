@@ -91,7 +91,7 @@ def regrade(arguments: argparse.Namespace) -> int:
     else:
         if arguments.json is not None:
             write_output(Path(arguments.json), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
-        from trinity_mq.operations.regrade.text import print_figures
+        from trinity_mq.operations.regrade.comparison import print_figures
 
         print_figures(figures, sys.stdout)
     return 0 if figures["experiences"] else FOUND_NOTHING

@@ -12,8 +12,7 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.spans.collector import open_collector
 from trinity_mq.observability.spans.forward import SpanForwarder
-from trinity_mq.observability.trackers.base import TrackerError
-from trinity_mq.observability.trackers.forward import Forwarder
+from trinity_mq.observability.trackers.base import Forwarder, TrackerError
 from trinity_mq.observability.trackers.services import KINDS, open_trackers
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import load_target_configuration

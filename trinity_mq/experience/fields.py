@@ -131,15 +131,15 @@ def number(field: str, value: object) -> float:
     raise ExperienceError(f"{field} is {short_repr(value)}, wanted one number or None")
 
 
-def sampling_temperature(field: str, value: object) -> float:
+def sampling_temperature(value: object) -> float:
     """Return a sampling temperature: a finite number of at least 0.
 
     Raises:
         ExperienceError: ``value`` is not such a number.
     """
-    result = number(field, value)
+    result = number("temperature", value)
     if not math.isfinite(result) or result < 0:
-        raise ExperienceError(f"{field} is {result}, wanted a finite number of at least 0")
+        raise ExperienceError(f"temperature is {result}, wanted a finite number of at least 0")
     return result
 
 

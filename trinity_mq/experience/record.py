@@ -161,7 +161,7 @@ class Experience:
         self.eid = eid if isinstance(eid, EID) else as_eid(eid)
         self.multi_modal_inputs = None if multi_modal_inputs is None else tensors_by_name(multi_modal_inputs) or None
         self.reward = None if reward is None else number("reward", reward)
-        self.temperature = None if temperature is None else sampling_temperature("temperature", temperature)
+        self.temperature = None if temperature is None else sampling_temperature(temperature)
         self.index = None if index is None else whole("index", index)
         self.prompt_length = whole("prompt_length", prompt_length)
         self.truncate_status = truncate_status

@@ -26,7 +26,7 @@ from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protoco
 from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.gateway.recorded_call import recorded_call
-from trinity_mq.gateway.rules.behind import is_recorded, recorded_share
+from trinity_mq.gateway.rules import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionStore, SessionsUnavailable
 from trinity_mq.gateway.settings import AppSettings

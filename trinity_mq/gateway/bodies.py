@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trinity_mq.gateway.rules.reported import Metrics, Reward
+from trinity_mq.gateway.rules import Metrics, Reward
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionReplay
 from trinity_mq.messages.sessions import LONGEST_LABEL, KeyScope, Record

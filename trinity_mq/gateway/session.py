@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trinity_mq.gateway.rules.reported import bounded_reward, merge_metrics
+from trinity_mq.gateway.rules import bounded_reward, merge_metrics
 from trinity_mq.messages import (
     SessionCall,
     SessionEnd,

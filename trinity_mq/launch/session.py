@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.errors import CommandError
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
 from trinity_mq.observability.display import Display
@@ -34,7 +35,6 @@ from trinity_mq.targets.connection import connect_bus
 from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.probe import broker_problem
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.tapped_broker import tapped_broker
 from trinity_mq.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -45,6 +45,8 @@ DEPTH_SECONDS = 2.0
 FINAL_HEARTBEAT_SECONDS = 2.0
 """Seconds to wait for the last heartbeat of the leader after its process has ended."""
 ENDED = ("finished", "stopped", "failed")
+LOOK_SECONDS = 1.0
+"""Seconds between two checks whether the tapped run keeps its broker running."""
 
 
 class RunSession:
@@ -313,3 +315,63 @@ def _environment(config: Config, row: RoleRow, url: str | None) -> Mapping[str, 
         "PYTHONUNBUFFERED": "1",
         **_role_setting(config, row.env, {}),
     }
+
+
+@contextlib.asynccontextmanager
+async def tapped_broker(config: Config, report: Callable[[str], None]) -> AsyncIterator[None]:
+    """Keep the private broker of the run in ``source.tap`` running while that run does not run itself, so that its
+    stream can be read to the end. Do nothing without ``source.tap``, or if the tapped run does not use a private
+    broker.
+
+    Args:
+        config: Configuration of the training run.
+        report: Called with a line of text for a person.
+
+    Raises:
+        FatalError: ``source.tap`` does not name a run.
+        NodeError: The broker could not be started, or died too often.
+    """
+    folder = _folder(config)
+    if folder is None:
+        yield
+        return
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(_keep(folder, config, report), name="keep the tapped broker")
+        yield
+        keeping.cancel()
+
+
+def _folder(config: Config) -> RunFolder | None:
+    """Return the folder of a tapped run with a private broker; None without such a run."""
+    if config.mode != "train" or not config.source.tap:
+        return None
+    from trinity_agents.trainer.sources.tapped_run import TappedRun
+
+    run = TappedRun.of(config)
+    if run.config is None or run.url_file is None:
+        return None
+    return RunFolder(run.config.model_copy(update={"run_dir": str(run.url_file.parent)}))
+
+
+async def _keep(folder: RunFolder, config: Config, report: Callable[[str], None]) -> None:
+    while True:
+        if folder.holder() is None:
+            with contextlib.suppress(CommandError):  # another process took the folder first
+                await _serve(folder, config, report)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _serve(folder: RunFolder, config: Config, report: Callable[[str], None]) -> None:
+    """Run the broker until cancelled.
+
+    Raises:
+        CommandError: Another process works in the folder.
+    """
+    with folder.locked():
+        report(f"starting the private broker of run {folder.name!r}, which is stopped")
+        async with private_broker(folder.broker, config.supervisor, report) as url:
+            folder.save_broker_url(url)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                folder.remove_broker_url()

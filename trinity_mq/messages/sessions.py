@@ -221,15 +221,3 @@ class SessionRefused(Message):
     offset: int
     """Offset of the event in the stream."""
     reason: str
-
-
-AnySessionEvent = (
-    SessionOpened
-    | SessionCall
-    | SessionReward
-    | SessionEnd
-    | SessionsCommitted
-    | SessionsDecided
-    | SessionsTrained
-    | SessionRefused
-)

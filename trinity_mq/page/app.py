@@ -1,4 +1,6 @@
-"""HTTP routes of the page: its files, the state as server-sent events, and details as JSON."""
+"""HTTP routes of the page: its files, the state as server-sent events, and details as JSON. Also the contents that come
+from run folders.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,23 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import structlog
 from aiohttp import web
 
 from trinity_mq.bus import BusError
+from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.curves import Curves
-from trinity_mq.observability.evaluations import evaluation_sets, question_history
+from trinity_mq.observability.experiences.evaluations import evaluation_sets, question_history
 from trinity_mq.observability.experiences.show_experience import as_json
-from trinity_mq.observability.experiences.token_texts import TokenTexts
+from trinity_mq.observability.experiences.token_texts import TokenTexts, tokenizer_folder
+from trinity_mq.observability.follow import MetricsTail
 from trinity_mq.observability.prometheus.families import RunCollector
 from trinity_mq.observability.prometheus.handler import metrics_handler
+from trinity_mq.observability.run_list import find_runs, row
 from trinity_mq.observability.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.observability.timeline import Span
 from trinity_mq.page.access import PageAccess
@@ -28,6 +34,7 @@ from trinity_mq.page.actions import ActionError, BrokerActions
 from trinity_mq.page.run_page import RunPage
 from trinity_mq.runtime.http import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.targets.target import RUNS, find_configuration
 from trinity_mq.telemetry.evaluations.log import Evaluation
 from trinity_mq.telemetry.jsonline import dump_line
 
@@ -270,3 +277,56 @@ def _number(request: web.Request, name: str, default: float) -> float:
 
 def _activity(span: Span) -> dict[str, Any]:
     return {**asdict(span), "start": round(span.start, 2), "end": round(span.end, 2)}
+
+
+def curves_of(name: str) -> Curves:
+    """Return the metrics of another run as curves.
+
+    Raises:
+        CommandError: No run folder has the name.
+    """
+    config = find_configuration(name, ())
+    if config is None or not config.path.is_dir():
+        raise CommandError(f"--beside {name}: there is no run folder with this name")
+    curves = Curves()
+    curves.add_all(MetricsTail(config.path).read())
+    return curves
+
+
+class LazyTexts:
+    """The texts of a run's tokens. They are unknown until the model folder exists.
+
+    Args:
+        config: The run's configuration; None: unknown.
+    """
+
+    def __init__(self, config: Config | None) -> None:
+        self._config = config
+        self._loaded: TokenTexts | None = None
+
+    def known(self) -> TokenTexts:
+        """Return the known texts; retry loading if it failed before."""
+        if self._loaded is None or self._loaded.problem:
+            config = self._config
+            self._loaded = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+        return self._loaded
+
+
+def workflows(config: Config) -> dict[str, str]:
+    """Return the workflow of each named taskset."""
+    buffer = config.buffer
+    tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
+    return {taskset.name: str(taskset.workflow) for taskset in tasksets if taskset.name}
+
+
+def runs(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the runs next to a run folder, or below ``runs`` without a folder, as JSON objects."""
+    top = RUNS if folder is None else folder.parent
+    return [
+        {
+            **asdict(row(path)),
+            "folder": str(path),
+            "here": folder is not None and path.resolve() == folder.resolve(),
+        }
+        for path in find_runs(top)
+    ]

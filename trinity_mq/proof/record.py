@@ -22,9 +22,6 @@ from trinity_mq.transport.ready_stream import Chunk, OpenSets, content_of, decod
 SAMPLES = 32
 """Maximum sampled experiences for each version, for the check of their tokens."""
 
-RunKey = tuple[str, str, int]
-"""Batch, task and run of an experience."""
-
 
 @dataclass(frozen=True)
 class ProcessedSet:

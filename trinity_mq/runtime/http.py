@@ -42,17 +42,14 @@ MOST_BYTES = 256 * 1024**2
 T = TypeVar("T")
 
 
-def new_application(
-    middlewares: Iterable[Middleware] = (), *, max_body: int = 1024**2, seconds: float | None = None
-) -> web.Application:
-    """Return an application that closes connections without a complete request head in time.
+def new_application(middlewares: Iterable[Middleware] = (), *, max_body: int = 1024**2) -> web.Application:
+    """Return an application that closes connections without a complete request head within :data:`HEAD_SECONDS`.
 
     Args:
         middlewares: The middlewares, outermost first.
         max_body: Maximum bytes of one request.
-        seconds: Time limit of a head in seconds; None: :data:`HEAD_SECONDS`.
     """
-    limits = {"keepalive_timeout": HEAD_SECONDS if seconds is None else seconds, "logger": _SERVER_LOG}
+    limits = {"keepalive_timeout": HEAD_SECONDS, "logger": _SERVER_LOG}
     return web.Application(middlewares=middlewares, client_max_size=max_body, handler_args=limits)
 
 

@@ -65,8 +65,8 @@ def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
         os.kill(os.getpid(), signum)
 
 
-def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
-    """Let malloc keep up to ``size`` freed bytes instead of returning them to the kernel at once.
+def keep_freed_memory() -> None:
+    """Let malloc keep up to :data:`KEPT_MEMORY` freed bytes instead of returning them to the kernel at once.
 
     A train step allocates and frees the same memory repeatedly, and each new page from the kernel costs a page fault
     and is filled with zeros: about a fifth of the CPU time of the demo's train step. Only glibc has this setting; with
@@ -74,7 +74,7 @@ def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, size)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_MEMORY)
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
 
 

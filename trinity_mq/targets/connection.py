@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +28,14 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 """Seconds; shorter than for daemons, because a person waits for the command."""
 
 
-def find_broker_url(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
+def find_broker_url(config: Config) -> str | None:
     """Return the broker's URL from the configuration, else from the environment, else from the run that runs on this
     machine, else None. Several URLs are separated by commas. A URL file left by a killed run is ignored.
 
     Raises:
         AddressError: The file with the URL cannot be read.
     """
-    addresses = Addresses.of(config.broker, environ)
+    addresses = Addresses.of(config.broker, os.environ)
     return RunFolder(config).live_broker_url() if addresses is None else addresses.text()
 
 

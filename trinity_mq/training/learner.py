@@ -48,7 +48,6 @@ from trinity_mq.training.checkpoints.state import (
     write_parts,
 )
 from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
-from trinity_mq.training.data_metrics import length_metrics, token_metrics, tokens_of
 from trinity_mq.training.guard import Guard
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
@@ -63,9 +62,12 @@ from trinity_mq.training.update import (
     compared,
     compares_tokens,
     entropy_coefficient,
+    length_metrics,
     optimizer_step,
     score,
     skipped_for,
+    token_metrics,
+    tokens_of,
 )
 
 MODEL_FOLDER = "model"

@@ -1,4 +1,4 @@
-"""One optimizer step over micro-batches, and the metrics of the optimizer steps that make a train step."""
+"""One optimizer step over micro-batches, and the metrics of a train step: of its optimizer steps and of its data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from trinity_mq.algorithms.corrections import step_choice
+from trinity_mq.algorithms.estimators.runs import is_finite, scores
 from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, step_weights
 from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
 from trinity_mq.algorithms.regularisers import kl_estimate
@@ -20,11 +22,14 @@ from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
 from trinity_mq.config.agents import GuardConfig
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.ragged import Indexes
+from trinity_mq.experience.rules import DPO, RESPONSE_TRUNCATED
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.guard import ADVICE, Guard
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import decay_factor, make_step
-from trinity_mq.training.packing import ROLES, SAMPLED, MicroBatch
+from trinity_mq.training.packing import IMITATED, ROLES, SAMPLED, MicroBatch, StepTokens
 from trinity_mq.training.parallel.ranks import Ranks
 from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.stopwatch import Stopwatch
@@ -445,3 +450,56 @@ class StepTotals:
             result[name] = math.fsum(values) / len(values) if extreme is None else extreme(values)
         result |= self._first or {}
         return {name: value for name, value in result.items() if math.isfinite(value)}
+
+
+def tokens_of(batch: ExperienceBatch) -> Indexes:
+    """Return the token count of each experience. A pair counts both answers."""
+    lengths = [np.maximum(batch.lengths(name), 0) for name in ("tokens", "chosen", "rejected")]
+    total: Indexes = lengths[0] + lengths[1] + lengths[2]
+    return total
+
+
+def length_metrics(batch: ExperienceBatch) -> dict[str, float]:
+    """Return the lengths of prompts and answers in tokens. The answers of a pair count only in the mean.
+
+    An answer is right if its :func:`scores` is above 0. Every other answer with a score is wrong.
+
+    Args:
+        batch: At least one experience.
+    """
+    sizes, prompts = tokens_of(batch), batch.prompt_lengths()
+    pairs = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=bool)
+    metrics = {
+        "prompt_length/mean": int(prompts.sum()) / len(batch),
+        "response_length/mean": int(sizes.sum() - prompts.sum()) / (len(batch) + int(pairs.sum())),
+    }
+    if pairs.all():
+        return metrics
+    lengths = (sizes - prompts)[~pairs]
+    cut = np.array([status == RESPONSE_TRUNCATED for status in batch.values("truncate_status")], dtype=bool)[~pairs]
+    metrics |= {"response_length/max": float(lengths.max()), "response_length/clipped_frac": float(cut.mean())}
+    finite_scores = [score if is_finite(score) else np.nan for score in scores(batch)]
+    values = np.array(finite_scores, dtype=np.float64)[~pairs]
+    for name, chosen in (("right", values > 0), ("wrong", values <= 0)):
+        if chosen.any():
+            metrics[f"response_length/{name}/mean"] = float(lengths[chosen].mean())
+    return metrics
+
+
+def token_metrics(tokens: StepTokens, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the number of trained tokens and the age of the sampled tokens in train steps. Where answers are imitated,
+    also return their share of the sequences and the weight of their loss component.
+
+    Args:
+        tokens: Tokens of the train step.
+        weights: Weights of the loss components.
+    """
+    metrics = {"data/trained_tokens": float(tokens.tokens)}
+    if "ce" in weights and len(tokens.role):
+        metrics |= {"data/expert_frac": float((tokens.role == IMITATED).mean()), "data/mu": weights["ce"]}
+    ages = tokens.columns["staleness"][torch.from_numpy(np.repeat(tokens.role == SAMPLED, tokens.counts))]
+    if len(ages):
+        shares = {name: age_mask(ages, name).float().mean() for name in AGES}
+        staleness = {"mean": ages.float().mean(), "max": ages.max(), **shares}
+        metrics |= {f"sample/staleness/tokens/{name}": float(value) for name, value in staleness.items()}
+    return metrics

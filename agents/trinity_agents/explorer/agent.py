@@ -13,15 +13,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import structlog
+
 from trinity_agents.explorer.hosted_engines import receive_broadcast
 from trinity_agents.explorer.loop import ExplorerLoop
-from trinity_agents.explorer.run_beginning import begin_run
-from trinity_agents.explorer.state import StateFile
+from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskReader, open_tasksets
-from trinity_mq.bus import Bus, Topology, create_bus
+from trinity_mq.bus import Bus, Queue, Topology, create_bus
+from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
+from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     claim_folder,
@@ -40,6 +43,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trinity_mq.engines.host.host import EngineHost
+
+
+log = structlog.get_logger(__name__)
 
 
 class _Parts(TypedDict):
@@ -236,3 +242,33 @@ def main(config: Config, agent_id: str = "explorer-0") -> int:
         return Explorer(config, bus=bus, topology=topology, agent_id=agent_id, **_configured(config, agent_id))
 
     return run_daemon(config, agent_id, "explorer", build)
+
+
+async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: str) -> None:
+    """Set the unique run id in the state; a fresh state also begins after the present content of the streams.
+
+    The stream offsets in a state of an older release do not change.
+    """
+    state.run_id = run_id
+    if state.incarnations:
+        return
+    state.results_offset = await _end(bus, topology.results)
+    state.ready_offset = await _end(bus, topology.ready)
+    work = (topology.tasks_train, topology.tasks_eval, topology.closed)
+    waiting = [await bus.depth(queue.name) or 0 for queue in work]
+    # Only the results stream is counted, because a trainer that has just started may have put its mark on the ready
+    # stream. 1 is subtracted for the mark that _end publishes.
+    state.left_over = state.results_offset - 1 + sum(waiting)
+    if state.left_over:
+        log.warning(
+            "earlier_run_on_the_broker", run=topology.run, messages=state.left_over, reason="this run ignores them"
+        )
+
+
+async def _end(bus: Bus, stream: Queue) -> int:
+    """Publish a mark on a stream and return the offset after the mark, which follows all present messages."""
+    end = 0
+    async for delivery in read_up_to_now(bus, stream, new_mark()):
+        assert delivery.offset is not None
+        end = delivery.offset + 1
+    return end

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import structlog
 from aiohttp import web
 
-from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.acting_gateway import ActingGateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config

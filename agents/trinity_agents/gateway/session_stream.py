@@ -15,7 +15,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
 from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.gateway.ledger import Ledger
-from trinity_mq.gateway.rules.reported import report_problem
+from trinity_mq.gateway.rules import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionsUnavailable
 from trinity_mq.messages import (

@@ -27,8 +27,6 @@ from trinity_mq.proof.invariants import each_trained_once, set_faults, tickets_d
 from trinity_mq.proof.record import Record, Recorder
 
 Faults = Iterator[str]
-RunOfTask = tuple[int, int, int]
-"""(batch, task, run)."""
 GIVEN_UP = {"failed", "gone"}
 
 

@@ -54,7 +54,6 @@ class CheckpointServer(Agent):
         reader: Reads weights.
         checkpoints: Returns the checkpoints that exist now, by label; the value of the initial model is None.
         channel: Carries weights to the engines.
-        folder: The run's folder.
         metrics: Writes metrics.
         fingerprint: Fingerprint of the model's structure, which engines must share.
         canary: Token ids of the canary prompt.
@@ -72,14 +71,12 @@ class CheckpointServer(Agent):
         reader: WeightReader,
         checkpoints: Callable[[], Mapping[int, Checkpoint | None]],
         channel: Channel,
-        folder: Path | None = None,
         metrics: MetricsWriter | None = None,
         fingerprint: str | None = None,
         canary: Sequence[int] = FIRST_IDS,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self._reader, self._checkpoints = reader, checkpoints
-        self._folder = folder or config.path
         self.generation = 0
         self.step = 0
         """Number of checkpoints loaded so far, which is the step of the current weight version."""
@@ -121,7 +118,7 @@ class CheckpointServer(Agent):
             return
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
         await self.bus.declare(queue)
-        store = CheckpointStore(self._folder / "checkpoints", 1)  # only counts generations, saves nothing
+        store = CheckpointStore(self.config.path / "checkpoints", 1)  # only counts generations, saves nothing
         self.generation = await asyncio.to_thread(store.next_generation)
         try:
             async with await self.bus.consume(queue) as feed:

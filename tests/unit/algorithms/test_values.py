@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
-from trinity_agents.trainer.sources.replay_index import linear_decay
+from trinity_agents.trainer.sources.replay import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
 from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, sampler_kl

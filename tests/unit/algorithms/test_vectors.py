@@ -10,8 +10,7 @@ import torch
 
 from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reduction_of, with_step_weights
 from trinity_mq.algorithms.corrections import correction, covariance, step_choice
-from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, schedule_value, token_losses
-from trinity_mq.algorithms.ratios import anchor_logprob
+from trinity_mq.algorithms.evaluator import anchor_logprob, evaluate, needs_whole_step, schedule_value, token_losses
 from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
 
 CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.gateway.access import KEY_BEGINS
 from trinity_mq.gateway.app import PROTOCOLS
-from trinity_mq.gateway.rules.reported import MAX_METRICS, MAX_REWARD
+from trinity_mq.gateway.rules import MAX_METRICS, MAX_REWARD
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages.sessions import SCOPES
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from trinity_mq.cli.main import main
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.logs.files import LogFiles, since
-from trinity_mq.observability.logs.lines import LineFilter, LogLine, format_line, parse
+from trinity_mq.observability.logs.files import LineFilter, LogFiles, LogLine, format_line, parse, since
 from trinity_mq.runtime.process import mark_run_over
 
 

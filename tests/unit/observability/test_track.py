@@ -14,8 +14,7 @@ import yaml
 
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
-from trinity_mq.observability.trackers.base import TrackerError
-from trinity_mq.observability.trackers.forward import Forwarder
+from trinity_mq.observability.trackers.base import Forwarder, TrackerError
 from trinity_mq.observability.trackers.process import TrackerProcess
 from trinity_mq.observability.trackers.services import shown_settings
 from trinity_mq.operations.validate import check_trackers

@@ -17,8 +17,7 @@ from trinity_mq.bus import Topology, create_bus
 from trinity_mq.config import BrokerConfig, SupervisorConfig
 from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.node import NodeError, find_rabbitmq
-from trinity_mq.operations.broker import broker_folder
-from trinity_mq.targets.private_broker import private_broker
+from trinity_mq.targets.private_broker import broker_folder, private_broker
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [

@@ -22,7 +22,7 @@ from trinity_mq.observability.diagnosis import Room
 from trinity_mq.observability.history import KEPT_SECONDS, RunHistory
 from trinity_mq.observability.run_state import AgentRow, RunState
 from trinity_mq.observability.samples import COLUMNS, SampleStore, decoded, experience_at
-from trinity_mq.page.broker_runs import broker_runs, runs_of
+from trinity_mq.page.actions import broker_runs, runs_of
 from trinity_mq.page.run_page import RunPage
 from trinity_mq.telemetry.jsonline import dump_line
 

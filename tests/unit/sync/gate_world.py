@@ -25,8 +25,7 @@ from tests.unit.sync.gate_parts import (
     slots_copied,
 )
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.catch_up import CatchUpFetches
-from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.coordinator import CatchUpFetches, Coordinator
 from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
 from trinity_mq.sync.gate.records import AbandonCollective, AttemptTimes, Committed, Phase, StartCollective
 

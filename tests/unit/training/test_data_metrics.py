@@ -12,9 +12,9 @@ import torch
 from tests.unit.training.test_learner import batch, config, make_model
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.training.data_metrics import length_metrics
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.stopwatch import Stopwatch
+from trinity_mq.training.update import length_metrics
 
 
 def answer(length: int, reward: float | None, **more: Any) -> Experience:

@@ -21,8 +21,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.training.critic import Critic
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.model.shared_prefixes import prefix_problem
-from trinity_mq.training.packing import MicroBatch, StepTokens, train_tokens
-from trinity_mq.training.prefixes import KEPT, Prefixes, divide_shared
+from trinity_mq.training.packing import KEPT, MicroBatch, Prefixes, StepTokens, divide_shared, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 __all__ = ["folder", "opened"]

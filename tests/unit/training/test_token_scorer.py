@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from tests.unit.training.test_learner import batch, config, folder, pack
 from tests.unit.training.test_packed_rows import SHAPE, alone, saved
 from trinity_mq.algorithms.scoring import HeadOperation, entropy_baselines, token_logprobs
-from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.model.token_scorer import TokenScorer, detect_head_operation
+from trinity_mq.training.model.policy import LearnerError, Policy, TokenScorer, detect_head_operation
 
 __all__ = ["folder"]
 

@@ -53,7 +53,7 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
         raise ExperienceError("tokens is None in an experience, wanted token ids")
     check_batch(kinds, statuses, prompts, lengths)
     for temperature in set(values.get("temperature", ())) - {None}:
-        sampling_temperature("temperature", temperature)
+        sampling_temperature(temperature)
 
 
 def first_bad(

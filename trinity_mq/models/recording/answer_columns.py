@@ -69,7 +69,7 @@ def experiences_from_columns(
         return None
     if not LEAST_LOGPROB < flat_logprobs.min() <= flat_logprobs.max() < LARGEST_LOGPROB:  # also false for NaN
         return None
-    divisor, length, count = sampling_temperature("temperature", temperature or 1.0), len(prompt), len(choices)
+    divisor, length, count = sampling_temperature(temperature or 1.0), len(prompt), len(choices)
     columns: dict[str, Iterable[Any]] = {
         "eid": new_eids(count),
         "tokens": _split(torch.frombuffer(tokens, dtype=torch.int32), [length + size for size in sizes]),

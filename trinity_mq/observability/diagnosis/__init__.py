@@ -1,9 +1,9 @@
 """Names the agent that a run waits for, and the stage that limits its throughput, from heartbeats. Pure functions."""
 
-from trinity_mq.observability.diagnosis.limits import bottleneck
+from trinity_mq.observability.diagnosis.bottlenecks import bottleneck
+from trinity_mq.observability.diagnosis.facts import expected_agents, free_resources, limits
+from trinity_mq.observability.diagnosis.flicker_filter import FlickerFilter, bottleneck_filter, finding_filter
 from trinity_mq.observability.diagnosis.records import Bottleneck, Edge, Observation, Room, RunFinding, Stage, State
-from trinity_mq.observability.diagnosis.settings import expected_agents, free_resources, limits
-from trinity_mq.observability.diagnosis.steady import FlickerFilter, bottleneck_filter, finding_filter
 from trinity_mq.observability.diagnosis.verdict import diagnose
 
 __all__ = [

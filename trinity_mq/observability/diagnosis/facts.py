@@ -1,4 +1,6 @@
-"""Lookups in an observation, and the edges from waiting agents to the agents that they wait for."""
+"""Lookups in an observation, edges from waiting agents to the agents that they wait for, and facts that come from the
+run's configuration and machine.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
+from trinity_mq.config import Config
+from trinity_mq.config.threads import computing_processes
 from trinity_mq.messages import (
     AgentStatus,
     EngineStatus,
@@ -16,7 +20,7 @@ from trinity_mq.messages import (
     SilentAgent,
     TrainerStatus,
 )
-from trinity_mq.observability.diagnosis.records import Edge, Observation
+from trinity_mq.observability.diagnosis.records import Edge, Observation, Room
 from trinity_mq.roles import ROLES
 from trinity_mq.runtime.peers import SILENT_AFTER
 
@@ -197,3 +201,37 @@ class ObservationIndex:
 def slices_of(beat: Heartbeat) -> list[tuple[str, int, int, float]]:
     """Return the oldest slices in flight of a runner; empty for other agents."""
     return beat.detail.slices if isinstance(beat.detail, RunnerStatus) else []
+
+
+def expected_agents(config: Config | None) -> Mapping[str, int]:
+    """Return the number of agents of each role that ``trinity-mq run`` starts; empty without a configuration."""
+    return {} if config is None else config.agent_counts
+
+
+def limits(config: Config | None) -> Mapping[str, float]:
+    """Return the settings in seconds that bound waits, by key."""
+    return {} if config is None else {"explorer.max_timeout": config.explorer.max_timeout}
+
+
+def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Room] | None:
+    """Return the free resources of a machine that hosts all agents of a run; None without a configuration. A thread
+    count of ``auto`` takes all cores.
+
+    Args:
+        config: The run's configuration.
+        cores: Cores of the machine that the run may use.
+        gpus: GPUs of the machine.
+    """
+    if config is None:
+        return None
+    computing, trainer = computing_processes(config), config.trainer
+    is_on_cpu = config.model.device == "cpu" or not gpus
+    threads = [trainer.num_threads] * trainer.nproc
+    threads += [config.explorer.rollout_model.num_threads] * (computing - trainer.nproc)
+    numbers = [number for number in threads if number != "auto"]
+    is_full = len(numbers) < len(threads) or sum(numbers) >= cores if is_on_cpu else computing >= gpus
+    small = sum(expected_agents(config).values()) - 1
+    resources: set[Room] = set() if is_full else {"devices"}
+    if small + (computing if is_on_cpu else 0) < cores:
+        resources.add("cores")
+    return frozenset(resources)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
+from trinity_mq.observability.diagnosis.bottlenecks import bottleneck
 from trinity_mq.observability.diagnosis.facts import ObservationIndex, counted, duration_text, slices_of
 from trinity_mq.observability.diagnosis.levers import lever
-from trinity_mq.observability.diagnosis.limits import bottleneck
 from trinity_mq.observability.diagnosis.records import BROKER, Bottleneck, Edge, Observation, RunFinding, State
 
 MOVING_SECONDS = 4.0

@@ -1,14 +1,20 @@
-"""``trinity-mq inspect --evaluation``: shows the answers to evaluation questions from a run's folder."""
+"""Answers to evaluation questions from a run's folder, for ``trinity-mq inspect --evaluation`` and for the page, which
+shows them by question across the labels at which a set was evaluated.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from trinity_mq.errors import CommandError
 from trinity_mq.targets.target import find_configuration
 from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation, EvaluationQuestion, read_evaluations
+
+PREVIEW = 96
+"""Maximum characters of a question shown in the table."""
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
@@ -89,3 +95,47 @@ def _note_rest(arguments: argparse.Namespace, evaluations: Sequence[Evaluation],
     else:
         remark = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
     print(remark, file=sys.stderr, flush=True)
+
+
+def evaluation_sets(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Return the sets with their labels and questions. Each question has its mean reward at each label."""
+    return [
+        _set(name, [evaluation for evaluation in evaluations if evaluation.set == name])
+        for name in dict.fromkeys(evaluation.set for evaluation in evaluations)
+    ]
+
+
+def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    by_label = {
+        evaluation.label: {question.task: question for question in evaluation.questions} for evaluation in evaluations
+    }
+    last = {task: question for questions in by_label.values() for task, question in questions.items()}
+    rows = [
+        {
+            "task": task,
+            "question": question.question[:PREVIEW],
+            "expected": question.expected,
+            "rewards": [mean_reward(questions.get(task)) for questions in by_label.values()],
+        }
+        for task, question in sorted(last.items())
+    ]
+    return {"set": name, "labels": list(by_label), "questions": rows, "left_out": evaluations[-1].left_out}
+
+
+def mean_reward(question: EvaluationQuestion | None) -> float | None:
+    """Return the mean reward of the answers to a question, or None if no answer has a reward."""
+    rewards = (
+        [answer.reward for answer in question.answers if answer.reward is not None] if question is not None else []
+    )
+    return round(sum(rewards) / len(rewards), 6) if rewards else None
+
+
+def question_history(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
+    """Return a question with its answers, once per label at which it was asked."""
+    return [
+        {"label": evaluation.label, "time": evaluation.time, **question.model_dump(exclude={"task"})}
+        for evaluation in evaluations
+        if evaluation.set == name
+        for question in evaluation.questions
+        if question.task == task
+    ]

@@ -67,9 +67,9 @@ def line(console: Console, name: str, value: str, style: str = "") -> None:
     console.print(Text(escape_unsafe(f"{name:>10}  {value}"), style=style), soft_wrap=True)
 
 
-def print_experience(console: Console, experience: Experience, texts: TokenTexts, title: str = "experience") -> None:
+def print_experience(console: Console, experience: Experience, texts: TokenTexts) -> None:
     """Print an experience with its token table."""
-    print_title(console, f"{title} {_place(experience)}", "cyan")
+    print_title(console, f"experience {_place(experience)}", "cyan")
     for name, value in (*_facts(experience), *_conversation(experience)):
         line(console, name, value)
     ids = experience.tokens.tolist()

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from trinity_agents.trainer.sources.base import Source, TrainBatch
-from trinity_agents.trainer.sources.beside import RolloutExtension
 from trinity_agents.trainer.sources.records import RecordSource, read
+from trinity_agents.trainer.sources.rollout_extension import RolloutExtension
 from trinity_mq.config import Config
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch

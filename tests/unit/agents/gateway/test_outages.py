@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.gateway.world import HOUR, World, config, until
-from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.acting_gateway import ActingGateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
 from trinity_mq.bus import BusUnavailable, Envelope

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.gateway.world import HOUR, DyingBus, Killed, World, config, until
-from trinity_agents.gateway.acting import task_of
+from trinity_agents.gateway.acting_gateway import task_of
 from trinity_mq.bus import Envelope
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.session_store import SessionsUnavailable

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.acting_gateway import ActingGateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus

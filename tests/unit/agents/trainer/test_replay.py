@@ -17,8 +17,7 @@ from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
 from trinity_agents.trainer.sources.base import ExperiencesLost
-from trinity_agents.trainer.sources.replay import ReplaySource, _with_advantage, replayed_groups_per_step
-from trinity_agents.trainer.sources.replay_index import ReplayIndex
+from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, _with_advantage, replayed_groups_per_step
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
 from trinity_mq.config import ConfigError, ReplayConfig, load_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trinity_mq.observability.diagnosis import Bottleneck, RunFinding, bottleneck_filter, finding_filter
-from trinity_mq.observability.diagnosis.steady import FINDING_SECONDS, LIMIT_SECONDS
+from trinity_mq.observability.diagnosis.flicker_filter import FINDING_SECONDS, LIMIT_SECONDS
 
 ENGINE, SYNC = Bottleneck("engine", "engines", ""), Bottleneck("sync", "syncs", "")
 

@@ -1,20 +1,24 @@
-"""OpenAI-compatible routes for chat, completions and models, and our own routes tokenize and logprobs."""
+"""OpenAI-compatible routes for chat, completions and models, and our own routes: tokenize, logprobs, and groups of
+requests (:mod:`trinity_mq.models.group_format`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import structlog
 from aiohttp import web
+from multidict import CIMultiDict
 
 from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.http_server import json_object
-from trinity_mq.engines.server.openai.groups import answer_group
 from trinity_mq.engines.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -30,7 +34,16 @@ from trinity_mq.engines.server.openai.responses import chat_choice, envelope, te
 from trinity_mq.engines.server.openai.streaming import Chunks, send
 from trinity_mq.engines.state import EngineState
 from trinity_mq.messages import Version
-from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
+from trinity_mq.models.group_format import (
+    CONTENT_TYPE,
+    GROUP_PATH,
+    GROUPS_HEADER,
+    GroupedAnswer,
+    GroupedRequest,
+    pack_answer,
+    pack_body,
+    unpack_requests,
+)
 from trinity_mq.runtime.http import BodyReader, ReaderBusy, read_body
 from trinity_mq.telemetry.trace import span, works_for
 
@@ -46,6 +59,11 @@ SMALL_BODY = 4096
 """Bytes of a request that the template and the tokenizer process in a few milliseconds at most."""
 SEED_MASK = (1 << 63) - 1
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+log = structlog.get_logger(__name__)
+Answering = Callable[[str, Mapping[str, str], Mapping[str, Any]], Awaitable[tuple[bytes, Version]]]
+"""Answers one request from its path, headers and body. Returns a packed body and its version; raises ApiError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,3 +436,56 @@ def parse_pin(text: str | None) -> Version | None:
     if not all(part.isdecimal() and len(part) <= LONGEST_NUMBER for part in (generation, step)):
         raise bad_request(f"{PIN_HEADER} is {text!r}, wanted generation.step such as 1.25", PIN_HEADER)
     return int(generation), int(step)
+
+
+async def answer_group(
+    request: web.Request, answering: Answering, headers: Callable[[Version], dict[str, str]]
+) -> web.StreamResponse:
+    """Answer each request of a group as soon as its answer is ready.
+
+    A client that closes the connection cancels the unanswered requests.
+
+    Args:
+        request: The group.
+        answering: Answers one request of the group.
+        headers: Returns the headers of an answer from its weight version.
+
+    Raises:
+        ApiError: 400; the body is not a group.
+    """
+    try:
+        requests = unpack_requests(await read_body(request))
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+    await response.prepare(request)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_answered(number, single, answering, headers)) for number, single in enumerate(requests)
+        ]
+        await _send(response, tasks)
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[bytes]]) -> None:
+    """Write the answers as they become ready; answers that are ready at the same time are written together."""
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        await response.write(b"".join(task.result() for task in done))
+
+
+async def _answered(
+    number: int, request: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
+) -> bytes:
+    try:
+        body, version = await answering(request.path, CIMultiDict(request.headers), request.body)
+        answer = GroupedAnswer(number, 200, headers(version), body)
+    except ApiError as error:
+        answer = GroupedAnswer(number, error.status, error.headers(), pack_body({"error": error.body()}))
+    except Exception as error:
+        log.exception("request_failed", path=request.path)
+        failure = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+        answer = GroupedAnswer(number, failure.status, {}, pack_body({"error": failure.body()}))
+    return pack_answer(answer)

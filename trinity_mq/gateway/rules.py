@@ -1,14 +1,18 @@
-"""Rules for the rewards and metrics that agents and rewarders report."""
+"""Rules for the rewards and metrics that agents and rewarders report, and for the share of new sessions to record while
+training is behind. Answers to calls never wait for training.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.messages import SessionEnd, SessionReward
 
 MAX_METRICS = 64
@@ -70,3 +74,20 @@ def merge_metrics(metrics: dict[str, float], reported: Mapping[str, float]) -> N
 def bounded_reward(reward: float) -> float:
     """Return a reward clipped to the bounds, which a sum of rewards may exceed. NaN becomes 0."""
     return 0.0 if math.isnan(reward) else max(-MAX_REWARD, min(reward, MAX_REWARD))
+
+
+def recorded_share(waiting: int, kept_bytes: int, config: GatewayConfig) -> float:
+    """Return the share of new sessions to record, from 0 to 1. The share is 1 while fewer than ``max_waiting`` sessions
+    wait to be trained on. It is a quarter at twice as many waiting sessions and a ninth at three times as many. It is 0
+    once the stored answers take ``max_kept_bytes``.
+    """
+    if kept_bytes >= config.max_kept_bytes:
+        return 0.0
+    if waiting < config.max_waiting:
+        return 1.0
+    return (config.max_waiting / waiting) ** 2
+
+
+def is_recorded(share: float, draw: random.Random) -> bool:
+    """Return whether a new session is recorded, by a random draw if ``share`` is below 1."""
+    return share >= 1.0 or draw.random() < share

@@ -1,1 +1,0 @@
-"""Rules for the input that sessions accept from outside."""
