@@ -6,11 +6,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trinity_agents.operator.batch_publisher import BatchPublisher
+from tests.unit.agents.watched import WatchedSimulation, late_operators
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError, first_leaf
@@ -89,15 +88,10 @@ def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float, of
     assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_operators_that_finish_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sim = Simulation(tmp_path, ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4"), batches=8, operators=3)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+def test_operators_that_finish_out_of_order(tmp_path: Path) -> None:
+    settings = ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4")
+    sim = WatchedSimulation(tmp_path, settings, batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 20.0 if batch % 3 == 1 else 0.0)
     run_virtually(sim.run(), limit=3000)
     history = lineage(tmp_path / "history", 1, 8)
     assert [entry["batch"] for entry in history] == list(range(1, 9))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.operator.batch_publisher import BatchPublisher
+from tests.unit.agents.watched import WatchedSimulation, late_operators
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
@@ -142,25 +142,10 @@ def test_a_much_faster_or_slower_trainer(tmp_path: Path, style: str, step_second
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: str
-) -> None:
-    sim = styled(
-        tmp_path,
-        style,
-        "synchronizer.pipeline_depth=3",
-        "synchronizer.sync_interval=4",
-        "synchronizer.max_staleness=20",
-        batches=8,
-        operators=3,
-    )
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(tmp_path: Path, style: str) -> None:
+    settings = ("synchronizer.pipeline_depth=3", "synchronizer.sync_interval=4", "synchronizer.max_staleness=20")
+    sim = WatchedSimulation(tmp_path, (f"synchronizer.sync_style={style}", *settings), batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 20.0 if batch % 3 == 1 else 0.0)
     run_virtually(sim.run(), limit=3000)
     check_whole(sim, 8)
     order = [entry["batch"] for entry in lineage(tmp_path / "history", 1, 8)]
@@ -285,16 +270,11 @@ def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
     assert len(uids) == len(set(uids)), "nothing is trained on twice"
 
 
-def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path) -> None:
     """What was consumed out of order is on record: the trainer does not wait for it again."""
-    sim = styled(tmp_path, "trainer_driven", "synchronizer.pipeline_depth=4", batches=8, operators=3)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(30.0 if manifest.batch == 2 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+    settings = ("synchronizer.sync_style=trainer_driven", "synchronizer.pipeline_depth=4")
+    sim = WatchedSimulation(tmp_path, settings, batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 30.0 if batch == 2 else 0.0)
 
     async def trainer() -> None:
         first = sim.make_trainer()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.watched import WatchedSimulation, late_operators
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
@@ -83,20 +84,15 @@ def test_killed_between_manifest_and_answers_it_follows_what_was_consumed_meanwh
     check_history(sim, 2)
 
 
-def test_a_progress_that_comes_while_submitters_are_answered_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=False)
+def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=None)
+    sim.holds = lambda who, mail: 60.0 if mail.kind == "submission_outcome" else 0.0
 
     async def scene() -> None:
         client = await sim.client()
         await client.declare(REPLIES)
         await sim.submit(1, reply_to=REPLIES.name)
 
-    async def slowly(self: Any, *rest: Any) -> None:
-        await asyncio.sleep(60.0)
-
-    monkeypatch.setattr("trinity_mq.dispatch.dispatcher.Dispatcher.answer", slowly)
     run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
 
@@ -117,21 +113,14 @@ def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
     check_history(sim, 2)
 
 
-def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, batches=1)
-    publish = MemoryBus.publish
-    stuck = asyncio.Event()
+def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, batches=1)
+    sim.holds = lambda who, mail: 1e5 if mail.kind == "task_slice" and who == "explorer-0" else 0.0
 
-    async def hangs_once(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
-        if key == "train.1" and not stuck.is_set():
-            stuck.set()
-            await asyncio.sleep(1e5)
-        return await publish(self, exchange, key, mail, **how)
+    async def stuck() -> None:
+        await until(lambda: bool(sim.where("publish", "task_slice")))
 
-    monkeypatch.setattr(MemoryBus, "publish", hangs_once)
-    run_virtually(sim.run(explorer=restarted(sim, stuck.wait)), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, stuck)), limit=1000)
     check_history(sim, 1)
 
 
@@ -430,17 +419,9 @@ def test_an_operator_that_takes_minutes_to_start_costs_no_batch(
 def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trinity_agents.operator.batch_publisher import BatchPublisher
-
     monkeypatch.setattr("trinity_agents.explorer.training_batches.MANIFEST_TRIES", 1)
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, *what: Any) -> None:
-        await asyncio.sleep(20.0)
-        await publish(self, *what)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+    sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
+    sim.holds = late_operators(lambda batch: 20.0)
     run_virtually(sim.run(), limit=1000)
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
 
@@ -473,7 +454,7 @@ def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Pa
 
 
 def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, SHORT, batches=1, taskset=False)
+    sim = Simulation(tmp_path, SHORT, batches=1, taskset=None)
 
     async def late() -> None:
         await asyncio.sleep(300)
@@ -573,7 +554,7 @@ def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path)
 
 
 def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, taskset=False, runner_seconds=lambda task_slice: 3.0)
+    sim = Simulation(tmp_path, batches=2, taskset=None, runner_seconds=lambda task_slice: 3.0)
 
     async def scene() -> None:
         client = await sim.client()

@@ -55,7 +55,7 @@ def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
 
 
 def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=False)
+    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=None)
     make_bus = sim.bus
 
     def with_a_higher_limit() -> Any:
@@ -86,7 +86,7 @@ def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: P
 
 def test_tasks_whose_slices_no_manifest_has_room_for_fail_before_they_run(tmp_path: Path) -> None:
     overrides = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1", "buffer.batch_size=3")
-    sim = Simulation(tmp_path, overrides, batches=1, taskset=False)
+    sim = Simulation(tmp_path, overrides, batches=1, taskset=None)
 
     async def scene() -> None:
         client = await sim.client()

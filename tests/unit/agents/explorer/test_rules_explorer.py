@@ -50,7 +50,7 @@ def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypat
 def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=False, runner_seconds=lambda task_slice: 60.0)
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=None, runner_seconds=lambda task_slice: 60.0)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:
@@ -71,7 +71,7 @@ def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_close
 def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=False)
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=None)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:

@@ -40,7 +40,7 @@ def answers(sim: Simulation) -> dict[str, list[str]]:
 def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = Simulation(tmp_path, batches=3, taskset=False, runner_seconds=lambda task_slice: 5.0)
+    sim = Simulation(tmp_path, batches=3, taskset=None, runner_seconds=lambda task_slice: 5.0)
     most, writes = 0, 0
     write = StateFile._write
 
@@ -91,7 +91,7 @@ def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(
 
 
 def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, taskset=False)
+    sim = Simulation(tmp_path, batches=2, taskset=None)
 
     async def scene() -> None:
         await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
@@ -116,7 +116,7 @@ def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: P
 
 def test_a_submitter_cannot_take_the_id_of_a_gateways_submission(tmp_path: Path) -> None:
     """An agent knows its session's id, from which that of the submission follows: the gateway's would be a repeat."""
-    sim = Simulation(tmp_path, batches=1, taskset=False)
+    sim = Simulation(tmp_path, batches=1, taskset=None)
 
     async def scene() -> None:
         await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.explorer.test_explorer import check_history
-from tests.unit.agents.watched import WatchedSimulation
+from tests.unit.agents.watched import WatchedSimulation, late_operators
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
@@ -150,20 +150,16 @@ def test_an_operator_acknowledges_no_part(tmp_path: Path) -> None:
     assert acked == ["closed"] * 3
 
 
-def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_agents.operator.batch_publisher import BatchPublisher
-
+def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=4",), batches=4)
-    publish, most = BatchPublisher.publish, []
+    sim.holds = late_operators(lambda batch: 20.0)
 
-    async def later(self: BatchPublisher, *what: Any) -> None:
-        await asyncio.sleep(20.0)
-        most.append(sim.broker.queues[sim.topology.closed.name].depth)
-        await publish(self, *what)
+    async def look() -> None:
+        await until(lambda: len(sim.tickets("batch_closed")) == 4)
+        await asyncio.sleep(1.0)
+        assert len(sim.waiting_in("closed")) == 3, "the others wait where another operator can have them"
 
-    monkeypatch.setattr(BatchPublisher, "publish", later)
-    run_virtually(sim.run(), limit=1000)
-    assert most[0] == 3, "the others wait where another operator can have them"
+    run_virtually(sim.run(beside=look), limit=1000)
 
 
 def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
