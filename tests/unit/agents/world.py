@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from trinity_mq.bus import Envelope, Topology
@@ -19,6 +20,7 @@ from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskS
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
 
 CONFIRM = 0.01
 """Seconds a confirm takes."""
@@ -39,6 +41,8 @@ class World:
         """When, for each entry of :attr:`wire`."""
         self.kill_after: tuple[int, asyncio.Task[Any]] | None = None
         """Entries of :attr:`wire` after which a task is ended at its next step."""
+        self.loses_confirm_of = ""
+        """The kind of message whose next confirm is lost."""
         self.outside = NotingBus(self, noted=False)
         self.seq = 100
 
@@ -139,6 +143,9 @@ class NotingBus(MemoryBus):
         quiet = not self.noted or envelope.kind in {"beat", "metrics"}
         if not quiet:
             self.world.note(f"sent {envelope.kind}")
+        if envelope.kind == self.world.loses_confirm_of:
+            self.world.loses_confirm_of = ""
+            self.world.broker.lose_confirm_once()
         routed = await super().publish(exchange, routing_key, envelope, **how)
         await asyncio.sleep(CONFIRM)
         if not quiet:
@@ -186,6 +193,26 @@ class AcksNoted(Consumer):
 
         delivery.ack = acked  # type: ignore[method-assign]
         return delivery
+
+
+class Over(Exception):
+    """The scene has been seen."""
+
+
+def leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
+    """Return the first exception of a kind in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        group = error.subgroup(kind)
+        assert group is not None, error
+        return leaf(group.exceptions[0], kind)
+    return error
+
+
+def failure(run: Coroutine[Any, Any, Any], kind: type[BaseException], *, limit: float) -> BaseException:
+    """Run in virtual time until it fails, and return its first exception of a kind."""
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(run, limit=limit)
+    return leaf(caught.value, kind)
 
 
 async def kill(*tasks: asyncio.Task[Any]) -> None:

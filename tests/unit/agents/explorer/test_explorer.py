@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import Over, failure, leaf
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
@@ -209,9 +210,7 @@ def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_bytes(b"\x85not a state")
     sim = Simulation(tmp_path)
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.make_explorer().run(), limit=100)
-    fatal = _leaf(caught.value, FatalError)
+    fatal = failure(sim.make_explorer().run(), FatalError, limit=100)
     assert str(file) in str(fatal)
     assert "Restore the file" in str(fatal)
     assert "\n" not in str(fatal)
@@ -302,13 +301,11 @@ def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> Non
         assert sim.state().incarnations == before.incarnations == 2
         with pytest.raises(ExceptionGroup) as caught:
             await task
-        assert _leaf(caught.value, RestartRequested)
+        assert leaf(caught.value, RestartRequested)
         await killed(other)
-        raise _Over
+        raise Over
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(explorer=scene), limit=300)
-    assert _leaf(caught.value, _Over)
+    failure(sim.run(explorer=scene), Over, limit=300)
 
 
 @pytest.mark.parametrize("at", [0.5, 2.0, 3.1, 5.0])
@@ -326,7 +323,7 @@ def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: fl
         clients = {
             "explorer": [sim.explorer.bus],
             "trainer": [sim.trainer.bus],
-            "everybody": list(sim.broker._clients),
+            "everybody": sim.broker.clients,
         }[who]
         for bus in clients:
             sim.broker.drop(bus, delay=30.0)  # type: ignore[arg-type]
@@ -401,18 +398,18 @@ def test_closed_batches_wait_in_their_queue_while_no_operator_lives(tmp_path: Pa
     check_history(sim, 8)
 
 
-def test_an_operator_that_takes_minutes_to_start_costs_no_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2)
-    serve = Operator.serve
+class LateOperator(Operator):
+    """Lives and loads a model for minutes: its state is "starting"."""
 
-    async def slow(self: Operator) -> None:
-        await asyncio.sleep(300)  # it lives and loads a model: its state is "starting"
-        await serve(self)
+    async def serve(self) -> None:
+        await asyncio.sleep(300)
+        await super().serve()
 
-    monkeypatch.setattr(Operator, "serve", slow)
-    run_virtually(sim.run(), limit=3000)
+
+def test_an_operator_that_takes_minutes_to_start_costs_no_batch(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2, operators=0)
+    late = LateOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0")
+    run_virtually(sim.run(beside=late.run), limit=3000)
     assert sim.learners[0].steps == [1, 2]
 
 
@@ -432,9 +429,7 @@ def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(tmp_path
     async def never() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=never), limit=10_000)
-    fatal = _leaf(caught.value, FatalError)
+    fatal = failure(sim.run(trainer=never), FatalError, limit=10_000)
     assert "explorer.stall_timeout" in str(fatal)
     assert "an engine to take the weights" in str(fatal)
     assert sim.state().incarnations == 1
@@ -448,9 +443,7 @@ def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Pa
         await until(lambda: bool(sim.published(RunEnd)))
         await killed(task)
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=dies), limit=10_000)
-    assert "the last batches to be consumed" in str(_leaf(caught.value, FatalError))
+    assert "the last batches to be consumed" in str(failure(sim.run(trainer=dies), FatalError, limit=10_000))
 
 
 def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
@@ -673,15 +666,6 @@ def test_no_evaluation_at_startup_unless_asked_for(tmp_path: Path) -> None:
     assert sim.evaluated_steps() == [2]
 
 
-def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2)
-    run_virtually(sim.run(), limit=1000)
-    again = Simulation(tmp_path, batches=2, broker=sim.broker, engine=sim.engine)
-    run_virtually(again.run(), limit=1000)
-    assert again.evaluated_steps() == []
-    assert again.trainer.loop.progress == 2
-
-
 # -- the engine
 
 
@@ -765,25 +749,6 @@ def _tickets(explorer: Explorer) -> list[Any]:
 
 def _replies(sim: Simulation) -> list[Any]:
     return asyncio.run(sim.replies())
-
-
-class _Over(Exception):
-    """The scene has been seen."""
-
-
-def _leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
-    if isinstance(error, BaseExceptionGroup):
-        found = [_leaf(one, kind) for one in error.exceptions if _has(one, kind)]
-        assert found, error
-        return found[0]
-    assert isinstance(error, kind), error
-    return error
-
-
-def _has(error: BaseException, kind: type[BaseException]) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_has(one, kind) for one in error.exceptions)
-    return isinstance(error, kind)
 
 
 def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path) -> None:

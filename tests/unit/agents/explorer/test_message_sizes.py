@@ -19,20 +19,19 @@ SMALL_MESSAGES = (f"broker.max_message_bytes={LIMIT}", "explorer.max_consecutive
 REPLIES = Queue(name="tmq.sim.replies.submit.test")
 
 
-def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    next_batch = NumberedTasks.next_batch
+class OneWithAnImage(NumberedTasks):
+    """Tasks of which the second is larger than a message."""
 
-    def with_an_image(self: NumberedTasks, size: int) -> list[TaskBody]:
-        tasks = next_batch(self, size)
+    def next_batch(self, size: int) -> list[TaskBody]:
         return [
             task.model_copy(update={"raw_task": {"n": 1, "image": b"x" * LIMIT}}) if task.raw_task["n"] == 1 else task
-            for task in tasks
+            for task in super().next_batch(size)
         ]
 
-    monkeypatch.setattr(NumberedTasks, "next_batch", with_an_image)
-    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1"), batches=3)
+
+def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1")
+    sim = Simulation(tmp_path, settings, batches=3, taskset=OneWithAnImage)
     reasons: list[str | None] = []
 
     async def watch() -> None:

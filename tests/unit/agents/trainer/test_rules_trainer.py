@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import Over, failure
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
@@ -119,11 +120,9 @@ def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
         assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
         assert sim.where("publish", "progress", who="trainer-1")
         await killed(second)
-        raise _Over
+        raise Over
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=trainers), limit=500)
-    assert caught.value.subgroup(_Over) is not None
+    failure(sim.run(trainer=trainers), Over, limit=500)
 
 
 def test_a_trainer_without_the_lock_reads_and_says_nothing(tmp_path: Path) -> None:
@@ -219,7 +218,3 @@ def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tm
     (level,) = told
     assert (level.generation, level.committed, level.epoch) == (1, (1, 1), sim.trainer.loop.gate.machine.epoch)
     assert level.phase in {"idle", "applying"}
-
-
-class _Over(Exception):
-    """The scene has been seen."""
