@@ -40,7 +40,7 @@ class MemoryBroker:
 
     @property
     def clients(self) -> list[MemoryBus]:
-        """Connected buses, in the order in which they connected."""
+        """Connected buses, oldest connection first."""
         return list(self._clients)
 
     def drop(self, bus: MemoryBus, *, delay: float | None = 0.5) -> None:

@@ -84,7 +84,7 @@ class WorkQueue(MemoryQueue):
         return list(self._ready)
 
     def purge(self) -> list[Stored]:
-        """Remove the messages that :attr:`messages` returns, and return them."""
+        """Remove all ready messages and return them, in order."""
         purged = self.messages
         self._ready.clear()
         return purged
