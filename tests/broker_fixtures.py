@@ -77,7 +77,7 @@ def pytest_report_header() -> str:
 
 
 def _expected() -> str:
-    kind = _kind()
+    kind = broker_kind()
     if kind == "given":
         return f"given by {URL_VARIABLE}"
     if kind == "docker":
@@ -90,7 +90,7 @@ def _own() -> str:
     return script.parts[-3] if script else "none: RabbitMQ is not installed"
 
 
-def _kind() -> str:
+def broker_kind() -> str:
     """``given``, ``docker`` or ``node``; pytest.UsageError for a wish that cannot be understood or met."""
     if os.environ.get(URL_VARIABLE):
         return "given"
@@ -127,7 +127,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 @pytest.fixture(scope="session")
 def broker_url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real RabbitMQ that lives as long as the session (of the worker, where there are several)."""
-    kind, aside = _kind(), ""
+    kind, aside = broker_kind(), ""
     if kind == "given":
         yield _note(pytestconfig, os.environ[URL_VARIABLE], f"given by {URL_VARIABLE}")
         return

@@ -109,29 +109,29 @@ class TestChoice:
         monkeypatch.setattr(broker_fixtures, "engine_version", lambda: "28.0")
 
     def test_docker_comes_before_a_private_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert broker_fixtures._kind() == "docker"
+        assert broker_fixtures.broker_kind() == "docker"
         assert "Docker 28.0" in broker_fixtures.pytest_report_header()
         monkeypatch.setattr(broker_fixtures, "engine_version", lambda: None)
-        assert broker_fixtures._kind() == "node"
+        assert broker_fixtures.broker_kind() == "node"
 
     def test_a_url_comes_before_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRINITY_MQ_TEST_BROKER_URL", "amqp://user:secret@broker/")
-        assert broker_fixtures._kind() == "given"
+        assert broker_fixtures.broker_kind() == "given"
         assert "secret" not in broker_fixtures.pytest_report_header()
 
     @pytest.mark.parametrize("setting", [("TRINITY_MQ_TEST_BROKER", "node"), ("TRINITY_MQ_RABBITMQ_ROOT", "/nowhere")])
     def test_a_private_node_can_be_asked_for(self, setting: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(*setting)
-        assert broker_fixtures._kind() == "node"
+        assert broker_fixtures.broker_kind() == "node"
 
     def test_a_wish_that_cannot_be_met_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRINITY_MQ_TEST_BROKER", "podman")
         with pytest.raises(pytest.UsageError, match=r"=podman: set it to one of docker, node"):
-            broker_fixtures._kind()
+            broker_fixtures.broker_kind()
         monkeypatch.setenv("TRINITY_MQ_TEST_BROKER", "docker")
         monkeypatch.setattr(broker_fixtures, "engine_version", lambda: None)
         with pytest.raises(pytest.UsageError, match="scripts/docker-engine start"):
-            broker_fixtures._kind()
+            broker_fixtures.broker_kind()
 
     def test_the_image(self, monkeypatch: pytest.MonkeyPatch) -> None:
         known = {BUILT_IMAGE}

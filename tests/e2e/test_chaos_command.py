@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from trinity_mq.local_broker.ports import free_ports
@@ -166,26 +165,3 @@ async def test_two_gateways_are_killed_inside_while_agents_hold_sessions(tmp_pat
         {"kill": 1, "freeze": 1, "restart": 1},
         {"decision_confirmed": 1, "answer_confirmed": 1, "task_confirmed": 1},
     ]
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(120)
-async def test_a_run_that_cannot_start_is_said_and_nothing_is_left(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trinity_mq.cli.main", "chaos", str(EXAMPLES / "smoke.yaml")),
-        *(f"run_dir={tmp_path / 'run'}", "plugin_dirs=[/nowhere]", "--kills", "1"),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 2, errors
-    assert b"the run has ended after 0 train steps" in errors
-    left = [one for one in psutil.process_iter() if str(tmp_path) in " ".join(_command(one))]
-    assert left == []
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []

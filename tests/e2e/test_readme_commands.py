@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import until
-from trinity_mq.telemetry import read_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,15 +89,3 @@ async def test_an_agent_that_knows_only_a_base_url(here: Path) -> None:
     rewards = [float(one) for one in re.findall(r"reward of the last 500: ([\d.]+)", told)]
     assert len(rewards) == 8
     assert rewards[-1] > rewards[0] + 0.1
-
-
-@pytest.mark.extended
-async def test_a_task_from_outside_while_a_run_goes_on(here: Path) -> None:
-    run, submit = commands("Write your own")
-    folder = here / "runs" / "my-second-run"
-    async with shell(run, here) as running:
-        await until(lambda: any("trainer/step" in line for line in read_metrics(folder / "metrics.jsonl")), 120.0)
-        outcome = json.loads(await said(submit, here))
-        assert outcome["outcome"] == "finished"
-        assert len(outcome["answers"]) == outcome["completed_runs"] == 8
-        assert running.returncode is None

@@ -25,18 +25,8 @@ DIFFERENCE = "rollout/rollout_vs_train_logprob_diff/max"
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.broker, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "collective",
-        *(
-            pytest.param(name, marks=[pytest.mark.any_broker, pytest.mark.extended])
-            for name in ("checkpoint", "memory")
-        ),
-    ],
-)
 async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_the_checkpoints(
-    tmp_path: Path, broker_url: str, unique_run: str, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, broker_url: str, unique_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRINITY_MQ_BROKER_URL", broker_url)
     folder = tmp_path / "run"
@@ -45,7 +35,7 @@ async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_th
         f"buffer.total_steps={BATCHES}",
         "trainer.save_interval=5",
         "explorer.eval_interval=1000",
-        f"synchronizer.sync_method={method}",
+        "synchronizer.sync_method=collective",
         "synchronizer.sync_interval=1",
         "synchronizer.sync_offset=0",
     )

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.processes import descendants
 from tests.waiting import until
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.testing.tcp_proxy import FaultProxy
@@ -136,31 +135,6 @@ async def test_ready_pings_freeze_outage_drain(
         await until(lambda: manager.count("STOPPING=1") == 1)
     assert manager.count("READY=1") == 1
     assert not health.exists()
-
-
-@pytest.mark.extended
-async def test_children_do_not_speak_for_their_agent(
-    broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
-) -> None:
-    """An engine has none of the variables: only the explorer pings, and a stuck explorer is not covered by it."""
-    async with agent(
-        "explorer", broker_url, run_folder, address_of(tmp_path), TRINITY_MQ_HEALTH_FILE=str(tmp_path / "health")
-    ) as process:
-        engines: list[psutil.Process] = []
-
-        def hosts_one() -> bool:
-            engines[:] = [
-                child for child, words in descendants(process.pid) if "trinity_agents.engine.agent" in " ".join(words)
-            ]
-            return bool(engines)
-
-        await until(hosts_one, START)
-        await until(lambda: manager.count("READY=1") == 1, START)
-        named = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "TRINITY_MQ_HEALTH_FILE"}
-        assert not named & set(engines[0].environ())
-        process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.wait(), 60.0)
-        await until(lambda: all(not engine.is_running() for engine in engines), 30.0)
 
 
 async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, tmp_path: Path, manager: Manager) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import re
-import sys
-from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +54,6 @@ async def test_it_ends_learns_and_trains_on_nothing_older_than_allowed(tmp_path:
     assert trained + 8 * dropped == 30 * 16 * 8
 
 
-@pytest.mark.extended
-async def test_what_is_too_old_is_dropped_by_groups_and_its_tasks_are_done_again(tmp_path: Path) -> None:
-    run = await run_to_its_end(
-        tmp_path / "run",
-        16,
-        "synchronizer.sync_style=fully_async",
-        "synchronizer.sync_interval=2",
-        "synchronizer.sync_offset=0",
-        "synchronizer.pipeline_depth=3",
-        "synchronizer.max_staleness=1",
-        "synchronizer.stale=requeue",
-        "explorer.max_consecutive_empty=100",
-        "algorithm.epochs=6",  # a slow trainer: the explorer is as far ahead as it may be
-    )
-    dropped = run.values("sample/dropped_stale_groups")
-    assert sum(value for _, value in dropped) > 0
-    assert max(age for _, age in run.values(AGE)) <= 1
-    assert '"stale_tasks_requeued"' in (tmp_path / "run" / "logs" / "explorer-0.jsonl").read_text()
-    skipped = {step for step, value in run.values("sample/skipped_step") if value}
-    assert len(skipped) < 16, "it goes on training"
-
-
 async def test_fixed_with_interval_1_and_offset_0_is_on_policy(tmp_path: Path) -> None:
     run = await run_to_its_end(tmp_path / "run", 10, "synchronizer.sync_interval=1", "synchronizer.sync_offset=0")
     differences, ratios = run.values(DIFFERENCE), run.values("actor/ratio_max")
@@ -119,18 +93,3 @@ def check_the_phases(run: LocalRun) -> None:
         values = run.values(f"sync/{phase}_ms")
         assert values, phase
         assert all(0 <= value < 60_000 for _, value in values), (phase, values)
-
-
-@pytest.mark.extended
-async def test_status_shows_members_versions_and_the_last_syncs_phases(tmp_path: Path) -> None:
-    async with LocalRun(SMOKE, tmp_path / "run", ("buffer.total_steps=400",)) as run:
-        await run.until_progress(3, 120.0)
-        command = (sys.executable, "-m", "trinity_mq.cli.main", "status", str(tmp_path / "run" / "config.yaml"))
-        status = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
-        async with asyncio.timeout(60):
-            out, err = await status.communicate()
-    assert status.returncode == 0, err.decode()
-    rows = [" ".join(line.split()) for line in out.decode().splitlines()]
-    assert any(re.fullmatch(r"explorer-0-engine 1\.\d+ current", row) for row in rows), rows
-    (last,) = (row for row in rows if row.startswith("last sync"))
-    assert re.match(r"last sync 1\.\d+: wait \d+ ms, pause \d+ ms, transfer \d+ ms, apply \d+ ms", last), last

@@ -51,11 +51,11 @@ def measured(call: Callable[[], T], size: int, factor: int, free: int = FREE_BYT
     tracemalloc to be on.
     """
     limit = factor * size + free
-    touched, own = _touched(), tracemalloc.get_tracemalloc_memory()
+    touched, own = touched_bytes(), tracemalloc.get_tracemalloc_memory()
     result, seconds, peak = _traced(call)
     # A table of tracemalloc's that is full is copied into one twice as long. Under atheris these get large: each
     # comparison of arrays that it watches leaks its result.
-    grown = _touched() - touched - 2 * max(tracemalloc.get_tracemalloc_memory() - own, 0)
+    grown = touched_bytes() - touched - 2 * max(tracemalloc.get_tracemalloc_memory() - own, 0)
     if peak > limit:
         peak = min(_traced(call)[2] for _ in range(2))
         if peak > limit:
@@ -71,7 +71,7 @@ def measured(call: Callable[[], T], size: int, factor: int, free: int = FREE_BYT
     return result
 
 
-def _touched() -> int:
+def touched_bytes() -> int:
     """Return the most bytes of memory that the process has ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -164,7 +164,7 @@ class TestChecks:
 
     def test_memory_out_of_sight(self):
         # seen is what the process has never had before: a test before this one may have had more than there is now
-        spare = max(0, checks._touched() - psutil.Process().memory_info().rss)
+        spare = max(0, checks.touched_bytes() - psutil.Process().memory_info().rss)
         with pytest.raises(checks.FoundError, match="made the process grow"):
             checks.measured(lambda: torch.ones(spare + (128 << 20), dtype=torch.uint8), 10, 8)
 

@@ -131,7 +131,7 @@ def _run(argv: Sequence[str] | None) -> int:
     # The user's workflows and rewards lie in the working directory. Agents, started with ``python -m``, search it too.
     sys.path.append(str(Path.cwd()))
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = argument_parser().parse_args(argv)
         code: int = arguments.function(arguments)
         sys.stdout.flush()  # a closed output raises BrokenPipeError here instead of at python's exit
         return code
@@ -185,7 +185,8 @@ class _CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
 
-def _parser() -> argparse.ArgumentParser:
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with all commands."""
     parser = argparse.ArgumentParser(
         prog="trinity-mq",
         description="Reinforcement fine-tuning of language models as a message-queue actor system on RabbitMQ.",

@@ -11,14 +11,15 @@ from trinity_mq.config.engines import engine_row
 from trinity_mq.config.run import Config
 
 
-def cpu_threads(config: Config, setting: Threads) -> int:
+def cpu_threads(config: Config, setting: Threads, cores: int | None = None) -> int:
     """Return the number of CPU threads of a trainer process or an engine with this ``setting``.
 
     Two programs that share cores lose more by waiting for each other than a second thread gains. With ``auto``, the
     processes that compute on this machine at the same time therefore use as many threads in total as it has cores, and
     at least one each. External engines do not count. On a machine that runs only some of the agents, set a number.
+    ``cores`` is the number of cores of this machine, None: ask the system.
     """
-    return setting if setting != "auto" else max(1, available_cores() // computing_processes(config))
+    return setting if setting != "auto" else max(1, (cores or available_cores()) // computing_processes(config))
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -10,13 +10,17 @@ from trinity_mq.messages import Metrics
 from trinity_mq.observability.report.curves import PICTURES, drawn
 
 MOST_POINTS = 4000
-"""Maximum number of points kept per curve. Every second point is removed when a curve grows beyond it."""
 
 
 class Curves:
-    """Values of every metric by step. A later value for the same step replaces the earlier value."""
+    """Values of every metric by step. A later value for the same step replaces the earlier value.
 
-    def __init__(self) -> None:
+    Args:
+        max_points: Maximum number of points kept per curve. Every second point is removed from a longer curve.
+    """
+
+    def __init__(self, max_points: int = MOST_POINTS) -> None:
+        self._max_points = max_points
         self._points: dict[str, dict[int, float]] = {}
         self.changes = 0
         """Number of values added so far. It changes whenever a curve changes."""
@@ -29,7 +33,7 @@ class Curves:
             points = self._points.setdefault(name, {})
             points.pop(message.step, None)
             points[message.step] = float(value)
-            if len(points) > MOST_POINTS:
+            if len(points) > self._max_points:
                 self._points[name] = dict(list(points.items())[::2])
             self.changes += 1
 

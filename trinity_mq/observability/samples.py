@@ -75,20 +75,21 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
 
 
 def decode_latest(
-    bodies: Sequence[tuple[bytes, int | None]], workflows: Mapping[str, str]
+    bodies: Sequence[tuple[bytes, int | None]], workflows: Mapping[str, str], max_rows: int
 ) -> tuple[list[DecodedSamples], list[str]]:
-    """Return (the latest decoded batches with together about :data:`MOST_ROWS` rows, oldest first, the problems of
+    """Return (the latest decoded batches with together about ``max_rows`` rows, oldest first, the problems of
     unreadable batches). Earlier batches are not decoded, because the table could not hold their rows.
 
     Args:
         bodies: Encoded batches, each with the train step that used it, oldest first.
         workflows: Workflow name by taskset name.
+        max_rows: Number of rows from which on no earlier batch is decoded.
     """
     batches: list[DecodedSamples] = []
     problems: list[str] = []
     uids: set[str] = set()
     for body, step in reversed(bodies):
-        if len(uids) >= MOST_ROWS:
+        if len(uids) >= max_rows:
             break
         try:
             batches.append(decoded(body, step, workflows))
@@ -104,10 +105,15 @@ class SampleStore:
 
     Args:
         workflows: Workflow name by taskset name.
+        max_rows: Maximum rows of the table, beyond the rows of one batch.
+        max_bytes: Maximum size of the decoded bodies, and of the pending bodies, in bytes.
     """
 
-    def __init__(self, workflows: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, workflows: Mapping[str, str] | None = None, max_rows: int = MOST_ROWS, max_bytes: int = MOST_BYTES
+    ) -> None:
         self._workflows = workflows or {}
+        self._max_rows, self._max_bytes = max_rows, max_bytes
         self._pending: collections.deque[tuple[bytes, int | None]] = collections.deque()
         """Bodies that are not decoded yet, each with the train step that used it."""
         self._pending_bytes = 0
@@ -131,7 +137,7 @@ class SampleStore:
         self.seen += 1
         self._pending.append((body, step))
         self._pending_bytes += len(body)
-        while self._pending_bytes > MOST_BYTES or len(self._pending) > MOST_ROWS:
+        while self._pending_bytes > self._max_bytes or len(self._pending) > self._max_rows:
             oldest, _ = self._pending.popleft()
             self._pending_bytes -= len(oldest)
 
@@ -141,7 +147,7 @@ class SampleStore:
             if not self._pending:
                 return []
             last, bodies = self.seen, list(self._pending)
-            batches, problems = await asyncio.to_thread(decode_latest, bodies, self._workflows)
+            batches, problems = await asyncio.to_thread(decode_latest, bodies, self._workflows, self._max_rows)
             # Remove bodies only after decoding, because the caller may be cancelled. Bodies that arrived during
             # decoding stay for the next call.
             for _ in range(len(self._pending) - (self.seen - last)):
@@ -168,7 +174,7 @@ class SampleStore:
         return new
 
     def _trim(self) -> None:
-        while len(self._decoded) > 1 and (self._bytes > MOST_BYTES or len(self._rows) > MOST_ROWS):
+        while len(self._decoded) > 1 and (self._bytes > self._max_bytes or len(self._rows) > self._max_rows):
             oldest = self._decoded.popleft()
             self._bytes -= len(oldest.body)
             for uid in oldest.rows:

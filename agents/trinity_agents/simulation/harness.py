@@ -81,8 +81,8 @@ class Simulation:
     eval_sets: dict[str, list[TaskBody]] = field(
         default_factory=lambda: {"held": [TaskBody(workflow="none", is_eval=True)]}
     )
-    taskset: bool = True
-    """True if the explorer has a taskset. Without a taskset it waits for submissions."""
+    taskset: Callable[[], Any] | None = NumberedTasks
+    """Makes the explorer's taskset. None: the explorer waits for submissions."""
     recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync", "dead")
     """Exchanges whose messages are all recorded."""
     explorers: list[Explorer] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Simulation:
             agent_id=agent_id,
             engine=self.engine,
             folder=self.folder,
-            taskset=NumberedTasks() if self.taskset else None,
+            taskset=None if self.taskset is None else self.taskset(),
             eval_sets=self.eval_sets,
             metrics=self,  # type: ignore[arg-type]
         )

@@ -109,8 +109,8 @@ class Workflows:
         """Nothing to close."""
 
 
-def runner(world: World, name: str = "runner-0") -> Runner:
-    work: Any = Workflows()
+def runner(world: World, name: str = "runner-0", work: Any = None) -> Runner:
+    work = work or Workflows()
     return Runner(world.config, bus=world.bus(), topology=world.topology, agent_id=name, workflows=work, isolated=work)
 
 
@@ -244,9 +244,8 @@ def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
             return an_outcome(task_slice, experiences=[filled(70_000 + self.extra)])
 
     async def main() -> None:
-        one = runner(world)
-        one._executor._workflows = exact = Exact()  # type: ignore[assignment]
-        async with world.living(one):
+        exact = Exact()
+        async with world.living(runner(world, work=exact)):
             for ticket, extra in (("t1", 0), ("t2", 8)):
                 exact.extra = extra
                 await send_slice(world, a_slice(ticket))
@@ -703,8 +702,8 @@ def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: P
 
     async def look() -> None:
         for progress in (1, 2, 3):
-            await until(lambda n=progress: bool(sim.trainers) and sim.trainer.loop._saved_progress >= n)  # type: ignore[misc]
-            await asyncio.sleep(0)
+            await until((tmp_path / "checkpoints" / f"progress-{progress:06}").exists)
+            await asyncio.sleep(0.1)
             oldest = min(int(path.name[-6:]) for path in (tmp_path / "checkpoints").glob("progress-*"))
             consumed = [one.ticket for one in sim.published(BatchReady)][:oldest]
             left[progress] = len(chunks(tmp_path) & set(consumed))

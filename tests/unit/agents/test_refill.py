@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation
-from trinity_agents.explorer.agent import Explorer
 from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.experience import ExperienceBatch
@@ -253,13 +252,9 @@ class Epochs(Simulation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.taskset = Finite
         buffer = self.config.buffer.model_copy(update={"total_steps": None, "total_epochs": 2})
         self.config = self.config.model_copy(update={"buffer": buffer})
-
-    def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
-        explorer = super().make_explorer(agent_id)
-        explorer._taskset = Finite()
-        return explorer
 
 
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven"])

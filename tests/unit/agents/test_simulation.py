@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trinity_agents.operator.batch_publisher import BatchPublisher
-from trinity_agents.simulation import Simulation, kill_and_replace_trainer
+from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import failure
+from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import lineage
-from trinity_mq.runtime.errors import FatalError, first_leaf
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -47,23 +47,9 @@ def test_evaluations_are_of_the_right_versions_and_the_final_one_is_done_once(tm
             assert values["eval/held/version/min"] == values["eval/held/version/max"], label
 
 
-def test_empty_batches_do_not_stop_the_run(tmp_path: Path) -> None:
-    sim = Simulation(
-        tmp_path,
-        ("explorer.max_consecutive_empty=100",),
-        spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
-    )
-    run_virtually(sim.run(), limit=1000)
-    assert sim.trainer.loop.progress == 6
-    assert sim.trainer.loop.step == 0
-    assert len(sim.engine.served) == 1  # nothing changed: commits without a transfer
-
-
 def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None)
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(), limit=1000)
-    error = first_leaf(caught.value)
+    error = failure(sim.run(), FatalError, limit=1000)
     assert isinstance(error, FatalError)
     assert "batch 3: no slice gave an experience: 2 failed. 6 slices failed: slice failed; first: task " in str(error)
     status = sim.explorers[-1].detail()
@@ -72,63 +58,20 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
     assert [failure.count for failure in status.failures] == [6]
 
 
-def test_every_second_batch_parked(tmp_path: Path) -> None:
-    sim = Simulation(
-        tmp_path,
-        spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
-    )
-    run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 3)
-
-
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])
-@pytest.mark.parametrize("offset", [0, 1])
-def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float, offset: int) -> None:
-    sim = Simulation(tmp_path, (f"synchronizer.sync_offset={offset}",), step_seconds=step_seconds)
+def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float) -> None:
+    sim = Simulation(tmp_path, ("synchronizer.sync_offset=1",), step_seconds=step_seconds)
     run_virtually(sim.run(), limit=3000)
     assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_operators_that_finish_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sim = Simulation(tmp_path, ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4"), batches=8, operators=3)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+def test_operators_that_finish_out_of_order(tmp_path: Path) -> None:
+    settings = ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4")
+    sim = WatchedSimulation(tmp_path, settings, batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 20.0 if batch % 3 == 1 else 0.0)
     run_virtually(sim.run(), limit=3000)
     history = lineage(tmp_path / "history", 1, 8)
     assert [entry["batch"] for entry in history] == list(range(1, 9))
-
-
-def test_no_runners_for_an_hour(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("explorer.batch_timeout=1600",))
-
-    async def late() -> None:
-        await asyncio.sleep(3600)
-        await sim.make_runner().run()
-
-    run_virtually(sim.run(runners=late), limit=10_000)
-    assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
-    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
-
-
-@pytest.mark.parametrize("after", [round(0.15 * n, 2) for n in range(1, 24)])
-def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after: float) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
-
-    run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
-    trainer = sim.trainer.loop
-    assert trainer.progress == 5
-    history = lineage(tmp_path / "history", trainer.generation, 5)
-    tickets = [entry["ticket"] for entry in history]
-    uids = [uid for entry in history for uid in entry["uids"]]
-    assert len(set(tickets)) == 5
-    assert len(set(uids)) == len(uids) == 20
-    assert [label for label, _ in sim.values("eval/held/version/min")].count(5) == 1
-    assert sim.engine.served == sorted(sim.engine.served)
 
 
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven", "fully_async"])

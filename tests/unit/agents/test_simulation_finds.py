@@ -25,6 +25,8 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.sync.gate.canary import Canary
 
+Replacement = tuple[type, str, Callable[..., Any]]
+"""A class, the name of one of its methods, and what breaks a rule in its place."""
 END = 80
 """One of the seeds before this one fails; each range begins a little before its first seed that fails."""
 
@@ -37,7 +39,17 @@ def first_failure(seeds: Iterable[int | FaultSchedule]) -> ScheduleOutcome:
     raise AssertionError(f"none of {seeds} fails")
 
 
-def an_operator_that_does_not_deduplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+def break_rule(monkeypatch: pytest.MonkeyPatch, replacements: Iterable[Replacement]) -> None:
+    for owner, name, broken in replacements:
+        monkeypatch.setattr(owner, name, broken)
+
+
+async def never(self: object) -> None:
+    """Wait for ever, in place of a method that does its work again and again."""
+    await asyncio.Event().wait()
+
+
+def an_operator_that_does_not_deduplicate() -> list[Replacement]:
     parts, read = BatchReader._parts, BatchReader.read
 
     async def read_all(self: BatchReader, manifest: Any) -> Any:
@@ -55,50 +67,44 @@ def an_operator_that_does_not_deduplicate(monkeypatch: pytest.MonkeyPatch) -> No
         kind = type(next(iter(whole.values()))) if whole else None
         return {number: kind(delivery, row) for number, (row, delivery) in enumerate(more)} if kind else whole
 
-    monkeypatch.setattr(BatchReader, "read", read_all)
+    return [(BatchReader, "read", read_all)]
 
 
-def without_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_repair() -> list[Replacement]:
     """Publish nothing again that seems to be lost, which would hide what a broken rule has lost."""
 
-    async def never(self: Dispatcher) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Dispatcher, "watch_slices", never)
-    monkeypatch.setattr(InFlightBatches, "unseen", lambda self: [])
+    return [(Dispatcher, "watch_slices", never), (InFlightBatches, "unseen", lambda self: [])]
 
 
-def an_explorer_that_does_not_save_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+def an_explorer_that_does_not_save_before_it_publishes() -> list[Replacement]:
     save = StateFile.save
 
     async def later(self: StateFile, state: ExplorerState) -> None:
         if all(ticket.published for ticket in state.tickets.values()):
             await save(self, state)
 
-    monkeypatch.setattr(StateFile, "save", later)
-    without_repair(monkeypatch)
+    return [(StateFile, "save", later), *without_repair()]
 
 
-def a_trainer_that_resumes_behind_what_it_has_not_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TicketDecider, "resume_offset", lambda self: self.next_offset)
+def a_trainer_that_resumes_behind_what_it_has_not_consumed() -> list[Replacement]:
+    return [(TicketDecider, "resume_offset", lambda self: self.next_offset)]
 
 
-def a_runner_that_acknowledges_before_its_result_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_runner_that_acknowledges_before_its_result_is_confirmed() -> list[Replacement]:
     report = ResultPublisher.report
 
     async def acknowledged(self: ResultPublisher, in_flight: Any, result: Any) -> None:
         await acknowledge(in_flight.delivery)
         await report(self, in_flight, result)
 
-    monkeypatch.setattr(ResultPublisher, "report", acknowledged)
-    without_repair(monkeypatch)
+    return [(ResultPublisher, "report", acknowledged), *without_repair()]
 
 
-def a_gate_that_does_not_ask_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Canary, "problem", lambda self, *about: None)
+def a_gate_that_does_not_ask_the_canary() -> list[Replacement]:
+    return [(Canary, "problem", lambda self, *about: None)]
 
 
-def an_operator_that_leaves_a_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def an_operator_that_leaves_a_task_behind() -> list[Replacement]:
     serve = Operator.serve
     kept = []
 
@@ -106,21 +112,15 @@ def an_operator_that_leaves_a_task_behind(monkeypatch: pytest.MonkeyPatch) -> No
         kept.append(asyncio.create_task(asyncio.sleep(10_000.0)))
         await serve(self)
 
-    monkeypatch.setattr(Operator, "serve", careless)
+    return [(Operator, "serve", careless)]
 
 
-def an_explorer_that_does_not_look_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def once(self: ExplorerLoop) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(ExplorerLoop, "_compare_state", once)
+def an_explorer_that_does_not_look_after_an_outage() -> list[Replacement]:
+    return [(ExplorerLoop, "_compare_state", never)]
 
 
-def an_agent_that_does_not_look_for_the_end_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Agent) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Agent, "_look_for_end", never)
+def an_agent_that_does_not_look_for_the_end_after_an_outage() -> list[Replacement]:
+    return [(Agent, "_look_for_end", never)]
 
 
 @pytest.mark.timeout(180)
@@ -139,11 +139,11 @@ def an_agent_that_does_not_look_for_the_end_after_an_outage(monkeypatch: pytest.
 )
 def test_a_broken_rule_is_found(
     monkeypatch: pytest.MonkeyPatch,
-    breaks: Callable[[pytest.MonkeyPatch], None],
+    breaks: Callable[[], list[Replacement]],
     seeds: Iterable[int | FaultSchedule],
     invariant: str,
 ) -> None:
-    breaks(monkeypatch)
+    break_rule(monkeypatch, breaks())
     failure = first_failure(seeds)
     assert failure.invariant == invariant, failure.report()
 
@@ -152,7 +152,7 @@ def test_a_broken_rule_is_found(
 def test_a_failing_schedule_is_shrunk_and_repeated_by_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a_gate_that_does_not_ask_the_canary(monkeypatch)
+    break_rule(monkeypatch, a_gate_that_does_not_ask_the_canary())
     failure = first_failure(range(48, END))
     least = minimize_faults(failure)
     assert any(isinstance(fault, StaleWeightsFault) for fault in least.schedule.faults)

@@ -6,12 +6,12 @@ A failure names its seed and the command that plays it again; docs/simulation.md
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from tests.unit.agents.test_simulation_finds import Replacement, break_rule, never
 from trinity_agents.gateway.agent import Gateway
 from trinity_agents.simulation.__main__ import main
 from trinity_agents.simulation.coverage import ALL_STATES, Coverage
@@ -83,25 +83,21 @@ def first_failure(seeds: Iterable[int]) -> ScheduleOutcome:
     raise AssertionError(f"none of {seeds} fails")
 
 
-def every_gateway_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_gateway_acts() -> list[Replacement]:
     async def at_once(self: Gateway, *about: Any, **how: Any) -> bool:
         return True
 
-    async def never(self: Gateway) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Gateway, "take_lock", at_once)
-    monkeypatch.setattr(Gateway, "restart_when_lock_lost", never)
+    return [(Gateway, "take_lock", at_once), (Gateway, "restart_when_lock_lost", never)]
 
 
-def a_late_reward_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_late_reward_counts_nothing() -> list[Replacement]:
     rewarded = Session._rewarded
 
     def first_alone(self: Session, body: Any) -> None:
         if self.reward is None:
             rewarded(self, body)
 
-    monkeypatch.setattr(Session, "_rewarded", first_alone)
+    return [(Session, "_rewarded", first_alone)]
 
 
 @pytest.mark.timeout(180)
@@ -110,9 +106,9 @@ def a_late_reward_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     [(every_gateway_acts, "only one gateway acts"), (a_late_reward_counts_nothing, "gateways agree")],
 )
 def test_a_broken_rule_of_sessions_is_found(
-    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch], None], invariant: str
+    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[], list[Replacement]], invariant: str
 ) -> None:
-    breaks(monkeypatch)
+    break_rule(monkeypatch, breaks())
     failure = first_failure(range(8))
     assert invariant in {name for name, _ in failure.violations}, failure.report()
 

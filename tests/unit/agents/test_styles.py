@@ -1,4 +1,4 @@
-"""Learning.md section 7 for the styles other than fixed: whole runs on MemoryBus in virtual time."""
+"""Learning.md section 7, mostly for the styles other than fixed: whole runs on MemoryBus in virtual time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.operator.batch_publisher import BatchPublisher
+from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import failure
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
@@ -17,6 +18,7 @@ from trinity_mq.testing.fakes import FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 
 STYLES = ("trainer_driven", "explorer_driven", "fully_async")
+ALL = ("fixed", *STYLES)
 
 
 def styled(folder: Path, style: str, *overrides: str, **fields: Any) -> Simulation:
@@ -80,9 +82,9 @@ def test_what_was_asked_for_and_is_not_given_ends_the_run_with_its_reason(tmp_pa
             self.step_seconds = 1e4 if step_number > 1 else 1.0
             return await super().step(experiences, step_number)
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=lambda: sim.make_trainer(learner=SlowFromTheSecondStep()).run()), limit=2e4)
-    (error,) = _leaves(caught.value, FatalError)
+    error = failure(
+        sim.run(trainer=lambda: sim.make_trainer(learner=SlowFromTheSecondStep()).run()), FatalError, limit=2e4
+    )
     assert "requested at batch 3 within 50 s (synchronizer.request_timeout)" in str(error)
     assert "It reports: step 1, progress 1" in str(error)
     assert sim.state().opened == 2
@@ -102,14 +104,7 @@ def test_a_trainer_that_is_away_is_not_waited_for_by_the_requests_clock(tmp_path
     check_whole(sim, 4)
 
 
-def _leaves(group: BaseExceptionGroup[Any], kind: type[BaseException]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _leaves(error, kind) if isinstance(error, BaseExceptionGroup) else [error]
-    return [error for error in found if isinstance(error, kind)]
-
-
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ALL)
 def test_empty_batches_do_not_stop_the_run(tmp_path: Path, style: str) -> None:
     sim = styled(
         tmp_path,
@@ -122,7 +117,7 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path, style: str) -> None:
     assert len(sim.engine.served) == 1, "nothing changed: commits without a transfer"
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ALL)
 def test_every_second_batch_parked(tmp_path: Path, style: str) -> None:
     sim = styled(
         tmp_path,
@@ -134,7 +129,7 @@ def test_every_second_batch_parked(tmp_path: Path, style: str) -> None:
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ALL)
 def test_a_much_faster_or_slower_trainer(tmp_path: Path, style: str, step_seconds: float) -> None:
     sim = styled(tmp_path, style, step_seconds=step_seconds)
     run_virtually(sim.run(), limit=3000)
@@ -142,25 +137,10 @@ def test_a_much_faster_or_slower_trainer(tmp_path: Path, style: str, step_second
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, style: str
-) -> None:
-    sim = styled(
-        tmp_path,
-        style,
-        "synchronizer.pipeline_depth=3",
-        "synchronizer.sync_interval=4",
-        "synchronizer.max_staleness=20",
-        batches=8,
-        operators=3,
-    )
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(tmp_path: Path, style: str) -> None:
+    settings = ("synchronizer.pipeline_depth=3", "synchronizer.sync_interval=4", "synchronizer.max_staleness=20")
+    sim = WatchedSimulation(tmp_path, (f"synchronizer.sync_style={style}", *settings), batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 20.0 if batch % 3 == 1 else 0.0)
     run_virtually(sim.run(), limit=3000)
     check_whole(sim, 8)
     order = [entry["batch"] for entry in lineage(tmp_path / "history", 1, 8)]
@@ -168,7 +148,7 @@ def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(
     assert order[0] != 1, "the first one was slow: the others did not wait for it"
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ALL)
 def test_no_runners_for_many_minutes(tmp_path: Path, style: str) -> None:
     sim = styled(tmp_path, style, "explorer.batch_timeout=400", "explorer.max_timeout=100")
 
@@ -181,7 +161,7 @@ def test_no_runners_for_many_minutes(tmp_path: Path, style: str) -> None:
 
 
 @pytest.mark.parametrize("after", [round(0.3 * n, 2) for n in range(1, 12)])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ALL)
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, style: str, after: float) -> None:
     sim = styled(tmp_path, style, "trainer.save_interval=2", "synchronizer.sync_timeout=5", batches=5, step_seconds=0.3)
 
@@ -285,16 +265,11 @@ def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
     assert len(uids) == len(set(uids)), "nothing is trained on twice"
 
 
-def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path) -> None:
     """What was consumed out of order is on record: the trainer does not wait for it again."""
-    sim = styled(tmp_path, "trainer_driven", "synchronizer.pipeline_depth=4", batches=8, operators=3)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
-        await asyncio.sleep(30.0 if manifest.batch == 2 else 0.0)
-        await publish(self, manifest, *rest)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+    settings = ("synchronizer.sync_style=trainer_driven", "synchronizer.pipeline_depth=4")
+    sim = WatchedSimulation(tmp_path, settings, batches=8, operators=3)
+    sim.holds = late_operators(lambda batch: 30.0 if batch == 2 else 0.0)
 
     async def trainer() -> None:
         first = sim.make_trainer()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.test_run_identity import trained
 from trinity_agents.simulation import Simulation, until
-from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import envelope
@@ -46,11 +46,6 @@ async def failure(agent: Agent) -> str:
 
 def begun(sim: Simulation) -> bool:
     return any(trainer.loop.progress for trainer in sim.trainers)
-
-
-def trained(sim: Simulation) -> list[str]:
-    entries = lineage(sim.folder / "history", sim.trainer.loop.generation, sim.trainer.loop.progress)
-    return [entry["ticket"] for entry in entries]
 
 
 def in_folder(sim: Simulation, agent: Agent) -> Agent:

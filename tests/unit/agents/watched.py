@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.world import AcksNoted
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.agent import Trainer
-from trinity_mq.bus import Delivery, Envelope, Queue
+from trinity_mq.bus import Envelope, Queue
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.testing.fakes import FakeLearner, FakeRunnerAgent
@@ -78,20 +79,7 @@ class WatchedBus(MemoryBus):
 
     async def consume(self, queue: Queue, **how: Any) -> Any:
         consumer = await super().consume(queue, **how)
-        if queue.kind == "quorum":
-            hand_over = consumer._hand_over
-            consumer._hand_over = lambda item: self._watched(hand_over(item))
-        return consumer
-
-    def _watched(self, delivery: Delivery) -> Delivery:
-        ack = delivery.ack
-
-        async def acked() -> None:
-            await ack()
-            self.act("acked", delivery.queue)
-
-        delivery.ack = acked  # type: ignore[method-assign]
-        return delivery
+        return AcksNoted(consumer, lambda note: self.act(*note.split(" ", 1))) if queue.kind == "quorum" else consumer
 
 
 class WatchedSimulation(Simulation):
@@ -168,6 +156,15 @@ class WatchedSimulation(Simulation):
     def tickets(self, kind: str = "task_slice", who: str = "") -> list[str]:
         """The tickets of which a kind of message was published, in their order."""
         return list(dict.fromkeys(self.acts[place].ticket for place in self.where("publish", kind, who=who)))
+
+
+def late_operators(seconds: Callable[[int], float]) -> Callable[[str, Envelope], float]:
+    """Return :attr:`WatchedSimulation.holds` by which operators publish each batch late, by seconds by its number."""
+
+    def held(_who: str, mail: Envelope) -> float:
+        return seconds(int(mail.headers["batch"])) if mail.kind == "experience_chunk" and not mail.headers["n"] else 0.0
+
+    return held
 
 
 def like_this(ticket: Ticket | None, like: Callable[[Ticket], bool]) -> bool:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from trinity_mq.bus import Envelope, Topology
-from trinity_mq.bus.base import BusError, Delivery
+from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.bus.memory.queues import StreamQueue
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
 
 CONFIRM = 0.01
 """Seconds a confirm takes."""
@@ -40,6 +41,8 @@ class World:
         """When, for each entry of :attr:`wire`."""
         self.kill_after: tuple[int, asyncio.Task[Any]] | None = None
         """Entries of :attr:`wire` after which a task is ended at its next step."""
+        self.loses_confirm_of = ""
+        """The kind of message whose next confirm is lost."""
         self.outside = NotingBus(self, noted=False)
         self.seq = 100
 
@@ -101,7 +104,7 @@ class World:
     def stored(self, queue: str) -> list[Any]:
         """What a queue holds, without taking it."""
         found: Any = self.broker.queues[self.topology.prefix + queue]
-        return list(found._messages if isinstance(found, StreamQueue) else found.messages)
+        return list(found.messages)
 
     def stream(self, name: str) -> list[Message]:
         """The control-plane messages of a stream, results that came together one by one."""
@@ -120,14 +123,13 @@ class World:
         """Let what waits in a queue look as if the broker had taken it back so often, after so many failed tries."""
         work: Any = self.broker.queues[self.topology.prefix + queue]
         seen = {"failed-tries": failed, "failures": "delivery 1: seen"} if failed else {}
-        work._ready = type(work._ready)(
-            replace(each, deliveries_before=deliveries, headers={**each.headers, **seen}) for each in work._ready
-        )
+        for each in work.purge():
+            work.put(replace(each, deliveries_before=deliveries, headers={**each.headers, **seen}))
 
     def emptied(self, queue: str) -> None:
         """Let what waits in a queue be lost."""
         work: Any = self.broker.queues[self.topology.prefix + queue]
-        work._ready = type(work._ready)()
+        work.purge()
 
 
 class NotingBus(MemoryBus):
@@ -141,6 +143,9 @@ class NotingBus(MemoryBus):
         quiet = not self.noted or envelope.kind in {"beat", "metrics"}
         if not quiet:
             self.world.note(f"sent {envelope.kind}")
+        if envelope.kind == self.world.loses_confirm_of:
+            self.world.loses_confirm_of = ""
+            self.world.broker.lose_confirm_once()
         routed = await super().publish(exchange, routing_key, envelope, **how)
         await asyncio.sleep(CONFIRM)
         if not quiet:
@@ -153,25 +158,61 @@ class NotingBus(MemoryBus):
 
     async def consume(self, queue: Any, **how: Any) -> Any:
         consumer = await super().consume(queue, **how)
-        if self.noted and queue.kind == "quorum":
-            hand_over = consumer._hand_over
-            consumer._hand_over = lambda item: noted(self.world, hand_over(item))
-        return consumer
+        return AcksNoted(consumer, self.world.note) if self.noted and queue.kind == "quorum" else consumer
 
 
-def noted(world: World, delivery: Delivery) -> Delivery:
-    ack = delivery.ack
+class AcksNoted(Consumer):
+    """A consumer that notes each acknowledgement as ``acked`` or ``void``, with the queue's name."""
 
-    async def acked() -> None:
-        try:
-            await ack()
-        except BusError:
-            world.note(f"void {delivery.queue}")
-            raise
-        world.note(f"acked {delivery.queue}")
+    def __init__(self, consumer: Consumer, note: Callable[[str], None]) -> None:
+        self.consumer, self.note = consumer, note
 
-    delivery.ack = acked  # type: ignore[method-assign]
-    return delivery
+    async def __anext__(self) -> Delivery:
+        return self.noted(await self.consumer.__anext__())
+
+    def get_nowait(self) -> Delivery | None:
+        delivery = self.consumer.get_nowait()
+        return None if delivery is None else self.noted(delivery)
+
+    async def stop(self) -> None:
+        await self.consumer.stop()
+
+    async def close(self) -> None:
+        await self.consumer.close()
+
+    def noted(self, delivery: Delivery) -> Delivery:
+        ack = delivery.ack
+
+        async def acked() -> None:
+            try:
+                await ack()
+            except BusError:
+                self.note(f"void {delivery.queue}")
+                raise
+            self.note(f"acked {delivery.queue}")
+
+        delivery.ack = acked  # type: ignore[method-assign]
+        return delivery
+
+
+class Over(Exception):
+    """The scene has been seen."""
+
+
+def leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
+    """Return the first exception of a kind in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        group = error.subgroup(kind)
+        assert group is not None, error
+        return leaf(group.exceptions[0], kind)
+    return error
+
+
+def failure(run: Coroutine[Any, Any, Any], kind: type[BaseException], *, limit: float) -> BaseException:
+    """Run in virtual time until it fails, and return its first exception of a kind."""
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(run, limit=limit)
+    return leaf(caught.value, kind)
 
 
 async def kill(*tasks: asyncio.Task[Any]) -> None:

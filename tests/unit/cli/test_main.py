@@ -112,17 +112,17 @@ def test_every_command_leads_to_a_function() -> None:
     }
     assert set(words) == {name for name, _, _ in cli.COMMANDS}
     for command, rest in words.items():
-        assert callable(cli._parser().parse_args([command, *rest]).function), command
+        assert callable(cli.argument_parser().parse_args([command, *rest]).function), command
     for action in ("stop", "status", "serve"):
-        assert callable(cli._parser().parse_args(["broker", action, "folder"]).function)
+        assert callable(cli.argument_parser().parse_args(["broker", action, "folder"]).function)
 
 
 def test_settings_may_stand_behind_an_option() -> None:
     """argparse by itself refuses them there."""
     for words in (["run", "x", "--plain", "a.b=c"], ["dead", "list", "x", "--limit", "3", "a.b=c"]):
-        assert cli._parser().parse_args(words).overrides == ["a.b=c"]
+        assert cli.argument_parser().parse_args(words).overrides == ["a.b=c"]
     with pytest.raises(SystemExit):
-        cli._parser().parse_args(["run", "x", "--plain", "word"])
+        cli.argument_parser().parse_args(["run", "x", "--plain", "word"])
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_a_shell_is_told_what_may_come_next(tmp_path: Path, line: str, found: li
 def test_only_the_module_of_the_given_command_is_imported() -> None:
     program = (
         "import sys\n"
-        "from trinity_mq.cli.main import _parser\n"
+        "from trinity_mq.cli.main import argument_parser\n"
         "try:\n"
-        "    _parser().parse_args(sys.argv[1:])\n"
+        "    argument_parser().parse_args(sys.argv[1:])\n"
         "except SystemExit:\n"
         "    pass\n"
         "print(*sorted(name for name in sys.modules if name.startswith('trinity_mq.')), file=sys.stderr)\n"

@@ -81,7 +81,7 @@ def test_what_any_command_prints_is_visible(
         def parse_args(self, argv: object) -> Namespace:
             return Namespace(command=name, function=command)
 
-    monkeypatch.setattr(cli, "_parser", Parser)
+    monkeypatch.setattr(cli, "argument_parser", Parser)
     cli.main([name])
     printed = "".join(capsys.readouterr())
     assert "\\u001b]52;c;cm0\\u0007" in printed
@@ -93,7 +93,9 @@ def test_a_traceback_is_visible_too() -> None:
         "from argparse import Namespace\n"
         "from trinity_mq.cli import main as cli\n"
         "def command(arguments): raise RuntimeError('\\x1b[2J')\n"
-        "cli._parser = lambda: type('P', (), {'parse_args': lambda s, a: Namespace(command='x', function=command)})()\n"
+        "class Parser:\n"
+        "    def parse_args(self, argv): return Namespace(command='x', function=command)\n"
+        "cli.argument_parser = Parser\n"
         "cli.main([])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

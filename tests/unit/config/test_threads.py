@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from trinity_mq.config import Config, ConfigError, load_config
-from trinity_mq.config import threads as module
 from trinity_mq.config.threads import available_cores, cpu_threads
 
 AUXILIARY = {"name": "judge", "model": {"tiny": {}}}
@@ -32,10 +31,9 @@ def config(*overrides: str, auxiliary: int = 0) -> Config:
     ],
 )
 def test_trainer_and_engines_share_the_cores(
-    cores: int, overrides: tuple[str, ...], auxiliary: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, overrides: tuple[str, ...], auxiliary: int, expected: int
 ) -> None:
-    monkeypatch.setattr(module, "available_cores", lambda: cores)
-    assert cpu_threads(config(*overrides, auxiliary=auxiliary), "auto") == expected
+    assert cpu_threads(config(*overrides, auxiliary=auxiliary), "auto", cores) == expected
 
 
 def test_a_number_is_that_number() -> None:
@@ -44,11 +42,10 @@ def test_a_number_is_that_number() -> None:
     assert config().trainer.num_threads == "auto"
 
 
-def test_external_engines_compute_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available_cores", lambda: 8)
+def test_external_engines_compute_elsewhere() -> None:
     external = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:1/v1"}
     run = load_config({"name": "w", "model": {"tiny": {}}, "explorer": {"auxiliary_models": [external]}})
-    assert cpu_threads(run, "auto") == 4
+    assert cpu_threads(run, "auto", 8) == 4
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])

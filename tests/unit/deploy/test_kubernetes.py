@@ -149,7 +149,7 @@ def words(manifests: Sequence[Manifest], workload: Manifest, folder: Path) -> li
 
 
 def configuration(manifests: Sequence[Manifest], workload: Manifest, folder: Path) -> Config:
-    given = cli._parser().parse_args(words(manifests, workload, folder))
+    given = cli.argument_parser().parse_args(words(manifests, workload, folder))
     return load_config(given.target, given.overrides)
 
 
@@ -288,7 +288,7 @@ def test_what_is_started_is_a_command_of_ours_with_settings_that_are_right(
 ) -> None:
     commands = {}
     for workload in ours(manifests):
-        given = cli._parser().parse_args(words(manifests, workload, tmp_path))
+        given = cli.argument_parser().parse_args(words(manifests, workload, tmp_path))
         config = configuration(manifests, workload, tmp_path)
         name = workload["metadata"]["name"]
         commands[name] = (given.command, getattr(given, "engines_only", False))
@@ -325,7 +325,7 @@ def test_the_gateway_listens_where_its_service_looks(overlays: dict[str, list[Ma
     [port] = named(manifests, "Service", "gateway")["spec"]["ports"]
     assert config.gateway.port == port["port"] == GatewayConfig().port
     assert config.gateway.public_url == f"http://gateway:{port['port']}"
-    given = cli._parser().parse_args(words(manifests, workload, tmp_path))
+    given = cli.argument_parser().parse_args(words(manifests, workload, tmp_path))
     assert given.id.endswith("-0"), "the number at the end of its id is added to the port"
     assert config.gateway.key_file is not None
     mounts = {mount["mountPath"]: mount["name"] for mount in container(workload)["volumeMounts"]}
@@ -342,7 +342,7 @@ def test_probes_ask_what_the_agents_tell_and_give_them_time(manifests: list[Mani
             assert {one["httpGet"]["path"] for one in (startup, ready, live)} == {"/metrics"}
             assert {one["httpGet"]["port"] for one in (startup, ready, live)} == {port["name"]}
             continue
-        given = [cli._parser().parse_args(one["exec"]["command"][1:]) for one in (startup, ready, live)]
+        given = [cli.argument_parser().parse_args(one["exec"]["command"][1:]) for one in (startup, ready, live)]
         assert {one.command for one in given} == {"health"}
         assert {one["exec"]["command"][0] for one in (startup, ready, live)} == {"trinity-mq"}
         assert startup["periodSeconds"] * startup["failureThreshold"] >= 15 * 60, "a model from a cold disk"

@@ -129,7 +129,7 @@ def test_what_is_started_is_a_command_of_ours(name: str) -> None:
     (command,) = unit["ExecStart"]
     words = shlex.split(command.replace("%i", "smoke-2"))
     assert words[0] == "/opt/trinity-mq/bin/trinity-mq"
-    given = cli._parser().parse_args(words[1:])
+    given = cli.argument_parser().parse_args(words[1:])
     assert given.target == "/etc/trinity-mq/smoke-2/run.yaml"
     role = re.fullmatch(r"trinity-mq-(\w+)@\.service", name)
     assert role is not None

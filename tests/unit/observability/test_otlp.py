@@ -187,7 +187,7 @@ def test_spans_of_a_sync_that_an_earlier_release_wrote_have_a_trace_of_their_wei
 
 def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: Path) -> None:
     outside = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    sim = Simulation(tmp_path, batches=1, taskset=False)
+    sim = Simulation(tmp_path, batches=1, taskset=None)
 
     async def scene() -> None:
         start_trace("explorer", "explorer-0", tmp_path, on=True)

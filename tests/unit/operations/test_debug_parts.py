@@ -30,7 +30,7 @@ from trinity_mq.terminal import escape_unsafe
 
 def test_the_words_lead_to_functions() -> None:
     words = ["workflow", "c.yaml", "a.b=c", "--task", "3", "--engine", "http://h", "--json"]
-    arguments = cli._parser().parse_args(["debug", *words])
+    arguments = cli.argument_parser().parse_args(["debug", *words])
     assert arguments.function is debug.workflow
     assert (arguments.overrides, arguments.task, arguments.engine) == (["a.b=c"], "3", "http://h")
 

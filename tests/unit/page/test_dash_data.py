@@ -16,7 +16,7 @@ from tests.unit.observability.test_run_state import beat, metrics
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
-from trinity_mq.observability import curves, samples
+from trinity_mq.observability import samples
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.diagnosis import Room
 from trinity_mq.observability.history import KEPT_SECONDS, RunHistory
@@ -36,9 +36,8 @@ def test_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
     assert picture["title"] == "Reward"
 
 
-def test_curves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "MOST_POINTS", 100)
-    found = Curves()
+def test_curves_are_bounded() -> None:
+    found = Curves(max_points=100)
     for step in range(1000):
         found.add(metrics("trainer", step, **{"actor/entropy": float(step), "odd": float("nan")}))
     points = found.named("actor/entropy")
@@ -94,9 +93,8 @@ def test_the_same_sample_is_shown_once_and_only_what_is_new_is_asked_for() -> No
     assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8]
 
 
-def test_the_oldest_samples_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_ROWS", 10)
-    store = SampleStore()
+def test_the_oldest_samples_go_first() -> None:
+    store = SampleStore(max_rows=10)
     first = decoded(body(0), 0, {})
     store.add(first)
     for batch in range(1, 20):
@@ -106,9 +104,8 @@ def test_the_oldest_samples_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
 
 
-def test_what_nobody_looks_at_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_BYTES", 5 * len(body(10)))
-    store = SampleStore()
+def test_what_nobody_looks_at_is_bounded_too() -> None:
+    store = SampleStore(max_bytes=5 * len(body(10)))
     for batch in range(10, 30):
         store.put(body(batch), batch)
     assert asyncio.run(store.decode()) == []
@@ -116,22 +113,15 @@ def test_what_nobody_looks_at_is_bounded_too(monkeypatch: pytest.MonkeyPatch) ->
     assert store.seen == 20
 
 
-def test_only_what_the_table_has_room_for_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_ROWS", 10)
-    read: list[int | None] = []
-
-    def noted(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
-        read.append(step)
-        return decoded(body, step, workflows)
-
-    monkeypatch.setattr(samples, "decoded", noted)
-    store = SampleStore()
-    for batch in range(20):
+def test_only_what_the_table_has_room_for_is_decoded() -> None:
+    store = SampleStore(max_rows=10)
+    for batch in range(17):
+        store.put(b"not decoded, or a problem would say so", batch)
+    for batch in range(17, 20):
         store.put(body(batch), batch)
     store.put(body(20)[:-20], 20)
     [problem] = asyncio.run(store.decode())
     assert problem.startswith("samples of step 20 cannot be read")
-    assert read == [20, 19, 18, 17]
     assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
     assert asyncio.run(store.decode()) == []
 

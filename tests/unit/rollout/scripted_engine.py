@@ -45,7 +45,7 @@ class ScriptedEngine:
         self.script = None
         self.model = None
 
-    async def _chat(self, request):
+    async def chat(self, request):
         body = await request.json()
         self.requests.append(body)
         self.headers.append(request.headers)
@@ -62,12 +62,12 @@ async def scripted_engine(engine_id="engine-0"):
     """Serve a ScriptedEngine on a free port."""
     engine = ScriptedEngine()
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", engine._chat)
+    app.router.add_post("/v1/chat/completions", engine.chat)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]
+    port = runner.addresses[0][1]
     engine.model = InferenceModel(id=engine_id, url=f"http://127.0.0.1:{port}", name="m")
     try:
         yield engine

@@ -249,7 +249,8 @@ def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
         beat = Heartbeat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
         await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.engine.e", envelope(beat))
         await asyncio.sleep(1)
-        idler.bus._broker.drop(idler.bus, delay=60)
+        idler.bus.disconnect("connection lost")
+        idler.bus.reconnect_in(60)
         await asyncio.sleep(50)
         assert [beat.id for beat in idler.peers.alive("engine")] == ["e"], "we are deaf and cannot know"
         before = len(outside.beats)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.unit.runtime.reading_bus import ReadingBus, reading
 from trinity_mq.bus import Delivery, Envelope, StaleDelivery, Topology
-from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.properties import publishable
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import BatchReady, ControlEvent, Heartbeat, TaskResult, decode, decode_any
 from trinity_mq.runtime.deliveries import (
     CrashLog,
@@ -29,26 +28,14 @@ CLOSED = TOPOLOGY.closed
 
 @pytest.fixture
 async def bus():
-    made = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
-    await made.connect()
-    await made.declare(*TOPOLOGY.durable)
     with capture_logs():
-        yield made
-    await made.close()
+        async with reading(TOPOLOGY, CLOSED) as made:
+            yield made
 
 
-async def received(bus: MemoryBus, body: bytes = b"?", **how: Any) -> Delivery:
+async def received(bus: ReadingBus, body: bytes = b"?", **how: Any) -> Delivery:
     await bus.publish(TOPOLOGY.exchange("batches"), "closed", Envelope(body=body, **{"kind": "odd", **how}))
-    feed = next((each for each in bus._consumers if each.queue.name == CLOSED.name), None)
-    return await anext(feed or await bus.consume(CLOSED))
-
-
-async def dead(bus: MemoryBus) -> list[Delivery]:
-    feed = await bus.consume(TOPOLOGY.dead)
-    found = []
-    while (delivery := feed.get_nowait()) is not None:
-        found.append(delivery)
-    return found
+    return await bus.received()
 
 
 def test_headers_repeat_what_a_router_needs() -> None:
@@ -62,11 +49,11 @@ def test_headers_repeat_what_a_router_needs() -> None:
     assert decode(envelope(control).body, ControlEvent) == control
 
 
-async def test_a_parked_body_keeps_what_it_came_with(bus: MemoryBus) -> None:
+async def test_a_parked_body_keeps_what_it_came_with(bus: ReadingBus) -> None:
     how = {"message_id": "m7", "content_type": "text/plain", "correlation_id": "c", "reply_to": "r"}
     delivery = await received(bus, b"body", headers={"ticket": "t", "x-death": "no"}, **how)
     await dead_letter(bus, TOPOLOGY, delivery, "why " * 1000, "me")
-    (copy,) = await dead(bus)
+    (copy,) = await bus.dead()
     assert (copy.body, copy.routing_key, copy.kind, copy.content_type) == (b"body", "closed", "odd", "text/plain")
     assert (copy.correlation_id, copy.reply_to, copy.message_id) == ("c", "r", f"dead-{CLOSED.name}-m7")
     assert copy.headers["ticket"] == "t"
@@ -80,33 +67,33 @@ async def test_a_parked_body_keeps_what_it_came_with(bus: MemoryBus) -> None:
     await delivery.ack()  # parking does not answer for the original
 
 
-async def test_bodies_without_an_id_are_told_apart_and_repeats_are_not(bus: MemoryBus) -> None:
+async def test_bodies_without_an_id_are_told_apart_and_repeats_are_not(bus: ReadingBus) -> None:
     for body in (b"one", b"two", b"one"):
         delivery = await received(bus, body)
         delivery.message_id = None
         await dead_letter(bus, TOPOLOGY, delivery, "why", "me")
         await acknowledge(delivery)
-    first, second, third = [copy.message_id for copy in await dead(bus)]
+    first, second, third = [copy.message_id for copy in await bus.dead()]
     assert first == third != second
 
 
-async def test_what_does_not_decode_is_parked_and_acknowledged(bus: MemoryBus) -> None:
+async def test_what_does_not_decode_is_parked_and_acknowledged(bus: ReadingBus) -> None:
     delivery = await received(bus, b"\xc1")
     assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
-    (copy,) = await dead(bus)
+    (copy,) = await bus.dead()
     assert str(copy.headers["dead-reason"]).startswith("does not decode: ")
     with pytest.raises(StaleDelivery):
         await delivery.ack()
 
 
-async def test_of_many_who_hear_a_broadcast_none_parks_it_when_told_so(bus: MemoryBus) -> None:
+async def test_of_many_who_hear_a_broadcast_none_parks_it_when_told_so(bus: ReadingBus) -> None:
     delivery = await received(bus, b"\xc1")
     assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", quiet=True) is None
-    assert await dead(bus) == []
+    assert await bus.dead() == []
     assert await acknowledge(delivery) is False
 
 
-async def test_only_what_is_expected_may_leave_its_kind_out(bus: MemoryBus) -> None:
+async def test_only_what_is_expected_may_leave_its_kind_out(bus: ReadingBus) -> None:
     control = b'{"verb": "drain", "target": "all"}'
     delivery = await received(bus, control, content_type="application/json")
     found = await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", expect=ControlEvent)
@@ -118,7 +105,7 @@ async def test_only_what_is_expected_may_leave_its_kind_out(bus: MemoryBus) -> N
     assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", expect=Heartbeat) is None
 
 
-async def test_answers_to_void_deliveries_are_harmless(bus: MemoryBus) -> None:
+async def test_answers_to_void_deliveries_are_harmless(bus: ReadingBus) -> None:
     delivery = await received(bus)
     bus.disconnect("gone")
     bus.reconnect()
@@ -130,43 +117,43 @@ async def test_answers_to_void_deliveries_are_harmless(bus: MemoryBus) -> None:
     await requeue(other)
 
 
-async def test_requeued_it_comes_again_and_counts_as_returned(bus: MemoryBus) -> None:
+async def test_requeued_it_comes_again_and_counts_as_returned(bus: ReadingBus) -> None:
     delivery = await received(bus, b"again")
     await requeue(delivery)
-    again = await anext(bus._consumers[0])
+    again = await bus.received()
     assert (again.body, again.deliveries_before) == (b"again", 1)
     assert DeliveryHistory.of(again) == DeliveryHistory(returned=1)
 
 
-async def test_given_back_it_comes_again_under_its_id_and_says_so(bus: MemoryBus) -> None:
+async def test_given_back_it_comes_again_under_its_id_and_says_so(bus: ReadingBus) -> None:
     how = {"message_id": "m7", "content_type": "text/plain", "correlation_id": "c", "reply_to": "r"}
     delivery = await received(bus, b"again", headers={"ticket": "t", "x-death": "no"}, **how)
     await return_delivery(bus, delivery)
-    again = await anext(bus._consumers[0])
+    again = await bus.received()
     assert (again.body, again.message_id, again.kind, again.routing_key) == (b"again", "m7", "odd", "closed")
     assert (again.content_type, again.correlation_id, again.reply_to) == ("text/plain", "c", "r")
     assert again.headers == {"ticket": "t", "kind": "odd", "given-back": 1}
     assert await acknowledge(delivery) is False
     await return_delivery(bus, again, "out of\n memory")
-    past = DeliveryHistory.of(await anext(bus._consumers[0]))
+    past = DeliveryHistory.of(await bus.received())
     assert past == DeliveryHistory(given_back=1, failed=1, failures=("delivery 2: out of memory",))
     assert (past.count, past.suspect) == (2, 1)
 
 
-async def test_what_the_broker_took_back_is_not_forgotten_when_it_is_given_back(bus: MemoryBus) -> None:
+async def test_what_the_broker_took_back_is_not_forgotten_when_it_is_given_back(bus: ReadingBus) -> None:
     await requeue(await received(bus, message_id="m"))
-    await return_delivery(bus, await anext(bus._consumers[0]))
-    again = await anext(bus._consumers[0])
+    await return_delivery(bus, await bus.received())
+    again = await bus.received()
     assert (again.deliveries_before, DeliveryHistory.of(again)) == (0, DeliveryHistory(given_back=1, returned=1))
 
 
 @pytest.mark.parametrize("exchange", ["", "somebody-elses", TOPOLOGY.exchange("tasks")])
-async def test_what_cannot_be_published_again_is_requeued(bus: MemoryBus, exchange: str) -> None:
+async def test_what_cannot_be_published_again_is_requeued(bus: ReadingBus, exchange: str) -> None:
     delivery = await received(bus, message_id="m")
     delivery.exchange, delivery.routing_key = exchange, "nowhere"
     await return_delivery(bus, delivery)
     async with asyncio.timeout(5):
-        again = await anext(bus._consumers[0])
+        again = await bus.received()
     assert (again.deliveries_before, "given-back" in again.headers) == (1, False)
 
 
@@ -178,7 +165,7 @@ def test_only_the_latest_failures_travel_and_are_kept_short() -> None:
     assert len(str(past.headers["failures"])) < 5 * 270
 
 
-async def test_headers_from_outside_are_no_numbers_of_ours(bus: MemoryBus) -> None:
+async def test_headers_from_outside_are_no_numbers_of_ours(bus: ReadingBus) -> None:
     odd = {"given-back": "many", "failed-tries": -3, "returned": 1.5, "failures": 7}
     assert DeliveryHistory.of(await received(bus, headers=odd)) == DeliveryHistory()
 
@@ -213,13 +200,13 @@ def test_crash_notes_that_cannot_be_written_stop_no_work(tmp_path: Path) -> None
     assert {each["event"] for each in logs} == {"crash_notes_not_written"}
 
 
-async def test_a_dead_letter_leaves_out_the_headers_that_cannot_travel_and_says_so(bus: MemoryBus) -> None:
+async def test_a_dead_letter_leaves_out_the_headers_that_cannot_travel_and_says_so(bus: ReadingBus) -> None:
     delivery = await received(bus)
     delivery.headers = {"kind": "k" * 60_000, "good": 1e308, "big": 2**64, "list": [1], "given-back": 2**63 - 1}
     delivery.message_id = "a" * 255
     for _ in range(2):
         await dead_letter(bus, TOPOLOGY, delivery, "why \ud800", "me")
-    copy, repeat = await dead(bus)
+    copy, repeat = await bus.dead()
     assert copy.headers["dead-reason"] == "why \\ud800; headers left out: kind, big, list"
     assert (copy.headers["good"], copy.headers["given-back"]) == (1e308, 2**31 - 1)
     assert not {"big", "list"} & set(copy.headers)

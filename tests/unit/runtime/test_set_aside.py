@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.runtime.reading_bus import ReadingBus, reading
 from trinity_mq.bus import BusUnavailable, Delivery, Envelope, Incoming, StaleDelivery, Topology
-from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import DecodeError
 from trinity_mq.runtime.deliveries import (
     MAX_DEATHS,
@@ -45,27 +44,20 @@ with CrashLog(Path(sys.argv[1])).in_hand(message) as deaths:
 
 
 @pytest.fixture
-async def bus() -> AsyncIterator[MemoryBus]:
-    made = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
-    await made.connect()
-    await made.declare(*TOPOLOGY.durable)
-    yield made
-    await made.close()
+async def bus() -> AsyncIterator[ReadingBus]:
+    async with reading(TOPOLOGY, WORK) as made:
+        yield made
 
 
-async def received(bus: MemoryBus, name: str) -> Delivery:
+async def received(bus: ReadingBus, name: str) -> Delivery:
     await bus.publish(TOPOLOGY.exchange("tasks"), "submit", Envelope(body=b"body", kind="odd", message_id=name))
-    feed = next((each for each in bus._consumers if each.queue.name == WORK.name), None)
-    return await anext(feed or await bus.consume(WORK))
+    return await bus.received()
 
 
-async def dead_reasons(bus: MemoryBus) -> list[str]:
-    feed = await bus.consume(TOPOLOGY.dead)
-    reasons = []
-    while (delivery := feed.get_nowait()) is not None:
-        assert delivery.body == b"body"
-        reasons.append(str(delivery.headers["dead-reason"]))
-    return reasons
+async def dead_reasons(bus: ReadingBus) -> list[str]:
+    letters = await bus.dead()
+    assert {letter.body for letter in letters} <= {b"body"}
+    return [str(letter.headers["dead-reason"]) for letter in letters]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +88,7 @@ def test_which_errors_are_of_the_content(error: BaseException, wanted: bool) -> 
     assert is_content_error(error) is wanted
 
 
-async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: MemoryBus) -> None:
+async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: ReadingBus) -> None:
     delivery, decided = await received(bus, "m1"), list[str]()
 
     async def fails() -> None:
@@ -113,7 +105,7 @@ async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: Me
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), BusUnavailable("away"), MemoryError(), FatalError("f")], ids=repr)
-async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(bus: MemoryBus, error: Exception) -> None:
+async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(bus: ReadingBus, error: Exception) -> None:
     delivery = await received(bus, "m1")
 
     async def fails() -> None:
@@ -125,7 +117,7 @@ async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(bus: Memor
     await delivery.ack()  # it is unanswered
 
 
-async def test_of_a_broadcast_nobody_makes_a_dead_letter(bus: MemoryBus) -> None:
+async def test_of_a_broadcast_nobody_makes_a_dead_letter(bus: ReadingBus) -> None:
     delivery = await received(bus, "m1")
 
     async def fails() -> None:
@@ -135,7 +127,7 @@ async def test_of_a_broadcast_nobody_makes_a_dead_letter(bus: MemoryBus) -> None
     assert await dead_reasons(bus) == []
 
 
-async def test_properties_that_cannot_be_read_are_a_reason(bus: MemoryBus) -> None:
+async def test_properties_that_cannot_be_read_are_a_reason(bus: ReadingBus) -> None:
     delivery = await received(bus, "m1")
     delivery.unreadable = "its message id is not UTF-8"
     assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
@@ -155,7 +147,7 @@ def kill_with(path: Path, queue: str, *, offset: str = "", name: str = "") -> in
     return int(ended.stdout.split()[-1])
 
 
-async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: MemoryBus, tmp_path: Path) -> None:
+async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: ReadingBus, tmp_path: Path) -> None:
     path = tmp_path / "explorer.in-hand.json"
     deaths = [kill_with(path, WORK.name, name="deadly") for _ in range(MAX_DEATHS)]
     assert deaths == [0, 1, 2]
@@ -172,7 +164,7 @@ async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: MemoryBus
     assert await dead_reasons(bus) == ["the process died 3 times while it handled this message"]
 
 
-def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, bus: MemoryBus) -> None:
+def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, bus: ReadingBus) -> None:
     path, queue = tmp_path / "gateway.in-hand.json", TOPOLOGY.sessions.name
     for _ in range(MAX_DEATHS):
         kill_with(path, queue, offset="17")
@@ -188,7 +180,7 @@ def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_p
                     pass
 
 
-def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: MemoryBus) -> None:
+def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: ReadingBus) -> None:
     path = tmp_path / "x.json"
     message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
     assert kill_with(path, WORK.name, name="m") == 0
@@ -198,7 +190,7 @@ def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: MemoryBus)
     assert kill_with(path, WORK.name, name="m") == 0
 
 
-def test_an_error_is_no_death(tmp_path: Path, bus: MemoryBus) -> None:
+def test_an_error_is_no_death(tmp_path: Path, bus: ReadingBus) -> None:
     path = tmp_path / "x.json"
     message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
     for _ in range(MAX_DEATHS + 1):

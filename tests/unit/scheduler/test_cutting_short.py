@@ -49,13 +49,13 @@ class Desk:
             heartbeat_now=self.beat,
             tickets=self.state.tickets,
         )
-        nobody: Any = None
+        evaluations: Any = _NoEvaluations()
         self.batches = TrainingBatches(
             self.config,
             self.state,
             self.dispatcher,
             TaskSource(self.config, self.state, None),
-            nobody,
+            evaluations,
             Peers(),
             save=self.saved,
             report=lambda step, metrics: None,
@@ -87,7 +87,6 @@ class Desk:
         async def closes() -> None:
             await self.bus.connect()
             await self.bus.declare(*self.topology.durable)
-            self.batches._evaluations = _NoEvaluations()  # type: ignore[assignment]
             await self.batches.close_complete()
 
         run_virtually(closes())
@@ -216,7 +215,6 @@ def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(ou
     async def main() -> None:
         await desk.bus.connect()
         await desk.bus.declare(*desk.topology.durable, Queue(name="tmq.cut.replies.submit.test"))
-        desk.batches._evaluations = _NoEvaluations()  # type: ignore[assignment]
         await desk.batches.close_complete()
         assert not desk.batches.needs_attention()
         again = ExplorerState.model_validate(desk.state.model_dump())

@@ -84,6 +84,11 @@ def test_folders_and_their_removal(store: BlobStore) -> None:
     assert store.get(store.put(NAME, BODY)) == BODY  # and it is a store again
 
 
+def file_system(store: BlobStore) -> type:
+    """The class whose methods the store uses."""
+    return type(fsspec.url_to_fs(store.url)[0])
+
+
 def test_runs_do_not_see_each_other(store: BlobStore) -> None:
     other = BlobStore(store.url.removesuffix("/run-1"), "run-12", LIMIT)
     reference = store.put(NAME, BODY)
@@ -142,7 +147,7 @@ def test_a_reference_that_leads_elsewhere_is_refused_unopened(
     store: BlobStore, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = store.put(NAME, BODY)
-    monkeypatch.setattr(type(store._fs), "info", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
     with pytest.raises(DecodeError, match=r"broker\.blob_store"):
         store.get(changed(reference, url=store.url + end))
 
@@ -226,7 +231,7 @@ def test_a_damaged_blob_is_told_by_size_and_checksum(store: BlobStore, body: byt
 def test_a_wrong_size_is_seen_before_it_is_read(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = store.put(NAME, BODY)
     overwrite(store, BODY * 2)
-    monkeypatch.setattr(type(store._fs), "cat_file", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(file_system(store), "cat_file", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(BlobDamaged):
         store.get(reference)
     with pytest.raises(BlobRefused, match=rf"over broker\.max_batch_bytes {LIMIT}"):
@@ -274,7 +279,7 @@ def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch:
         raise RuntimeError("expired token")
 
     for name in ("info", "ls", "rm", "pipe_file", "invalidate_cache"):
-        monkeypatch.setattr(type(store._fs), name, broken)
+        monkeypatch.setattr(file_system(store), name, broken)
     for act in (lambda: store.get(reference), lambda: store.folders("batch"), lambda: store.delete(NAME)):
         with pytest.raises(StoreUnavailable, match="RuntimeError: expired token"):
             act()

@@ -141,7 +141,7 @@ def test_an_earlier_result_is_replaced_or_kept_whole(tmp_path: Path, monkeypatch
 
 
 def test_the_command_leads_to_its_function_without_torch() -> None:
-    arguments = cli._parser().parse_args(["convert-experiences", "a", "b", "--out", "c"])
+    arguments = cli.argument_parser().parse_args(["convert-experiences", "a", "b", "--out", "c"])
     assert (arguments.inputs, arguments.out, arguments.compression, arguments.strict) == (
         ["a", "b"],
         "c",

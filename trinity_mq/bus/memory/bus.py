@@ -38,6 +38,11 @@ class MemoryBroker:
         self._clients: list[MemoryBus] = []
         self._confirms_to_lose = 0
 
+    @property
+    def clients(self) -> list[MemoryBus]:
+        """Connected buses, oldest connection first."""
+        return list(self._clients)
+
     def drop(self, bus: MemoryBus, *, delay: float | None = 0.5) -> None:
         """Cut the connection of ``bus``. It reconnects after ``delay`` seconds, or on :meth:`restore` if ``delay`` is
         None.

@@ -83,6 +83,12 @@ class WorkQueue(MemoryQueue):
         """Messages that are neither delivered nor waiting for an answer, in order."""
         return list(self._ready)
 
+    def purge(self) -> list[Stored]:
+        """Remove all ready messages and return them, in order."""
+        purged = self.messages
+        self._ready.clear()
+        return purged
+
     def put(self, message: Stored) -> None:
         self._last_order += 1
         self._ready.append(replace(message, queue=self.declared.name, order=self._last_order))
@@ -139,9 +145,14 @@ class StreamQueue(MemoryQueue):
         self._messages.append(replace(message, queue=self.declared.name, offset=self.end))
         self._bytes += len(message.body)
         while limit is not None and self._bytes > limit and len(self._messages) > 1:
+            self.trim(1)
+        self.dispatch()
+
+    def trim(self, count: int) -> None:
+        """Remove the oldest ``count`` messages, as retention does."""
+        for _ in range(count):
             self._bytes -= len(self._messages.popleft().body)
             self._first += 1
-        self.dispatch()
 
     def take_back(self, messages: Iterable[Stored]) -> None:
         """Do nothing, because a stream keeps delivered messages."""

@@ -42,7 +42,7 @@ UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}
 class SessionRun(ScheduledRun):
     """A run in mode ``serve``."""
 
-    taskset: bool = False
+    taskset: Callable[[], Any] | None = None
     recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync")
     gateways: list[SimulatedGateway] = field(default_factory=list)
     """Every life of every gateway."""

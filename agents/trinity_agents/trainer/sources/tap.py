@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -15,6 +15,7 @@ from trinity_agents.trainer.sources.stream import StreamSource, TapRules
 from trinity_agents.trainer.sources.tapped_run import TappedRun
 from trinity_mq.bus import AddressError, Bus, StreamCut, Topology, create_bus
 from trinity_mq.config import Config
+from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, RunEnd
@@ -48,9 +49,19 @@ class TapSource:
         topology: Names of the run that trains.
         by: Id of the trainer.
         codec: The trainer's tokenizer.
+        create_bus: Creates the bus to the broker of the other run.
     """
 
-    def __init__(self, config: Config, bus: Bus, topology: Topology, by: str, codec: TextCodec) -> None:
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        topology: Topology,
+        by: str,
+        codec: TextCodec,
+        create_bus: Callable[[BrokerConfig, Topology, str], Bus] = create_bus,
+    ) -> None:
+        self._create_bus = create_bus
         self._config, self._own_bus, self._own_topology, self._by, self._codec = config, bus, topology, by, codec
         self._run = TappedRun.of(config)
         self._stream: StreamSource | None = None
@@ -216,7 +227,7 @@ class TapSource:
         while True:
             await self._wait_for_broker()
             try:
-                bus = create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
+                bus = self._create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
                 await bus.connect()
             except AddressError:
                 if self._run.url_file is None or self._run.url_file.is_file():

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import Over, failure, leaf
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
@@ -83,20 +85,15 @@ def test_killed_between_manifest_and_answers_it_follows_what_was_consumed_meanwh
     check_history(sim, 2)
 
 
-def test_a_progress_that_comes_while_submitters_are_answered_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=False)
+def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=None)
+    sim.holds = lambda who, mail: 60.0 if mail.kind == "submission_outcome" else 0.0
 
     async def scene() -> None:
         client = await sim.client()
         await client.declare(REPLIES)
         await sim.submit(1, reply_to=REPLIES.name)
 
-    async def slowly(self: Any, *rest: Any) -> None:
-        await asyncio.sleep(60.0)
-
-    monkeypatch.setattr("trinity_mq.dispatch.dispatcher.Dispatcher.answer", slowly)
     run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
 
@@ -117,21 +114,14 @@ def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
     check_history(sim, 2)
 
 
-def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, batches=1)
-    publish = MemoryBus.publish
-    stuck = asyncio.Event()
+def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, batches=1)
+    sim.holds = lambda who, mail: 1e5 if mail.kind == "task_slice" and who == "explorer-0" else 0.0
 
-    async def hangs_once(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
-        if key == "train.1" and not stuck.is_set():
-            stuck.set()
-            await asyncio.sleep(1e5)
-        return await publish(self, exchange, key, mail, **how)
+    async def stuck() -> None:
+        await until(lambda: bool(sim.where("publish", "task_slice")))
 
-    monkeypatch.setattr(MemoryBus, "publish", hangs_once)
-    run_virtually(sim.run(explorer=restarted(sim, stuck.wait)), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, stuck)), limit=1000)
     check_history(sim, 1)
 
 
@@ -220,9 +210,7 @@ def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_bytes(b"\x85not a state")
     sim = Simulation(tmp_path)
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.make_explorer().run(), limit=100)
-    fatal = _leaf(caught.value, FatalError)
+    fatal = failure(sim.make_explorer().run(), FatalError, limit=100)
     assert str(file) in str(fatal)
     assert "Restore the file" in str(fatal)
     assert "\n" not in str(fatal)
@@ -313,13 +301,11 @@ def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> Non
         assert sim.state().incarnations == before.incarnations == 2
         with pytest.raises(ExceptionGroup) as caught:
             await task
-        assert _leaf(caught.value, RestartRequested)
+        assert leaf(caught.value, RestartRequested)
         await killed(other)
-        raise _Over
+        raise Over
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(explorer=scene), limit=300)
-    assert _leaf(caught.value, _Over)
+    failure(sim.run(explorer=scene), Over, limit=300)
 
 
 @pytest.mark.parametrize("at", [0.5, 2.0, 3.1, 5.0])
@@ -337,7 +323,7 @@ def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: fl
         clients = {
             "explorer": [sim.explorer.bus],
             "trainer": [sim.trainer.bus],
-            "everybody": list(sim.broker._clients),
+            "everybody": sim.broker.clients,
         }[who]
         for bus in clients:
             sim.broker.drop(bus, delay=30.0)  # type: ignore[arg-type]
@@ -412,35 +398,27 @@ def test_closed_batches_wait_in_their_queue_while_no_operator_lives(tmp_path: Pa
     check_history(sim, 8)
 
 
-def test_an_operator_that_takes_minutes_to_start_costs_no_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2)
-    serve = Operator.serve
+class LateOperator(Operator):
+    """Lives and loads a model for minutes: its state is "starting"."""
 
-    async def slow(self: Operator) -> None:
-        await asyncio.sleep(300)  # it lives and loads a model: its state is "starting"
-        await serve(self)
+    async def serve(self) -> None:
+        await asyncio.sleep(300)
+        await super().serve()
 
-    monkeypatch.setattr(Operator, "serve", slow)
-    run_virtually(sim.run(), limit=3000)
+
+def test_an_operator_that_takes_minutes_to_start_costs_no_batch(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2, operators=0)
+    late = LateOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0")
+    run_virtually(sim.run(beside=late.run), limit=3000)
     assert sim.learners[0].steps == [1, 2]
 
 
 def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trinity_agents.operator.batch_publisher import BatchPublisher
-
     monkeypatch.setattr("trinity_agents.explorer.training_batches.MANIFEST_TRIES", 1)
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
-    publish = BatchPublisher.publish
-
-    async def later(self: BatchPublisher, *what: Any) -> None:
-        await asyncio.sleep(20.0)
-        await publish(self, *what)
-
-    monkeypatch.setattr(BatchPublisher, "publish", later)
+    sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
+    sim.holds = late_operators(lambda batch: 20.0)
     run_virtually(sim.run(), limit=1000)
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
 
@@ -451,9 +429,7 @@ def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(tmp_path
     async def never() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=never), limit=10_000)
-    fatal = _leaf(caught.value, FatalError)
+    fatal = failure(sim.run(trainer=never), FatalError, limit=10_000)
     assert "explorer.stall_timeout" in str(fatal)
     assert "an engine to take the weights" in str(fatal)
     assert sim.state().incarnations == 1
@@ -467,13 +443,11 @@ def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Pa
         await until(lambda: bool(sim.published(RunEnd)))
         await killed(task)
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=dies), limit=10_000)
-    assert "the last batches to be consumed" in str(_leaf(caught.value, FatalError))
+    assert "the last batches to be consumed" in str(failure(sim.run(trainer=dies), FatalError, limit=10_000))
 
 
 def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, SHORT, batches=1, taskset=False)
+    sim = Simulation(tmp_path, SHORT, batches=1, taskset=None)
 
     async def late() -> None:
         await asyncio.sleep(300)
@@ -573,7 +547,7 @@ def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path)
 
 
 def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, taskset=False, runner_seconds=lambda task_slice: 3.0)
+    sim = Simulation(tmp_path, batches=2, taskset=None, runner_seconds=lambda task_slice: 3.0)
 
     async def scene() -> None:
         client = await sim.client()
@@ -692,15 +666,6 @@ def test_no_evaluation_at_startup_unless_asked_for(tmp_path: Path) -> None:
     assert sim.evaluated_steps() == [2]
 
 
-def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2)
-    run_virtually(sim.run(), limit=1000)
-    again = Simulation(tmp_path, batches=2, broker=sim.broker, engine=sim.engine)
-    run_virtually(again.run(), limit=1000)
-    assert again.evaluated_steps() == []
-    assert again.trainer.loop.progress == 2
-
-
 # -- the engine
 
 
@@ -784,25 +749,6 @@ def _tickets(explorer: Explorer) -> list[Any]:
 
 def _replies(sim: Simulation) -> list[Any]:
     return asyncio.run(sim.replies())
-
-
-class _Over(Exception):
-    """The scene has been seen."""
-
-
-def _leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
-    if isinstance(error, BaseExceptionGroup):
-        found = [_leaf(one, kind) for one in error.exceptions if _has(one, kind)]
-        assert found, error
-        return found[0]
-    assert isinstance(error, kind), error
-    return error
-
-
-def _has(error: BaseException, kind: type[BaseException]) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_has(one, kind) for one in error.exceptions)
-    return isinstance(error, kind)
 
 
 def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path) -> None:

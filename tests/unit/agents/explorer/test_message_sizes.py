@@ -19,20 +19,19 @@ SMALL_MESSAGES = (f"broker.max_message_bytes={LIMIT}", "explorer.max_consecutive
 REPLIES = Queue(name="tmq.sim.replies.submit.test")
 
 
-def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    next_batch = NumberedTasks.next_batch
+class OneWithAnImage(NumberedTasks):
+    """Tasks of which the second is larger than a message."""
 
-    def with_an_image(self: NumberedTasks, size: int) -> list[TaskBody]:
-        tasks = next_batch(self, size)
+    def next_batch(self, size: int) -> list[TaskBody]:
         return [
             task.model_copy(update={"raw_task": {"n": 1, "image": b"x" * LIMIT}}) if task.raw_task["n"] == 1 else task
-            for task in tasks
+            for task in super().next_batch(size)
         ]
 
-    monkeypatch.setattr(NumberedTasks, "next_batch", with_an_image)
-    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1"), batches=3)
+
+def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1")
+    sim = Simulation(tmp_path, settings, batches=3, taskset=OneWithAnImage)
     reasons: list[str | None] = []
 
     async def watch() -> None:
@@ -55,7 +54,7 @@ def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
 
 
 def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=False)
+    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=None)
     make_bus = sim.bus
 
     def with_a_higher_limit() -> Any:
@@ -86,7 +85,7 @@ def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: P
 
 def test_tasks_whose_slices_no_manifest_has_room_for_fail_before_they_run(tmp_path: Path) -> None:
     overrides = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1", "buffer.batch_size=3")
-    sim = Simulation(tmp_path, overrides, batches=1, taskset=False)
+    sim = Simulation(tmp_path, overrides, batches=1, taskset=None)
 
     async def scene() -> None:
         client = await sim.client()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.state import ExplorerState, StateFile, TicketStatistics
 from trinity_agents.explorer.task_source import TaskSource, task_stats
 from trinity_agents.simulation import Simulation, killed
@@ -88,19 +87,13 @@ def test_a_ticket_observed_twice_counts_once(tmp_path: Path) -> None:
     assert TaskSource(config, ExplorerState(), fixed).observe(ticket) == {}
 
 
-class Killed(Simulation):
-    """A simulation whose taskset has a selector that learns."""
-
-    def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
-        explorer = super().make_explorer(agent_id)
-        explorer._taskset = a_taskset(self.folder)
-        return explorer
-
-
-def run_killed(folder: Path, *moments: float) -> Killed:
-    """Run a simulation whose explorer is killed after so many seconds, each time anew."""
+def run_killed(folder: Path, *moments: float) -> tuple[Simulation, list[Taskset]]:
+    """Run a simulation whose taskset has a selector that learns, and whose explorer is killed after so many seconds,
+    each time anew. Return it with the taskset of each life.
+    """
     folder.mkdir()
-    sim = Killed(folder, batches=8)
+    tasksets: list[Taskset] = []
+    sim = Simulation(folder, batches=8, taskset=lambda: tasksets.append(a_taskset(folder)) or tasksets[-1])
 
     async def explorers() -> None:
         for moment in moments:
@@ -111,14 +104,14 @@ def run_killed(folder: Path, *moments: float) -> Killed:
         await sim.make_explorer().run()
 
     run_virtually(sim.run(explorer=explorers), limit=1000)
-    return sim
+    return sim, tasksets
 
 
 @pytest.mark.parametrize("moments", [(), (2.0,), (3.13, 2.07), (1.5, 4.0, 3.3)])
 def test_each_ticket_is_observed_once_and_a_restored_selector_knows_all_of_it(
     tmp_path: Path, moments: tuple[float, ...]
 ) -> None:
-    sim = run_killed(tmp_path / "run", *moments)
+    sim, tasksets = run_killed(tmp_path / "run", *moments)
     told = sim.state().observations
     assert len({one.ticket for one in told}) == len(told) == 8
     results: dict[str, set[int]] = {}
@@ -128,20 +121,18 @@ def test_each_ticket_is_observed_once_and_a_restored_selector_knows_all_of_it(
     for one in told:  # the fake runner's rewards are 1
         assert {stats.reward for stats in one.stats["train"]} == {1.0}
         assert len(one.stats["train"]) == len(results[one.ticket]) == 2
-    live = sim.explorer._taskset
     again = a_taskset(sim.folder)
     for one in told:
         again.observe(one.stats)
     saved = sim.state().taskset
     assert saved is not None
     again.restore(saved)
-    assert isinstance(live, Taskset)
-    assert again.metrics() == live.metrics()
-    assert again.next_batch(30) == live.next_batch(30)
+    assert again.metrics() == tasksets[-1].metrics()
+    assert again.next_batch(30) == tasksets[-1].next_batch(30)
 
 
 def test_the_metrics_of_a_selector_are_written(tmp_path: Path) -> None:
-    sim = run_killed(tmp_path / "run")
+    sim, _ = run_killed(tmp_path / "run")
     counts = sim.values("selector/train/observed_tasks")
     assert [step for step, _ in counts] == list(range(1, 9))
     assert 2 <= counts[-1][1] <= 16

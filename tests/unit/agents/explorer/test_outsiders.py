@@ -66,7 +66,7 @@ def trained(sim: Simulation) -> list[str]:
     ],
 )
 def test_code_that_is_not_open_is_answered_with_the_reason(tmp_path: Path, task: dict[str, Any], setting: str) -> None:
-    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=False)
+    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=None)
     play(sim, ("evil", TaskBody.model_validate(task), "submit", REPLIES.name))
     assert (told(sim)["evil"].outcome, told(sim)["s99"].outcome) == ("failed", "finished")
     assert setting in str(told(sim)["evil"].message)
@@ -77,7 +77,7 @@ def test_code_that_is_not_open_is_answered_with_the_reason(tmp_path: Path, task:
 
 def test_recorded_sessions_are_taken_from_the_gateway_alone(tmp_path: Path) -> None:
     """A submitter can publish any body, and any header, and with the routing key ``submit`` alone."""
-    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=2, taskset=False)
+    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=2, taskset=None)
     sessions = sim.topology.sessions.name
     play(
         sim,
@@ -119,7 +119,7 @@ CONTAINERS = MAX_CONTAINERS - 6
 def test_content_that_cannot_travel_becomes_a_dead_letter(
     tmp_path: Path, body: bytes, content_type: str | None, reason: str
 ) -> None:
-    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=False)
+    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=None)
     message = Envelope(body=body, kind="task_submission", content_type=content_type or "", message_id="evil")
     play(sim, message)
     (letter,) = sim.dead_letters()
@@ -129,7 +129,7 @@ def test_content_that_cannot_travel_becomes_a_dead_letter(
 
 @pytest.mark.parametrize("queue", ["closed", "ready", "sessions", "tasks.train", "dead", "replies.reward.x"])
 def test_an_outcome_goes_to_no_other_queue_of_the_run(tmp_path: Path, queue: str) -> None:
-    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=False)
+    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=None)
     play(sim, ("evil", TaskBody(workflow="none"), "submit", sim.topology.prefix + queue))
     (letter,) = sim.dead_letters()
     assert "tmq.<run>.replies.submit." in str(letter["dead-reason"])

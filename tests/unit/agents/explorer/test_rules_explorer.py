@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.agents.explorer.test_explorer import REPLIES, check_history, restarted
 from tests.unit.agents.watched import WatchedSimulation
+from tests.unit.agents.world import Over, failure
 from trinity_agents.explorer import loop as exploration
 from trinity_agents.simulation import killed, until
 from trinity_mq.bus import Binding, Envelope, Queue
@@ -50,7 +51,7 @@ def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypat
 def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=False, runner_seconds=lambda task_slice: 60.0)
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=None, runner_seconds=lambda task_slice: 60.0)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:
@@ -71,7 +72,7 @@ def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_close
 def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=False)
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=None)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:
@@ -245,11 +246,9 @@ def test_an_explorer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
         assert [act for act in sim.acts[back:] if act.who == "explorer-0"] == []
         assert [act for act in sim.acts if act.who == "explorer-1" and act.subject in ACTING]
         await killed(second)
-        raise _Over
+        raise Over
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(explorer=scene), limit=500)
-    assert caught.value.subgroup(_Over) is not None
+    failure(sim.run(explorer=scene), Over, limit=500)
 
 
 def test_an_explorer_without_the_lock_opens_nothing(tmp_path: Path) -> None:
@@ -359,7 +358,3 @@ def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:
     late = [one for one in sim.published(TaskSlice) if one.task.raw_task.get("n") == 1]
     assert len(late) == 1
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
-
-
-class _Over(Exception):
-    """The scene has been seen."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.trainer.test_trainer import leaf
+from tests.unit.agents.world import failure, leaf
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import Simulation, until
@@ -340,9 +340,7 @@ def test_a_host_whose_engines_have_another_tokenizer_than_the_trainer_ends_at_on
         served = "other" if here == (wrong == "the explorer's") else "trained"
         engine.snapshot = replace(engine.snapshot, fingerprint=served)
     if wrong == "the explorer's":
-        with pytest.raises(ExceptionGroup) as caught:
-            run_virtually(sim.run(trainer=trainer, beside=host), limit=30)
-        errors.append(leaf(caught.value, FatalError))
+        errors.append(failure(sim.run(trainer=trainer, beside=host), FatalError, limit=30))
     else:
         run_virtually(sim.run(trainer=trainer, beside=host), limit=1000)
         assert ended[0] < 5.0

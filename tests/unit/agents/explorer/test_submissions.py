@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.explorer.test_state import commits
 from trinity_agents.explorer import loop
-from trinity_agents.explorer.state import StateFile
 from trinity_agents.explorer.task_source import LEAST_PENDING
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.bus import Envelope, Queue
@@ -37,32 +37,24 @@ def answers(sim: Simulation) -> dict[str, list[str]]:
     return told
 
 
-def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, batches=3, taskset=False, runner_seconds=lambda task_slice: 5.0)
-    most, writes = 0, 0
-    write = StateFile._write
-
-    def counted(self: StateFile, changes: Any) -> None:
-        nonlocal most, writes
-        writes += 1
-        most = max(most, len(changes.core["pending"]))
-        write(self, changes)
-
-    monkeypatch.setattr(StateFile, "_write", counted)
+def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=3, taskset=None, runner_seconds=lambda task_slice: 5.0)
+    pending: list[int] = []
     waiting: list[int | None] = []
 
     async def scene() -> None:
         await submit_many(sim, MANY)
         await until(lambda: bool(sim.published(TaskSlice)))
         waiting.append(await (await sim.client()).depth(sim.topology.submitted.name))
+        while not sim.state().finished:
+            pending.append(len(sim.state().pending))
+            await asyncio.sleep(0.5)
 
     run_virtually(sim.run(beside=scene), limit=3000)
-    assert most <= LEAST_PENDING
+    assert max(pending) <= LEAST_PENDING
     assert waiting[0] is not None
     assert waiting[0] > MANY - 2 * LEAST_PENDING
-    assert writes < MANY / 4, "submissions are saved in groups"
+    assert commits(tmp_path / "state" / "explorer.db") < MANY / 4, "submissions are saved in groups"
     told = answers(sim)
     assert len(told) == MANY
     assert [told[f"s{n}"] for n in range(6)] == [["finished"]] * 6, "in the order in which they came"
@@ -91,7 +83,7 @@ def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(
 
 
 def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, taskset=False)
+    sim = Simulation(tmp_path, batches=2, taskset=None)
 
     async def scene() -> None:
         await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
@@ -116,7 +108,7 @@ def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: P
 
 def test_a_submitter_cannot_take_the_id_of_a_gateways_submission(tmp_path: Path) -> None:
     """An agent knows its session's id, from which that of the submission follows: the gateway's would be a repeat."""
-    sim = Simulation(tmp_path, batches=1, taskset=False)
+    sim = Simulation(tmp_path, batches=1, taskset=None)
 
     async def scene() -> None:
         await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.explorer.test_explorer import check_history
-from tests.unit.agents.watched import WatchedSimulation
+from tests.unit.agents.watched import WatchedSimulation, late_operators
+from tests.unit.agents.world import Over, failure
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
@@ -119,11 +120,9 @@ def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
         assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
         assert sim.where("publish", "progress", who="trainer-1")
         await killed(second)
-        raise _Over
+        raise Over
 
-    with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(trainer=trainers), limit=500)
-    assert caught.value.subgroup(_Over) is not None
+    failure(sim.run(trainer=trainers), Over, limit=500)
 
 
 def test_a_trainer_without_the_lock_reads_and_says_nothing(tmp_path: Path) -> None:
@@ -150,20 +149,16 @@ def test_an_operator_acknowledges_no_part(tmp_path: Path) -> None:
     assert acked == ["closed"] * 3
 
 
-def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_agents.operator.batch_publisher import BatchPublisher
-
+def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=4",), batches=4)
-    publish, most = BatchPublisher.publish, []
+    sim.holds = late_operators(lambda batch: 20.0)
 
-    async def later(self: BatchPublisher, *what: Any) -> None:
-        await asyncio.sleep(20.0)
-        most.append(sim.broker.queues[sim.topology.closed.name].depth)
-        await publish(self, *what)
+    async def look() -> None:
+        await until(lambda: len(sim.tickets("batch_closed")) == 4)
+        await asyncio.sleep(1.0)
+        assert len(sim.waiting_in("closed")) == 3, "the others wait where another operator can have them"
 
-    monkeypatch.setattr(BatchPublisher, "publish", later)
-    run_virtually(sim.run(), limit=1000)
-    assert most[0] == 3, "the others wait where another operator can have them"
+    run_virtually(sim.run(beside=look), limit=1000)
 
 
 def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
@@ -223,7 +218,3 @@ def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tm
     (level,) = told
     assert (level.generation, level.committed, level.epoch) == (1, (1, 1), sim.trainer.loop.gate.machine.epoch)
     assert level.phase in {"idle", "applying"}
-
-
-class _Over(Exception):
-    """The scene has been seen."""

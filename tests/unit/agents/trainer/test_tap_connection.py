@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.trainer.sources import tap
 from trinity_agents.trainer.sources.tap import TapSource
-from trinity_mq.bus import AddressError, Topology
+from trinity_mq.bus import AddressError, BusUnavailable, Topology
 from trinity_mq.config import load_config
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -28,16 +27,16 @@ class Connecting:
         self._broker()
 
 
-def tapped(folder: Path, monkeypatch: pytest.MonkeyPatch, broker: Callable[[], None]) -> TapSource:
+def tapped(folder: Path, broker: Callable[[], None]) -> TapSource:
     (folder / "broker").mkdir(parents=True)
     (folder / "config.yaml").write_text("{name: first, model: {tiny: {}}}")
     config = load_config({"name": "second", "model": {"tiny": {}}, "source": {"tap": str(folder)}})
-    monkeypatch.setattr(tap, "create_bus", lambda *_: Connecting(broker))
     unused: Any = None
-    return TapSource(config, unused, Topology("second"), "trainer-0", unused)
+    bus: Any = Connecting(broker)
+    return TapSource(config, unused, Topology("second"), "trainer-0", unused, lambda *_: bus)
 
 
-def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
     url, tries = tmp_path / "first" / "broker.url", []
 
     def broker() -> None:
@@ -45,27 +44,29 @@ def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path, monkeypatch: pyte
         if len(tries) == 1:
             url.unlink()
             raise AddressError(f"the broker's URL cannot be read from {url}")
+        raise BusUnavailable("enough")
 
-    source = tapped(tmp_path / "first", monkeypatch, broker)
+    source = tapped(tmp_path / "first", broker)
 
     async def story() -> None:
         url.write_text(URL)
-        connecting = asyncio.create_task(source._connected(Topology("first")))
+        connecting = asyncio.create_task(source.run())
         await asyncio.sleep(60)
         assert not connecting.done()
         url.write_text(URL)  # the run goes on
         async with asyncio.timeout(60):
-            await connecting
+            with pytest.raises(BusUnavailable, match="enough"):
+                await connecting
 
     run_virtually(story())
     assert tries == [URL, URL]
 
 
-def test_an_address_that_cannot_be_used_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     def broker() -> None:
         raise AddressError("the URL begins with http")
 
-    source = tapped(tmp_path / "first", monkeypatch, broker)
+    source = tapped(tmp_path / "first", broker)
     (tmp_path / "first" / "broker.url").write_text("http://127.0.0.1")
     with pytest.raises(AddressError, match="begins with http"):
-        run_virtually(source._connected(Topology("first")))
+        run_virtually(source.run())

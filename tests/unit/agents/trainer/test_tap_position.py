@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.trainer.sources import tap
 from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
@@ -36,7 +35,7 @@ class Codec:
 class Tapped:
     """The other run, which has published nothing yet, and the lives of a trainer that taps it."""
 
-    def __init__(self, folder: Path, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, start: str) -> None:
         self.broker = MemoryBroker()
         (folder / "first").mkdir()
         (folder / "first" / "config.yaml").write_text("{name: first, model: {tiny: {}}}")
@@ -50,7 +49,6 @@ class Tapped:
                 "algorithm": {"algorithm_type": "grpo", "repeat_times": 2},
             }
         )
-        monkeypatch.setattr(tap, "create_bus", lambda *_: MemoryBus(self.broker, OTHER, config=BrokerConfig()))
 
     async def publish(self, batch: int, run_id: str | None) -> None:
         writer = MemoryBus(self.broker, OTHER, config=BrokerConfig())
@@ -86,7 +84,9 @@ class Tapped:
         await own.connect()
         await own.declare(*OWN.durable)
         codec: Any = Codec()
-        source = TapSource(self.config, own, OWN, "trainer-0", codec)
+        source = TapSource(
+            self.config, own, OWN, "trainer-0", codec, lambda *_: MemoryBus(self.broker, OTHER, config=BrokerConfig())
+        )
         if state:
             source.restore(state)
         reading = asyncio.create_task(source.run())
@@ -105,8 +105,8 @@ class Tapped:
 
 
 @pytest.fixture(params=["beginning", "now"])
-def tapped(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tapped:
-    return Tapped(tmp_path, request.param, monkeypatch)
+def tapped(request: pytest.FixtureRequest, tmp_path: Path) -> Tapped:
+    return Tapped(tmp_path, request.param)
 
 
 def play(story: Any) -> Any:

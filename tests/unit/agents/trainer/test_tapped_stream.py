@@ -32,10 +32,7 @@ class OtherRun(Stream):
 
     async def cut(self, messages: int) -> None:
         """Let retention cut what is first on the stream."""
-        queue = self.broker.queues[self.topology.ready.name]
-        for _ in range(messages):
-            queue._messages.popleft()  # type: ignore[attr-defined]
-            queue._first += 1  # type: ignore[attr-defined]
+        self.broker.queues[self.topology.ready.name].trim(messages)  # type: ignore[attr-defined]
 
     async def trained(self, count: int) -> list[tuple[int, str]]:
         found = []

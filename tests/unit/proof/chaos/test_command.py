@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli import chaos as command
-from trinity_mq.cli.main import _parser, main
+from trinity_mq.cli.main import argument_parser, main
 from trinity_mq.proof.chaos.injector import InjectedFault
 from trinity_mq.proof.chaos.report import as_json, lines
 from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
@@ -118,11 +118,11 @@ def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told()
     ],
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
-    arguments = _parser().parse_args(["chaos", *words])
+    arguments = argument_parser().parse_args(["chaos", *words])
     again = command._repeat_command(arguments, arguments.overrides, ChaosSchedule([], arguments.seed or 5))
     program, name, *rest = shlex.split(again)
     assert (program, name) == ("trinity-mq", "chaos")
-    repeated = vars(_parser().parse_args(["chaos", *rest]))
+    repeated = vars(argument_parser().parse_args(["chaos", *rest]))
     for key, value in vars(arguments).items():
         if key not in {"seed", "fresh", "every", "kills"} or arguments.schedule is None:
             assert repeated[key] == value or (key in {"seed", "fresh"} and not value), key
