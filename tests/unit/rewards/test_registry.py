@@ -10,12 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from trinity_mq.messages import TaskBody
 from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, invalid_parts_reason, parts_of
 from trinity_mq.rewards.text import exact_match
 from trinity_mq.runtime.plugins import name_of, resolve
 from trinity_mq.runtime.threads import in_thread, interrupt
-from trinity_mq.workflows import Task
 
 
 class Threshold:
@@ -217,35 +215,6 @@ def test_a_fault_names_the_function_and_the_part():
     place = f"test_registry.py:{broken.__code__.co_firstlineno}"
     assert fault.endswith(f"broken ({place}) returned length=nan, speed=-inf, wanted finite numbers")
     assert invalid_parts_reason(reward, {"accuracy": 1.0}) is None
-
-
-def test_entry_points_add_names(monkeypatch):
-    from importlib.metadata import EntryPoint
-
-    from trinity_mq.runtime import plugins as module
-
-    point = EntryPoint("theirs", "trinity_mq.rewards.text:exact_match", "some.group")
-    broken = EntryPoint("broken", "no_such_package:x", "some.group")
-    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point, "broken": broken})
-    assert resolve("reward function", "theirs", {}, "some.group") is exact_match
-    with pytest.raises(UnknownNameError, match="installed package"):
-        resolve("reward function", "broken", {}, "some.group")
-    assert parts_of(create_reward("theirs", {}), "7", "7", finished=True) == {"accuracy": 1.0}
-    task = Task.from_body(TaskBody(workflow="simple_workflow", reward_fn="theirs"))
-    assert task.reward_fn is exact_match, "a task may name the reward of an installed package"
-
-
-def test_a_package_that_fails_while_imported_is_named(tmp_path, monkeypatch):
-    from importlib.metadata import EntryPoint
-
-    from trinity_mq.runtime import plugins as module
-
-    (tmp_path / "fails_at_import.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("theirs", "fails_at_import:reward", "trinity_mq.rewards")
-    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point})
-    with pytest.raises(UnknownNameError, match=r"'theirs' of an installed package.*ZeroDivisionError"):
-        create_reward("theirs", {})
 
 
 def test_name_of_gives_a_name_that_finds_it_again():

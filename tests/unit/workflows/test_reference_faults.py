@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.unit.workflows.running import running
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.runtime import plugins
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
@@ -166,17 +165,14 @@ class AsyncPropagation(AsyncStepWise, AsyncRewardPropagationWorkflow):
         return 1.0
 
 
-def test_w30_a_plug_in_stays_where_it_is_and_its_errors_are_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
-    (tmp_path / "w30_good.py").write_text("from trinity_mq.workflows import Workflow\nclass Mine(Workflow): ...\n")
-    (tmp_path / "w30_bad.py").write_text("import w30_missing\n")
-    plugins.add_plugins([str(tmp_path)])
+def test_w30_a_plug_in_stays_where_it_is_and_its_errors_are_errors(plugin_folder):
+    (plugin_folder / "w30_good.py").write_text("from trinity_mq.workflows import Workflow\nclass Mine(Workflow): ...\n")
+    (plugin_folder / "w30_bad.py").write_text("import w30_missing\n")
+    add_plugins([str(plugin_folder)])
     found = load_workflow("w30_good.Mine")
-    assert Path(inspect.getfile(found)).parent == tmp_path
+    assert Path(inspect.getfile(found)).parent == plugin_folder
     with pytest.raises(UnknownNameError, match="No module named 'w30_missing'"):
         load_workflow("w30_bad.Mine")
-    del sys.modules["w30_good"]
 
 
 ALL = [StepWise, AsyncStepWise, Propagation, AsyncPropagation]
