@@ -141,8 +141,8 @@ def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
 
 
 def critic_of(learner: TorchLearner) -> Critic:
-    assert learner._critic is not None
-    return learner._critic
+    assert learner.critic is not None
+    return learner.critic
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

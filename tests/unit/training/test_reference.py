@@ -28,8 +28,8 @@ def held(**reference: Any) -> Config:
 
 
 def reference_of(learner: TorchLearner) -> Weights:
-    assert learner._reference is not None
-    return {name: tensor.clone() for name, tensor in learner._reference.policy.weights()}
+    assert learner.reference is not None
+    return {name: tensor.clone() for name, tensor in learner.reference.policy.weights()}
 
 
 def mixed(before: Weights, policy: Weights, decay: float) -> Weights:
@@ -82,7 +82,7 @@ async def test_how_far_the_policy_is_from_it_is_a_metric(folder: Path, opened: O
     for one in experiences:
         if one.response_length > 2:
             one.action_mask[1] = False
-    policy = plain[1]._opened[0].model
+    policy = plain[1].policy.model
     reference = Qwen3ForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         rows = [plain_logprobs(policy, one) - plain_logprobs(reference, one) for one in experiences]
@@ -129,7 +129,7 @@ async def test_its_weights_are_in_the_checkpoint_only_if_they_moved(tmp_path: Pa
         await learner.save(folder)
         names = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
         assert any(name.startswith("reference.") for name in names) == moved
-        assert (await opened(held(), checkpoint=folder))._reference.has_moved == moved
+        assert (await opened(held(), checkpoint=folder)).reference.has_moved == moved
     (tmp_path / "2" / "state" / ".metadata").write_bytes((tmp_path / "1" / "state" / ".metadata").read_bytes())
     with pytest.raises(DamagedCheckpointError, match=r"does not fit the model: it has no tensor 'reference\."):
         await opened(held(), checkpoint=tmp_path / "2")
