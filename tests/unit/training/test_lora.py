@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,6 @@ from trinity_mq.config.model import LoraConfig
 from trinity_mq.operations.validate import check_lora
 from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.model import lora as lora_module
 from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
 from trinity_mq.training.packing import train_tokens
 
@@ -238,14 +240,13 @@ def test_layers_of_a_model_that_is_not_here_are_not_judged(folder: Path) -> None
 def test_what_is_not_installed_is_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, missing: str, lora: dict[str, Any], said: str
 ) -> None:
-    real = lora_module.find_spec
-    monkeypatch.setattr(lora_module, "find_spec", lambda name: None if name == missing else real(name) or True)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(AdapterError, match=said):
         check_lora(with_lora(**lora))
 
 
 async def test_quantized_weights_are_refused_on_a_cpu(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_module, "find_spec", lambda name: True)  # as if bitsandbytes were installed
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module_from_spec(ModuleSpec("bitsandbytes", None)))
     with pytest.raises(AdapterError, match=r"quantization is 4bit, and the model is on the CPU.*model\.device=cuda"):
         await opened(with_lora(quantization="4bit"))
 

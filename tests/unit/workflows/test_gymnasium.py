@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import gymnasium
@@ -264,7 +265,7 @@ def test_arguments_are_checked_before_a_run_starts(kind, monkeypatch):
     check_arguments({"env": "FrozenLake-v1"}, kind.arguments_kind)
     with pytest.raises(TaskError, match=r"workflow_args\.env_arg does not exist; did you mean 'env_args'"):
         check_arguments({"env": "FrozenLake-v1", "env_arg": {}}, kind.arguments_kind)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(TaskError, match=r"pip install 'trinity-mq\[gymnasium\]'"):
         check_arguments({"env": "FrozenLake-v1"}, GymnasiumArguments)
 
