@@ -84,25 +84,6 @@ def test_an_unknown_name_lists_near_misses():
         create_reward("zzz", {})
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("no_such_package.reward", "module 'no_such_package' cannot be imported"),
-        ("trinity_mq.rewards.text.exact_mach", "did you mean 'exact_match'"),
-    ],
-)
-def test_a_wrong_path_says_what_is_missing(path, said):
-    with pytest.raises(UnknownNameError, match=said):
-        create_reward(path, {})
-
-
-def test_a_module_that_fails_while_imported_is_named(tmp_path, monkeypatch):
-    (tmp_path / "broken_rewards.py").write_text("1 +")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnknownNameError, match="SyntaxError"):
-        create_reward("broken_rewards.reward", {})
-
-
 def test_wrong_arguments_are_refused_when_the_reward_is_made():
     with pytest.raises(RewardError, match=r"reward_fn_args.*'colour'"):
         create_reward("format_reward", {"colour": 1})

@@ -286,22 +286,6 @@ async def test_epochs_and_mini_batches_make_optimizer_steps(folder: Path, opened
     assert found == pytest.approx(float(difference.mean()), abs=1e-5), "of the weights before any update"
 
 
-@pytest.mark.parametrize("mini_batches", [1, 2])
-async def test_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, opened: Opener, mini_batches: int) -> None:
-    settings = config(entropy_coef=0.01, mini_batches=mini_batches, max_tokens=50)
-    learner = await opened(settings, total_steps=10)
-    for step in (1, 2):
-        await learner.step(batch(step), step)
-    await learner.save(tmp_path)
-    for step in (3, 4):
-        await learner.step(batch(step), step)
-
-    resumed = await opened(settings, checkpoint=tmp_path, total_steps=10)
-    for step in (3, 4):
-        await resumed.step(batch(step), step)
-    assert same(await weights_of(learner), await weights_of(resumed))
-
-
 async def test_saves_a_folder_that_transformers_loads(folder: Path, tmp_path: Path, opened: Opener) -> None:
     learner = await opened()
     await learner.step(batch(1), 1)

@@ -7,7 +7,7 @@ from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineClients, EngineNotReady, ModelWrapper, PromptTooLong
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.distill import (
     AsyncOnPolicyDistillMathWorkflow,
@@ -228,16 +228,3 @@ async def test_a_teacher_that_is_not_ready_is_waited_for_by_the_runner(way):
 async def test_without_a_teacher_the_setting_is_named(kind, stub_model):
     with pytest.raises(TaskError, match=r"auxiliary model 0 as its teacher.*workflow_args\.teacher"):
         await run(kind, stub_model([]), None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("on_policy_distill_workflow", OnPolicyDistillWorkflow),
-        ("async_on_policy_distill_workflow", AsyncOnPolicyDistillWorkflow),
-        ("on_policy_distill_math_workflow", OnPolicyDistillMathWorkflow),
-        ("async_on_policy_distill_math_workflow", AsyncOnPolicyDistillMathWorkflow),
-    ],
-)
-def test_they_have_names(name, kind):
-    assert load_workflow(name) is kind

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
-from pathlib import Path
 
 import openai
 import pytest
 
 from tests.unit.workflows.running import running
-from trinity_mq.rewards import UnknownNameError
-from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
@@ -23,7 +19,6 @@ from trinity_mq.workflows import (
     StepWiseRewardWorkflow,
     Task,
     Workflow,
-    load_workflow,
 )
 
 
@@ -163,16 +158,6 @@ class AsyncPropagation(AsyncStepWise, AsyncRewardPropagationWorkflow):
 
     async def reward_async(self, exps):
         return 1.0
-
-
-def test_w30_a_plug_in_stays_where_it_is_and_its_errors_are_errors(plugin_folder):
-    (plugin_folder / "w30_good.py").write_text("from trinity_mq.workflows import Workflow\nclass Mine(Workflow): ...\n")
-    (plugin_folder / "w30_bad.py").write_text("import w30_missing\n")
-    add_plugins([str(plugin_folder)])
-    found = load_workflow("w30_good.Mine")
-    assert Path(inspect.getfile(found)).parent == plugin_folder
-    with pytest.raises(UnknownNameError, match="No module named 'w30_missing'"):
-        load_workflow("w30_bad.Mine")
 
 
 ALL = [StepWise, AsyncStepWise, Propagation, AsyncPropagation]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,18 @@ class Unlike:
 
 ASYNCHRONOUS = {"program_workflow", "recorded_sessions", "verifiers_workflow"}
 """Workflows that have one form: they wait for programs, or make experiences of what is there."""
+
+
+NAMES_OF_USERS = (
+    "frozen_lake gymnasium math_boxed math_eval math_rm math_ruler math math_trainable_ruler on_policy_distill_math "
+    "on_policy_distill program rubric_judge ruler simple sudoku tool_agent tool_call verifiers"
+)
+
+
+def test_the_names_that_users_write_exist():
+    twins = [name for name in WORKFLOWS if name.startswith("async_")]
+    names = {f"{name}_workflow" for name in NAMES_OF_USERS.split()} | {"recorded_sessions"}
+    assert WORKFLOWS.keys() - set(twins) == names
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))
@@ -112,6 +126,7 @@ def test_a_plug_in_is_named_by_file_and_class(plugin_folder):
     add_plugins([str(plugin_folder)])
     found = load_workflow("plugged_echo.EchoWorkflow")
     assert found.is_async
+    assert Path(inspect.getfile(found)).parent == plugin_folder
     body = Task(workflow=found).to_body()
     assert body.workflow == "plugged_echo.EchoWorkflow", "so that another process of the run finds it"
     assert Task.from_body(body).workflow is found
