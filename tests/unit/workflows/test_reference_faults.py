@@ -12,7 +12,6 @@ from tests.unit.workflows.running import running
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
-    AsyncSimpleWorkflow,
     AsyncStepWiseRewardWorkflow,
     RewardPropagationWorkflow,
     SimpleWorkflow,
@@ -171,17 +170,6 @@ async def test_each_twin_has_the_client_of_its_kind(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-async def test_no_steps_at_all_is_a_failed_run_with_a_reason(tmp_path, kind):
-    class NoSteps(kind):
-        max_step_num = 0
-
-    async with running(ScriptedGenerator([]), tmp_path) as runner:
-        status, experiences = await runner.run_task_async(task(NoSteps))
-    assert (status.ok, experiences) == (False, [])
-    assert "returned no experience; a run gives at least one" in status.message
-
-
-@pytest.mark.parametrize("kind", ALL)
 async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(tmp_path, kind):
     made = []
 
@@ -195,13 +183,3 @@ async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(t
         status, _ = await runner.run_task_async(task(Counted))
     assert "explorer.rollout_model.enable_history: true" in status.message
     assert len(made) == 1
-
-
-@pytest.mark.parametrize("kind", [SimpleWorkflow, AsyncSimpleWorkflow])
-async def test_a_reward_function_need_not_be_a_class_of_ours(tmp_path, kind):
-    def mine(response, truth, *, finished):
-        return {"accuracy": 1.0, "bonus": 0.5}
-
-    async with running(ScriptedGenerator(["1"]), tmp_path) as runner:
-        status, (one,) = await runner.run_task_async(task(kind, reward_fn=mine))
-    assert (status.ok, one.reward) == (True, 1.5), status.message
