@@ -11,7 +11,12 @@ from trinity_mq.rewards.math import answers
 def math_verify_questions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Stands in for the judge process: collects its questions, and answers that no two formulas are equal."""
     questions: list[tuple[str, ...]] = []
-    monkeypatch.setattr(answers, "same", lambda *question: bool(questions.append(question)))
+
+    def same(*question: str) -> bool:
+        questions.append(question)
+        return False
+
+    monkeypatch.setattr(answers, "same", same)
     return questions
 
 
