@@ -145,8 +145,8 @@ async def scripted_model(script: Script, *, version: Version = (1, 0), **options
 
 
 @functools.cache
-def byte_codec() -> TextCodec:
-    """Return a tokenizer whose tokens are bytes, with a chat template that supports tools."""
+def byte_codec(chat_template: str = CHAT_TEMPLATE) -> TextCodec:
+    """Return a tokenizer whose tokens are bytes. The default chat template supports tools."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -156,7 +156,7 @@ def byte_codec() -> TextCodec:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token="<pad>")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return TextCodec(tokenizer, frozenset({tokenizer.convert_tokens_to_ids(END)}))
 
 

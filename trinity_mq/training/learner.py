@@ -142,8 +142,10 @@ class TorchLearner:
         self._model_folder = model_folder
         self._total_steps = total_steps
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
-        self._reference: Reference | None = None
-        self._critic: Critic | None = None
+        self.reference: Reference | None = None
+        """Reference model, if the loss or the rewards need it."""
+        self.critic: Critic | None = None
+        """Critic, if the advantage estimator needs it."""
         self._memory = Memory()
         self._copies = HostCopies()
         self._guard = Guard(config.trainer.guard)
@@ -218,7 +220,7 @@ class TorchLearner:
 
         def write() -> None:
             weights = None if self._ranks.world == 1 else self._copy()["policy"].tensors
-            self._opened[0].save(folder, self._model_folder, weights)
+            self.policy.save(folder, self._model_folder, weights)
 
         await self._lead("export", write)
 
@@ -243,7 +245,7 @@ class TorchLearner:
                 await self._run(self._end_ranks)
         for pool in (self._pool, self._writer_pool):
             await asyncio.to_thread(pool.shutdown)
-        self._loaded = self._reference = self._critic = None
+        self._loaded = self.reference = self.critic = None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await run_to_end(self._pool, work)
@@ -258,7 +260,16 @@ class TorchLearner:
         return await self._run(led)
 
     async def _ask(self, work: Callable[[Policy], T]) -> T:
-        return await self._run(lambda: work(self._opened[0]))
+        return await self._run(lambda: work(self.policy))
+
+    @property
+    def policy(self) -> Policy:
+        """The model that is trained. Use it only between two calls of the learner.
+
+        Raises:
+            LearnerError: The learner is not open.
+        """
+        return self._opened[0]
 
     @property
     def _opened(self) -> tuple[Policy, torch.optim.Optimizer]:
@@ -293,7 +304,7 @@ class TorchLearner:
             return self._copies.take(self._parts())
 
     def _lead_weights(self) -> list[tuple[str, Tensor]]:
-        policy = self._opened[0]
+        policy = self.policy
         if self._ranks.world == 1 and policy.adapters is None:
             return policy.weights()
 
@@ -311,7 +322,7 @@ class TorchLearner:
 
     def _lead_canary(self, tokens: list[int]) -> list[float]:
         with self._ranks.command("canary", tokens=tokens):
-            return self._opened[0].sequence_logprobs(tokens)
+            return self.policy.sequence_logprobs(tokens)
 
     def follow(self) -> None:
         """Run the commands that rank 0 announces until it announces the end; used by ranks above 0. Blocks.
@@ -344,9 +355,9 @@ class TorchLearner:
             for tensor in flat(self._parts()).values():
                 gathered(tensor)
         elif command.name == "gather":
-            gathered(self._opened[0].weight(arguments["weight"]))
+            gathered(self.policy.weight(arguments["weight"]))
         elif command.name == "canary":
-            self._opened[0].sequence_logprobs(arguments["tokens"])
+            self.policy.sequence_logprobs(arguments["tokens"])
         else:
             raise RankError(
                 f"rank 0 announced {command.name!r}, which this rank does not know: run the same release on all ranks"
@@ -371,12 +382,12 @@ class TorchLearner:
         if needs_reference(self._config.algorithm):
             origin = reference.get("origin")
             if policy.adapters is not None:
-                self._reference = Reference.of(policy, self._config.algorithm.reference, origin)
+                self.reference = Reference.of(policy, self._config.algorithm.reference, origin)
             else:
-                self._reference = Reference.load(self._config, self._model_folder, origin, self._ranks)
-            self._reference.has_moved = bool(reference.get("has_moved"))
+                self.reference = Reference.load(self._config, self._model_folder, origin, self._ranks)
+            self.reference.has_moved = bool(reference.get("has_moved"))
         if self._config.algorithm.estimator.kind == "gae":
-            self._critic = Critic(self._config, self._model_folder, self._ranks)
+            self.critic = Critic(self._config, self._model_folder, self._ranks)
         self._loaded, self._memory = (policy, optimizer), Memory()
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -388,7 +399,7 @@ class TorchLearner:
             return
         if self._loaded is None:
             self._open(None)
-        read_policy(checkpoint, self._opened[0].state())
+        read_policy(checkpoint, self.policy.state())
 
     def _restore(self, checkpoint: Path) -> None:
         """Restore the state of a checkpoint.
@@ -399,10 +410,10 @@ class TorchLearner:
         """
         policy, optimizer = self._opened
         modules: dict[str, Module] = {"policy": policy.model}
-        if self._reference is not None and self._reference.has_moved:
-            modules["reference"] = self._reference.policy.model
-        if self._critic is not None:
-            modules[CRITIC] = self._critic.module
+        if self.reference is not None and self.reference.has_moved:
+            modules["reference"] = self.reference.policy.model
+        if self.critic is not None:
+            modules[CRITIC] = self.critic.module
         if not is_legacy(checkpoint):
             states = {name: module_state(module) for name, module in modules.items()}
             parts = read_parts(checkpoint, states | {"policy": policy.state()})
@@ -418,8 +429,8 @@ class TorchLearner:
             saved = optimizer_state(parts["optimizer"])
             restore_state(optimizer, saved, policy.model, self._config.algorithm.optimizer)
             self._memory = Memory(**parts["memory"].facts)
-            if self._critic is not None:
-                self._critic.restore(parts)
+            if self.critic is not None:
+                self.critic.restore(parts)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DamagedCheckpointError(f"the state in {checkpoint} does not fit this run: {error!r}") from error
 
@@ -428,15 +439,15 @@ class TorchLearner:
         policy, optimizer = self._opened
         parts = {"policy": StatePart(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
         parts["memory"] = StatePart(facts=asdict(self._memory))
-        if self._reference is not None:
-            parts["reference"] = self._reference.part()
-        if self._critic is not None:
-            parts |= self._critic.parts()
+        if self.reference is not None:
+            parts["reference"] = self.reference.part()
+        if self.critic is not None:
+            parts |= self.critic.parts()
         return parts
 
     def _write(self, folder: Path, parts: Parts) -> str:
         """Write a checkpoint; callable from any thread if ``parts`` are copies."""
-        policy, weights = self._opened[0], parts["policy"].tensors
+        policy, weights = self.policy, parts["policy"].tensors
         write_parts(folder, parts)
         if self._config.trainer.export == "every":
             policy.save(folder / MODEL_FOLDER, self._model_folder, weights)
@@ -451,16 +462,16 @@ class TorchLearner:
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
         advantages = AdvantageResult(batch, self._memory)
-        watch = Stopwatch(self._opened[0].device)
+        watch = Stopwatch(self.policy.device)
         if config.advantage_agent == "trainer":
-            models = self._critic, self._reference
+            models = self.critic, self.reference
             with watch.part("score"):
                 advantages = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
         metrics = advantages.metrics | self._train(advantages, weights, step_number, watch)
         if metrics["actor/optimizer_steps"]:
             self._memory = advantages.memory
-            if self._reference is not None:
-                self._reference.follow(self._opened[0], step_number)
+            if self.reference is not None:
+                self.reference.follow(self.policy, step_number)
         self._memory = replace(self._memory, guard=self._guard.state())
         return (
             metrics
@@ -478,7 +489,7 @@ class TorchLearner:
         """
         epochs, peak = self._config.algorithm.epochs, self._config.trainer.peak_tflops
         rate = int(tokens_of(batch).sum()) * epochs / seconds
-        weights = self._opened[0].parameters
+        weights = self.policy.parameters
         tflops = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights) * rate / 1e12
         return {
             "time/train_step": seconds,
@@ -499,7 +510,7 @@ class TorchLearner:
             tally.add_empty()
             return tally.metrics() | (critic_tally.metrics() if targets is not None else {})
         policy, optimizer = self._opened
-        config, critic = self._config.algorithm, self._critic
+        config, critic = self._config.algorithm, self.critic
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         with span("pack tokens"):
@@ -562,7 +573,7 @@ class TorchLearner:
         column takes one forward pass, before the weights change. A ``ref`` argument that is not None is used instead of
         a forward pass.
         """
-        policy = self._opened[0]
+        policy = self.policy
         columns: dict[str, Tensor] = {}
         before: Scores | None = None
         if "old" in needed:
@@ -572,9 +583,9 @@ class TorchLearner:
         if ref is not None:
             columns["ref"] = ref.to(policy.device)
         elif "ref" in needed:
-            assert self._reference is not None
+            assert self.reference is not None
             batches = policy.division.of(tokens, tokens.experiences({SAMPLED, PAIRED}))
-            columns["ref"] = self._reference.logprobs(batches, tokens.tokens)
+            columns["ref"] = self.reference.logprobs(batches, tokens.tokens)
         return columns, before
 
 

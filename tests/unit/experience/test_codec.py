@@ -316,12 +316,11 @@ def test_equal_documents_that_are_wrong_are_refused(document):
 
 
 @pytest.mark.parametrize("spare", [0, 1])
-def test_documents_that_are_counted_late_are_counted(monkeypatch, spare):
+def test_documents_that_are_counted_late_are_counted(spare):
     flat = {str(number): [0.1, 1e-5, -144][number % 3] for number in range(40)}  # bytes in it look like lists and maps
     packed = msgpack.packb(flat)
     assert measure(packed) == 1 < container_bytes(packed)
-    monkeypatch.setattr("trinity_mq.experience.codec.documents.MAX_CONTAINERS", 8 + 1 + spare)
-    writer = DocumentWriter()
+    writer = DocumentWriter(max_containers=8 + 1 + spare)
 
     assert len(writer.write_all([flat] * 8, "info")) == 8
     writer.write([], "messages")

@@ -127,8 +127,7 @@ def test_a_conversation_with_tools_is_rendered_as_it_was_sampled() -> None:
     messages = checked_messages([{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": calls}])
     again = codec.render(messages, [tool], add_generation_prompt=False)
     assert again == f"{asked}{CALL}<|im_end|>\n"
-    bare = byte_codec.__wrapped__()
-    bare._tokenizer.chat_template = "{{ messages[0].content }}"
+    bare = byte_codec("{{ messages[0].content }}")
     with pytest.raises(TextError, match="does not write tools"):
         bare.render_with_tools(messages, [tool])
 

@@ -12,21 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.rewards.math import answers
 from trinity_mq.rewards.math.answers import equal, extract_answer, is_correct, read
 from trinity_mq.rewards.math.judge import LONGEST
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second process may be asked."""
-
-    def same(*question: object, **how: object) -> bool:
-        raise AssertionError(f"asked {question}")
-
-    monkeypatch.setattr(answers, "same", same)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,8 @@ def test_without_its_end_a_response_states_only_what_it_marks() -> None:
         ("5", "1" * (LONGEST + 1), False),
     ],
 )
-def test_ordinary_answers_cost_no_second_process(alone: None, response: str, truth: str | None, right: bool) -> None:
+@pytest.mark.usefixtures("exact_only")
+def test_ordinary_answers_cost_no_second_process(response: str, truth: str | None, right: bool) -> None:
     assert is_correct(response, truth, finished=True) is right
 
 
@@ -197,7 +187,8 @@ def test_the_right_answer_is_right(truth: str) -> None:
     [("math_reward", "train", 7473), ("math_reward", "test", 1319), ("accuracy_reward", "test", 1319)],
 )
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not beside this checkout")
-def test_every_reference_solution_is_right_and_no_changed_one(alone: None, name: str, split: str, count: int) -> None:
+@pytest.mark.usefixtures("exact_only")
+def test_every_reference_solution_is_right_and_no_changed_one(name: str, split: str, count: int) -> None:
     reward = create_reward(name, {})
     lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == count
@@ -222,11 +213,14 @@ def changed(answer: str) -> tuple[str, ...]:
 
 def test_the_second_process_starts_with_the_first_question_only() -> None:
     code = (
-        "from trinity_mq.rewards.math import judge, answers\n"
+        "import psutil\n"
+        "from trinity_mq.rewards.math import answers\n"
+        "from trinity_mq.rewards.math.judge import same\n"
         "assert answers.is_correct('#### 5', '5', finished=True)\n"
-        "assert judge._judge.pids == []\n"
+        "assert not same('x', 'x' * 1000) and not same('{' * 10**6, 'x')\n"
+        "assert psutil.Process().children() == []\n"
         "assert answers.is_correct('\\\\boxed{x+1}', '1+x', finished=True)\n"
-        "assert len(judge._judge.pids) == 1\n"
+        "assert len(psutil.Process().children()) == 1\n"
         "import sys; assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)

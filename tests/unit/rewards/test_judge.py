@@ -15,11 +15,17 @@ import psutil
 import pytest
 
 from trinity_mq.rewards import RewardError
-from trinity_mq.rewards.math import judge as module
-from trinity_mq.rewards.math.judge import AnswerComparer, same
+from trinity_mq.rewards.math.judge import AnswerComparer
 from trinity_mq.runtime.processes.children import ChildTimeoutError
 
 SERVES = "import os, time\nfrom trinity_mq.runtime.processes.children import serve\n"
+
+
+def program(folder: Path, text: str) -> Path:
+    """Write a child program that stands in for math-verify."""
+    path = folder / "child.py"
+    path.write_text(SERVES + text)
+    return path
 
 
 @pytest.fixture
@@ -56,25 +62,13 @@ serve(meet)
 """
 
 
-def test_pairs_of_several_threads_are_compared_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(SERVES + MEETING)
-    monkeypatch.setattr(module, "CHILD", child)
-    judge = AnswerComparer(silence=20.0, processes=2)
+def test_pairs_of_several_threads_are_compared_at_the_same_time(tmp_path: Path) -> None:
+    judge = AnswerComparer(silence=20.0, processes=2, program=program(tmp_path, MEETING))
     assert in_threads(judge, 2) == [True, True], "each process answers only once the other one is asked"
     assert in_threads(judge, 6) == [True] * 6
     assert len(judge.pids) == 2, "no more processes than allowed"
     judge.close()
     assert judge.pids == []
-
-
-def test_there_is_a_process_for_each_core_at_most() -> None:
-    judge = AnswerComparer()
-    in_threads(judge, 8)
-    assert 1 <= len(judge.pids) <= len(os.sched_getaffinity(0))
-    judge.close()
 
 
 def test_time_that_a_process_waits_for_a_processor_does_not_count(judge: AnswerComparer) -> None:
@@ -125,31 +119,23 @@ def test_a_process_that_was_killed_is_started_again(judge: AnswerComparer) -> No
     assert judge.pids not in ([], [first])
 
 
-def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(SERVES + "serve(lambda _: os.abort())\n")
-    monkeypatch.setattr(module, "CHILD", child)
-    judge = AnswerComparer()
+def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path) -> None:
+    judge = AnswerComparer(program=program(tmp_path, "serve(lambda _: os.abort())\n"))
     assert not judge.same("x", "y")
     assert judge.pids == []
 
 
-def test_silence_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(SERVES + "serve(lambda _: time.sleep(1000))\n")
-    monkeypatch.setattr(module, "CHILD", child)
-    judge = AnswerComparer(silence=2.0)
+def test_silence_is_no_verdict(tmp_path: Path) -> None:
+    judge = AnswerComparer(silence=2.0, program=program(tmp_path, "serve(lambda _: time.sleep(1000))\n"))
     with pytest.raises(ChildTimeoutError, match="no answer in 2 s"):
         judge.same("x", "y")
     assert judge.pids == [], "killed: its late answer must not be taken for that to another question"
 
 
-def test_a_process_that_does_not_start_says_what_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = tmp_path / "child.py"
-    child.write_text("raise SystemExit(3)")
-    monkeypatch.setattr(module, "CHILD", child)
+def test_a_process_that_does_not_start_says_what_to_try(tmp_path: Path) -> None:
+    judge = AnswerComparer(program=program(tmp_path, "raise SystemExit(3)"))
     with pytest.raises(RewardError, match=r"ended with code 3 before it was ready.*import math_verify"):
-        AnswerComparer().same("x", "y")
+        judge.same("x", "y")
 
 
 def test_threads_share_it(judge: AnswerComparer) -> None:
@@ -164,6 +150,7 @@ def test_threads_share_it(judge: AnswerComparer) -> None:
     for thread in threads:
         thread.join()
     assert found == {number: bool(number % 2) for number in range(12)}
+    assert 1 <= len(judge.pids) <= len(os.sched_getaffinity(0))
 
 
 def test_a_fork_has_a_process_of_its_own() -> None:
@@ -192,9 +179,3 @@ def test_it_ends_with_the_process_that_asks() -> None:
         child = psutil.Process(int(asker.stdout.readline()))
         asker.kill()
     child.wait(30)
-
-
-def test_too_long_is_wrong_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_judge", None)
-    assert not same("x", "x" * 1000)
-    assert not same("{" * 10**6, "x")

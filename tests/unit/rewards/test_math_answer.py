@@ -1,17 +1,13 @@
-import json
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 
 from trinity_mq.rewards.math.answers import extract_answer
 from trinity_mq.rewards.math.math_answer import math_answer
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
-
-def accuracy(response, truth, *, finished=True):
-    return math_answer(response, truth, finished=finished)["accuracy"]
+def accuracy(response, truth):
+    return math_answer(response, truth, finished=True)["accuracy"]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +64,6 @@ def accuracy(response, truth, *, finished=True):
 def test_the_number_that_is_stated(text, number):
     found = extract_answer(text, finished=True)
     assert (found and found.number) == number
-
-
-def test_a_cut_response_counts_only_with_a_marked_answer():
-    assert accuracy("3 + 4 = 7", "7", finished=False) == 0
-    assert accuracy("#### 7\nand then", "7", finished=False) == 1
 
 
 def test_without_a_truth_nothing_is_right():
@@ -132,35 +123,3 @@ def test_fractions_and_powers_of_ten_are_numbers(text, truth):
 def test_equal_numbers_written_differently():
     assert accuracy("\\boxed{\\frac{7}{2}}", "#### 3.50") == 1
     assert accuracy("3.5000001", "3.5") == 0
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "\\boxed{" * 200_000,
-        "{" * 1_000_000,
-        "1,234" * 200_000,
-        "9" * 1_000_000,
-        "1/" * 500_000,
-        "#### " + "\\frac{" * 150_000,
-        "\\boxed{" + "\\text{" * 150_000,
-        "." * 1_000_000,
-        "-$" * 500_000,
-        "1e999999999",
-    ],
-)
-def test_hostile_responses_take_bounded_time(hostile):
-    assert accuracy(hostile, "5") == 0.0  # one that takes quadratic time meets the time limit of tests
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K at {GSM8K}")
-@pytest.mark.parametrize("name", ["train", "test"])
-def test_every_reference_solution_is_right_and_no_changed_one(name):
-    lines = (GSM8K / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    for answer in (json.loads(line)["answer"] for line in lines):
-        assert accuracy(answer, answer) == 1, answer
-        number = answer.rpartition("#### ")[2]
-        boxed = f"Therefore \\boxed{{{number}}}."
-        assert accuracy(boxed, answer) == 1, answer
-        for wrong in (f"{number}1", f"1{number}", f"{number}.5"):
-            assert accuracy(f"Therefore \\boxed{{{wrong}}}.", answer) == 0, (wrong, answer)

@@ -31,16 +31,6 @@ MARKS = (
 )
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No judge process may be asked: numbers are compared here."""
-
-    def same(*question: object) -> bool:
-        raise AssertionError(f"asked {question}")
-
-    monkeypatch.setattr(answers, "same", same)
-
-
 @pytest.mark.parametrize(
     ("truth", "text"),
     [
@@ -106,7 +96,7 @@ FORMS = {
 OTHERS = (1, 2, 3, 3.2, 5, -5, 10, 12, 16, 234, 345, 567, 12345, 1e-4, 1e5, 1e-6, 1e15, 6.02, 6.02e22, 0.25, 50, -0.5)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("exact_only")
 @pytest.mark.parametrize("truth", FORMS)
 def test_each_form_is_right_for_its_number_and_for_no_other(truth: float) -> None:
     verdicts = []
@@ -120,7 +110,7 @@ def test_each_form_is_right_for_its_number_and_for_no_other(truth: float) -> Non
     assert [verdict for verdict in verdicts if verdict[2] != verdict[3]] == []
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("math_verify_questions")
 @pytest.mark.parametrize(
     ("truth", "answer"),
     [
@@ -143,15 +133,14 @@ def test_each_form_is_right_for_its_number_and_for_no_other(truth: float) -> Non
         (0, "false"),
     ],
 )
-def test_other_numbers_stay_wrong(truth: float, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "same", lambda *_: False)
+def test_other_numbers_stay_wrong(truth: float, answer: str) -> None:
     for reward in (accuracy_reward, math_answer, math_boxed):
         assert reward(rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == 0.0  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("math_verify_questions")
 @pytest.mark.parametrize("power", ["999999999", "-999999999", "9" * 500, "1000", "-1000"])
-def test_a_power_beyond_all_numbers_costs_no_time(power: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "same", lambda *_: False)
+def test_a_power_beyond_all_numbers_costs_no_time(power: str) -> None:
     started = time.process_time()
     for written in (f"1e{power}", f"10^{{{power}}}", f"2^{{{power}}}", f"3^{power}", f"(1/3)^{{{power}}}"):
         assert accuracy_reward(rf"\boxed{{{written}}}", "1", finished=True) == {"accuracy": 0.0}
@@ -198,7 +187,7 @@ def test_no_text_takes_long_to_read() -> None:
         (True, "true or false", 0.0),
     ],
 )
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("exact_only")
 def test_truths_that_are_booleans(truth: Any, answer: str, right: float) -> None:
     for reward in ("accuracy_reward", "math_answer", "math_boxed", "math_dapo_reward"):
         assert parts_of(create_reward(reward, {}), rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == right
@@ -218,7 +207,7 @@ def test_exact_text_of_truths_that_are_no_text() -> None:
 CHOICE = r"\textbf{(B)}\ 12"
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("exact_only")
 @pytest.mark.parametrize(
     ("truth", "answer", "right"),
     [

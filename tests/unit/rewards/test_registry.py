@@ -10,12 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from trinity_mq.messages import TaskBody
-from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, invalid_parts_reason, parts_of
+from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, parts_of
 from trinity_mq.rewards.text import exact_match
 from trinity_mq.runtime.plugins import name_of, resolve
 from trinity_mq.runtime.threads import in_thread, interrupt
-from trinity_mq.workflows import Task
 
 
 class Threshold:
@@ -84,25 +82,6 @@ def test_an_unknown_name_lists_near_misses():
         create_reward("exact_mach", {})
     with pytest.raises(UnknownNameError, match=r"known: accuracy_reward, char_match.*dotted path"):
         create_reward("zzz", {})
-
-
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [
-        ("no_such_package.reward", "module 'no_such_package' cannot be imported"),
-        ("trinity_mq.rewards.text.exact_mach", "did you mean 'exact_match'"),
-    ],
-)
-def test_a_wrong_path_says_what_is_missing(path, said):
-    with pytest.raises(UnknownNameError, match=said):
-        create_reward(path, {})
-
-
-def test_a_module_that_fails_while_imported_is_named(tmp_path, monkeypatch):
-    (tmp_path / "broken_rewards.py").write_text("1 +")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnknownNameError, match="SyntaxError"):
-        create_reward("broken_rewards.reward", {})
 
 
 def test_wrong_arguments_are_refused_when_the_reward_is_made():
@@ -206,46 +185,6 @@ async def test_a_coroutine_of_an_interrupted_thread_is_cancelled():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert await asyncio.to_thread(ended.wait, 30)
-
-
-def test_a_fault_names_the_function_and_the_part():
-    def broken(response, truth, *, finished):
-        return {"accuracy": 1.0, "length": float("nan"), "speed": float("-inf")}
-
-    reward = create_reward(broken, {})
-    fault = invalid_parts_reason(reward, parts_of(reward, "x", None, finished=True))
-    place = f"test_registry.py:{broken.__code__.co_firstlineno}"
-    assert fault.endswith(f"broken ({place}) returned length=nan, speed=-inf, wanted finite numbers")
-    assert invalid_parts_reason(reward, {"accuracy": 1.0}) is None
-
-
-def test_entry_points_add_names(monkeypatch):
-    from importlib.metadata import EntryPoint
-
-    from trinity_mq.runtime import plugins as module
-
-    point = EntryPoint("theirs", "trinity_mq.rewards.text:exact_match", "some.group")
-    broken = EntryPoint("broken", "no_such_package:x", "some.group")
-    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point, "broken": broken})
-    assert resolve("reward function", "theirs", {}, "some.group") is exact_match
-    with pytest.raises(UnknownNameError, match="installed package"):
-        resolve("reward function", "broken", {}, "some.group")
-    assert parts_of(create_reward("theirs", {}), "7", "7", finished=True) == {"accuracy": 1.0}
-    task = Task.from_body(TaskBody(workflow="simple_workflow", reward_fn="theirs"))
-    assert task.reward_fn is exact_match, "a task may name the reward of an installed package"
-
-
-def test_a_package_that_fails_while_imported_is_named(tmp_path, monkeypatch):
-    from importlib.metadata import EntryPoint
-
-    from trinity_mq.runtime import plugins as module
-
-    (tmp_path / "fails_at_import.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("theirs", "fails_at_import:reward", "trinity_mq.rewards")
-    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point})
-    with pytest.raises(UnknownNameError, match=r"'theirs' of an installed package.*ZeroDivisionError"):
-        create_reward("theirs", {})
 
 
 def test_name_of_gives_a_name_that_finds_it_again():

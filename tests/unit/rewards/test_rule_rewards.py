@@ -38,13 +38,19 @@ HOSTILE = [
     "<answer>True</answer>",
     "\\boxed{" * 200_000,
     "{" * 2_000_000,
+    *(piece * (1_000_000 // len(piece)) for piece in ("1,234", "9", "1/", ".", "-$")),
+    "#### " + "\\frac{" * 150_000,
+    "\\boxed{" + "\\text{" * 150_000,
+    "1e999999999",
     "\x00\ud800",
 ]
 TRUTHS = {"countdown_reward": '{"target": 1, "numbers": [1]}', "tool_call": '[{"name": "f", "arguments": {"a": 1}}]'}
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: text[:12])
-@pytest.mark.parametrize("name", ["format_reward", "math_boxed", "countdown_reward", "tool_call", "math_dapo_reward"])
+@pytest.mark.parametrize(
+    "name", ["format_reward", "math_boxed", "countdown_reward", "tool_call", "math_dapo_reward", "math_answer"]
+)
 def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) -> None:
     assert parts_of(create_reward(name, {}), hostile, TRUTHS.get(name, "5"), finished=True).get("accuracy", 0.0) == 0.0
 
@@ -209,16 +215,6 @@ def test_a_penalty_without_a_length_says_what_to_do() -> None:
     reward = create_reward("math_dapo_reward", {"max_response_length": 100, "cache_length": 20})
     with pytest.raises(ValueError, match="use the operator length_penalty"):
         parts_of(reward, "\\boxed{7}", "7", finished=True)
-
-
-def test_only_rewards_that_ask_are_told_the_length() -> None:
-    assert parts_of(create_reward("exact_match", {}), "7", "7", finished=True, tokens=9) == {"accuracy": 1.0}
-
-    def length(response: str, truth: str | None, *, finished: bool, tokens: int | None = None) -> dict[str, float]:
-        return {"length": float(tokens or 0)}
-
-    assert parts_of(create_reward(length, {}), "7", "7", finished=True, tokens=9) == {"length": 9.0}
-    assert parts_of(create_reward(length, {"tokens": 4}), "7", "7", finished=True, tokens=9) == {"length": 4.0}
 
 
 # -- tool calls

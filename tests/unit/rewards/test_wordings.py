@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.rewards.math import answers
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 WORDINGS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("wordings.yaml").read_text(encoding="utf-8"))
@@ -25,14 +24,7 @@ CUT = {"boxed": 1.0, "tag": 1.0, "hashes": 1.0, "sentence": 0.0, "unmarked": 0.0
 """Accuracy of a response that was cut behind its answer."""
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No judge process may be asked: numbers are compared here."""
-
-    def same(*question: object) -> bool:
-        raise AssertionError(f"asked {question}")
-
-    monkeypatch.setattr(answers, "same", same)
+pytestmark = pytest.mark.usefixtures("exact_only")
 
 
 def accuracy(name: str, response: str, truth: str, *, finished: bool = True) -> float:

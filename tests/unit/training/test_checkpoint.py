@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -58,6 +59,24 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.fixture
+def before_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path, Path], object]], None]:
+    """Return a function that has a hook called with source and target before each rename."""
+    rename = Path.rename
+
+    def install(hook: Callable[[Path, Path], object]) -> None:
+        def hooked(self: Path, target: Path) -> Path:
+            hook(self, target)
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", hooked)
+
+    return install
+
+
+Hooks = Callable[[Callable[[Path, Path], object]], None]
+
+
 async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
     assert store.latest() is None
@@ -70,22 +89,18 @@ async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Hooks
 ) -> None:
     done: list[str] = []
-    sync, rename = os.fsync, Path.rename
+    sync = os.fsync
 
     def watched_sync(descriptor: int) -> None:
         done.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
         sync(descriptor)
 
-    def watched_rename(self: Path, target: Path) -> Path:
-        done.append(f"rename {target.name}")
-        return rename(self, target)
-
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(Path, "rename", watched_rename)
+    before_rename(lambda source, target: done.append(f"rename {target.name}"))
     await store.save(writer(), state(1))
     moved = done.index("rename progress-000001")
     assert {"model", "model.safetensors", "optimizer.pt", "trainer.json"} <= set(done[:moved])
@@ -128,44 +143,28 @@ async def test_a_full_disk_is_known_also_where_a_writer_hides_it(
 
 
 @pytest.mark.parametrize("progress", [1, 2])
-async def test_killed_between_write_and_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"), [(KeyboardInterrupt, None), (PermissionError(13, "Permission denied"), "Permission denied")]
+)
+async def test_a_save_that_ends_before_its_rename_leaves_what_was_there(
+    tmp_path: Path, before_rename: Hooks, progress: int, error: Any, message: str | None
+) -> None:
     """Progress 1 replaces the checkpoint that is there, 2 comes after it."""
     store = CheckpointStore(tmp_path, 2)
     await store.save(writer("old"), state(1))
-    rename = Path.rename
 
-    def dies(self: Path, target: Path) -> Path:
-        if self.name.startswith(".partial-"):
-            raise KeyboardInterrupt
-        return rename(self, target)
+    def fails(source: Path, target: Path) -> None:
+        if source.name.startswith(".partial-"):
+            shutil.copytree(source, tmp_path / ".partial-copy")  # as a killed process leaves it behind
+            raise error
 
-    monkeypatch.setattr(Path, "rename", dies)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    with pytest.raises(KeyboardInterrupt):
+    before_rename(fails)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else CheckpointError, match=message):
         await store.save(writer("new"), state(progress))
-    monkeypatch.undo()
-    assert any(name.startswith(".partial-") for name in visible(tmp_path))
-
-    again = CheckpointStore(tmp_path, 2)
+    if message:
+        assert text_of(store) == "old", "also before a restart cleans up"
+    assert text_of(CheckpointStore(tmp_path, 2)) == "old"
     assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(again) == "old"
-
-
-async def test_a_rename_that_fails_gives_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1))
-    rename = Path.rename
-
-    def refuses(self: Path, target: Path) -> Path:
-        if self.name.startswith(".partial-"):
-            raise PermissionError(13, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refuses)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        await store.save(writer("new"), state(1))
-    assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(store) == "old"
 
 
 async def test_a_cancelled_save_leaves_what_was_there(tmp_path: Path) -> None:
@@ -429,22 +428,19 @@ async def test_a_trainer_that_was_cut_off_saves_nothing(tmp_path: Path, progress
 
 
 async def test_a_commit_that_stood_still_gives_the_newer_checkpoint_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Hooks
 ) -> None:
     cut_off, other = CheckpointStore(tmp_path, 2), CheckpointStore(tmp_path, 2)
     assert cut_off.next_generation() == 1
-    rename = Path.rename
 
-    def after_the_other(self: Path, target: Path) -> Path:
-        if not target.name.startswith(".retired-"):
-            return rename(self, target)
-        monkeypatch.undo()
-        assert other.next_generation() == 2
-        asyncio.run(other.save(writer("new"), state(1, 2)))
-        return rename(self, target)
+    def save_the_other(source: Path, target: Path) -> None:
+        if target.name.startswith(".retired-"):
+            monkeypatch.undo()
+            assert other.next_generation() == 2
+            asyncio.run(other.save(writer("new"), state(1, 2)))
 
     await cut_off.save(writer("old"), state(1, 1))
-    monkeypatch.setattr(Path, "rename", after_the_other)
+    before_rename(save_the_other)
     with pytest.raises(RestartRequested, match="generation 2"):
         await cut_off.save(writer("late"), state(1, 1))
     assert visible(tmp_path) == ["generation", "progress-000001"]

@@ -148,7 +148,7 @@ async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: O
 
 async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:
     """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
-    policy = learner._loaded[0]
+    policy = learner.policy
     tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
     batches = tokens.micro_batches(tokens.experiences({SAMPLED}), 16384)
     logprobs = score(policy, batches, tokens.tokens).logprob
@@ -194,7 +194,7 @@ async def test_on_fresh_data_all_losses_of_token_ratios_have_one_gradient(opened
         assert metrics["mismatch/logprob_diff_max"] < 1e-5, name
         assert metrics["offpolicy/masked_frac"] == 0, name
         # AdamW's first step hides the length of a gradient, so that is what is compared
-        found[name] = torch.cat([one.grad.flatten() for one in learner._loaded[0].parameters if one.grad is not None])
+        found[name] = torch.cat([one.grad.flatten() for one in learner.policy.parameters if one.grad is not None])
     assert found["grpo"].norm() > 1e-3
     for name, one in found.items():
         torch.testing.assert_close(one, found["grpo"], rtol=1e-4, atol=1e-6, msg=name)
@@ -249,22 +249,20 @@ def test_what_is_not_trained_on_never_matters(folder: Path, name: str) -> None:
     ],
 )
 async def test_the_policy_is_scored_only_where_a_piece_needs_it(
-    opened: Opener, monkeypatch: pytest.MonkeyPatch, pieces: dict[str, Any], passes: int
+    opened: Opener, pieces: dict[str, Any], passes: int
 ) -> None:
     """``passes``: what is scored without a gradient, in mini-batches. ``old`` takes the two of the train step once, a
     piece that compares tokens one for each of the four optimizer steps, the first of which has ``old``'s.
     """
     base = config(mini_batches=2, epochs=2)
     learner = await opened(with_algorithm(base, **pieces))
-    policy, scored = learner._loaded[0], []
-    original = policy.score
+    scored: list[int] = []
 
-    def watched(packed: Any, *, entropy_gradient: bool) -> Any:
+    def watch(module: Any, arguments: Any, named: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
-            scored.append(packed.tokens)
-        return original(packed, entropy_gradient=entropy_gradient)
+            scored.append(named["input_ids"].numel())
 
-    monkeypatch.setattr(policy, "score", watched)
+    learner.policy.model.register_forward_pre_hook(watch, with_kwargs=True)
     experiences = [batch(3, 1)[0] for _ in range(8)]
     for one in experiences:
         one.versions = [(0, 1, 0)]
@@ -272,7 +270,7 @@ async def test_the_policy_is_scored_only_where_a_piece_needs_it(
     assert metrics["actor/optimizer_steps"] == 4
     assert sum(scored) == passes * 4 * experiences[0].response_length
     kl = pieces.get("kl")
-    assert (learner._reference is not None) is bool(kl and kl["coef"])
+    assert (learner.reference is not None) is bool(kl and kl["coef"])
 
 
 async def test_the_anchor_stays_that_of_the_train_step(opened: Opener) -> None:
@@ -385,7 +383,7 @@ async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> Non
     tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
     batches = tokens.micro_batches(range(len(experiences)), 40)
     assert len(batches) > 1
-    logprob = score(learner._loaded[0], batches, tokens.tokens)[0]
+    logprob = score(learner.policy, batches, tokens.tokens)[0]
     before = (logprob - tokens.columns["mu"]).exp()
     metrics = await learner.step(experiences, 4)
     assert metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
@@ -411,7 +409,7 @@ async def test_weights_left_out_sequences_and_decisions_are_measured(opened: Ope
     tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
     batches = tokens.micro_batches(range(len(experiences)), 40)
     assert len(batches) > 1
-    logprob, entropy, _ = score(learner._loaded[0], batches, tokens.tokens)
+    logprob, entropy, _ = score(learner.policy, batches, tokens.tokens)
     apart = logprob - tokens.columns["mu"]
     means = (-torch.stack([one.mean() for one in apart.split(tokens.counts.tolist())])).exp()
     out = (means < 0.95) | (means > 1.5)

@@ -117,7 +117,7 @@ async def test_the_parts_of_a_step_are_timed_and_its_speed_follows(folder: Path)
 async def _opened(settings: Config, folder: Path) -> list[torch.nn.Parameter]:
     learner = TorchLearner(settings, folder, None)
     await learner.open(None)
-    parameters = learner._opened[0].parameters
+    parameters = learner.policy.parameters
     await learner.close()
     return parameters
 

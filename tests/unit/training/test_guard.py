@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from tests.unit.training.test_learner import batch, config, make_model, same, weights_of
+from tests.unit.training.test_learner import batch, config, make_model, same, state_of, weights_of
 from trinity_mq.config import Config
 from trinity_mq.config.agents import GuardConfig
 from trinity_mq.experience import Experience
@@ -167,7 +167,8 @@ async def test_a_spike_is_skipped_and_leaves_weights_moments_and_history_as_they
     assert sum(value for name, value in metrics.items() if name.startswith("actor/skipped_")) == 1
     assert [(one["event"], one["reason"]) for one in logs] == [("optimizer_step_skipped", "norm_spike")]
     untouched = await opened(guarded(max_norm_ratio=10.0), tmp_path)
-    assert untouched._guard.state()["norms"] == learner._guard.state()["norms"], "the checkpoint has them"
+    norms = [(await state_of(one))["memory"].facts["guard"]["norms"] for one in (learner, untouched)]
+    assert norms[0] == norms[1] != [], "the checkpoint has them"
     for one in (learner, untouched):
         metrics = await one.step(batch(60), 22)
         assert metrics["actor/optimizer_steps"] == 1
@@ -215,7 +216,7 @@ async def test_five_in_a_row_stop_the_training_and_a_restart_knows_of_them(opene
 async def test_weights_that_are_no_numbers_show_in_the_loss(opened: Any) -> None:
     learner = await opened(guarded())
     with torch.no_grad():
-        learner._opened[0].parameters[0][5] = math.nan
+        learner.policy.parameters[0][5] = math.nan
     metrics = await learner.step(batch(1), 1)
     assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_loss"]) == (0, 1)
     assert all(map(math.isfinite, metrics.values()))
@@ -223,6 +224,6 @@ async def test_weights_that_are_no_numbers_show_in_the_loss(opened: Any) -> None
 
 async def test_a_gradient_that_overflows_shows_in_its_norm(opened: Any) -> None:
     learner = await opened(guarded())
-    learner._opened[0].parameters[0].register_hook(lambda gradient: gradient * math.inf)
+    learner.policy.parameters[0].register_hook(lambda gradient: gradient * math.inf)
     metrics = await learner.step(batch(1), 1)
     assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_norm"]) == (0, 1)

@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import stat
+import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,7 @@ from trinity_mq.config.model import LoraConfig
 from trinity_mq.operations.validate import check_lora
 from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.model import lora as lora_module
 from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
-from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import train_tokens
 
 __all__ = ["folder", "opened"]
@@ -53,13 +54,8 @@ def with_lora(dtype: str = "float32", settings: Mapping[str, Any] | None = None,
     return Config.model_validate(data)
 
 
-def policy_of(learner: TorchLearner) -> Policy:
-    assert learner._loaded is not None
-    return learner._loaded[0]
-
-
 def adapters_of(learner: TorchLearner) -> Adapters:
-    found = policy_of(learner).adapters
+    found = learner.policy.adapters
     assert found is not None
     return found
 
@@ -90,7 +86,7 @@ def loaded(path: Path) -> Any:
 
 async def test_adapters_begin_without_effect_and_are_all_that_is_trained(folder: Path, opened: Opener) -> None:
     learner = await opened(with_lora())
-    policy, adapters = policy_of(learner), adapters_of(learner)
+    policy, adapters = learner.policy, adapters_of(learner)
     assert await learner.canary_logprobs(TOKENS) == pytest.approx(logprobs_of(loaded(folder)).tolist(), abs=1e-6)
     first = {name: one.detach().clone() for name, one in policy.model.named_parameters()}
     assert len(adapters.layers) == 2 * 7, "every linear layer of two blocks"
@@ -161,7 +157,7 @@ async def test_it_goes_on_from_a_checkpoint_of_adapters_to_the_bit(opened: Opene
     digest = await learner.save(tmp_path)
     held = read_parts(tmp_path, {})["policy"].tensors
     assert held.keys() == adapters_of(learner).state().keys()
-    assert digest == policy_of(learner).digest(adapters_of(learner).state())
+    assert digest == learner.policy.digest(adapters_of(learner).state())
     again = await opened(settings, checkpoint=tmp_path)
     wanted, found = await trained(learner, 4, 5), await trained(again, 4, 5)
     for one, other in zip(wanted, found, strict=True):
@@ -175,9 +171,9 @@ async def test_it_goes_on_from_a_checkpoint_of_adapters_to_the_bit(opened: Opene
 async def test_the_reference_is_the_model_without_adapters(folder: Path, opened: Opener) -> None:
     learner = await opened(with_lora())
     assert (await trained(learner))[-1]["actor/kl_ref_k3"] > 0
-    reference, experiences = learner._reference, batch(1)
+    reference, experiences = learner.reference, batch(1)
     assert reference is not None
-    assert reference.policy is policy_of(learner)
+    assert reference.policy is learner.policy
     tokens = train_tokens(experiences, with_lora().algorithm, {"rl": 1.0}, 1)
     plain, before = loaded(folder), await learner.canary_logprobs(TOKENS)
     with torch.no_grad():
@@ -244,14 +240,13 @@ def test_layers_of_a_model_that_is_not_here_are_not_judged(folder: Path) -> None
 def test_what_is_not_installed_is_said_before_the_run(
     monkeypatch: pytest.MonkeyPatch, missing: str, lora: dict[str, Any], said: str
 ) -> None:
-    real = lora_module.find_spec
-    monkeypatch.setattr(lora_module, "find_spec", lambda name: None if name == missing else real(name) or True)
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(AdapterError, match=said):
         check_lora(with_lora(**lora))
 
 
 async def test_quantized_weights_are_refused_on_a_cpu(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_module, "find_spec", lambda name: True)  # as if bitsandbytes were installed
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module_from_spec(ModuleSpec("bitsandbytes", None)))
     with pytest.raises(AdapterError, match=r"quantization is 4bit, and the model is on the CPU.*model\.device=cuda"):
         await opened(with_lora(quantization="4bit"))
 

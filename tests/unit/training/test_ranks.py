@@ -17,7 +17,7 @@ from trinity_mq.training.parallel.ranks import Ranks, own_device, own_rank, worl
 
 RANK = """
 import asyncio, json, os, sys
-import torch
+import psutil, torch
 from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank
 
 def say(**what):
@@ -49,7 +49,7 @@ async def lead():
     await processes.start()
     ranks.connect_store()
     watching = asyncio.create_task(processes.watch())
-    say(children=[one.pid for one in processes._children])
+    say(children=[child.pid for child in psutil.Process().children()])
     for line in iter(sys.stdin.readline, ""):
         name, *rest = line.split()
         try:

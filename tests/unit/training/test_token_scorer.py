@@ -75,16 +75,13 @@ def test_a_setting_that_the_model_does_not_follow_is_not_believed() -> None:
     assert detect_head_operation(model) is None
 
 
-def test_the_head_sees_no_token_but_for_unknown_logits(folder: Path) -> None:
+def test_the_head_sees_no_token(folder: Path) -> None:
     policy = Policy(config().model, folder, 0)
     sizes: list[int] = []
     policy.model.get_output_embeddings().register_forward_hook(lambda module, given, found: sizes.append(len(found)))
     (padded,) = pack(batch(1), 16384)
     policy.score(padded, entropy_gradient=False)
     assert sizes == [0]
-    policy._scorer.after = None
-    policy.score(padded, entropy_gradient=False)
-    assert sizes == [0, padded.tokens]
 
 
 def test_unknown_logits_are_said_once_and_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +91,10 @@ def test_unknown_logits_are_said_once_and_used(folder: Path, tmp_path: Path, mon
         policy = Policy(config().model, tmp_path, 0)
     assert [(entry["event"], entry["model"]) for entry in logs] == [("logits_not_chunked", "Lifted")]
     (padded,) = pack(batch(1), 16384)
+    sizes: list[int] = []
+    policy.model.get_output_embeddings().register_forward_hook(lambda module, given, found: sizes.append(len(found)))
     found, _ = policy.score(padded, entropy_gradient=False)
+    assert sizes == [padded.tokens]
     by_index = torch.zeros_like(found).index_copy(0, padded.index, found)
     torch.testing.assert_close(by_index.detach(), alone(tmp_path, batch(1)), rtol=0, atol=1e-5)
 

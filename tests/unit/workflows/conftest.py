@@ -1,3 +1,5 @@
+import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -60,6 +62,19 @@ class StubModel:
 
         self.clients.append("async")
         return SimpleNamespace(kind="async", ask=ask)
+
+
+@pytest.fixture
+def plugin_folder(tmp_path):
+    """An empty plug-in folder. Afterwards no module of it is found or listed, because its files are deleted."""
+    paths = list(sys.path)
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    yield folder
+    for module in folder.glob("*.py"):
+        sys.modules.pop(module.stem, None)
+    shutil.rmtree(folder)
+    sys.path[:] = paths
 
 
 @pytest.fixture

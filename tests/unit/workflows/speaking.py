@@ -41,6 +41,4 @@ class Speaking:
 
 def chatting_generator(folder):
     """Return a tiny model with a chat template that knows tools."""
-    generator = make_generator(folder)
-    generator.codec._tokenizer.chat_template = TEMPLATE
-    return generator
+    return make_generator(folder, chat_template=TEMPLATE)

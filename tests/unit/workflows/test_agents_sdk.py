@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.unit.workflows.running import running
 from trinity_mq.config import load_config
-from trinity_mq.runtime import plugins
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob
 from trinity_mq.workflows import Task, load_workflow
@@ -23,10 +22,9 @@ QUESTION = {"question": "3 boxes of 4 pens and 2 pens, how many?", "answer": "##
 
 
 @pytest.fixture
-def kind(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
-    add_plugins([str(EXAMPLES)])
+def kind(plugin_folder):
+    shutil.copy(EXAMPLES / "agents_sdk.py", plugin_folder)
+    add_plugins([str(plugin_folder)])
     return load_workflow(NAME)
 
 

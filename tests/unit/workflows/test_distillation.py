@@ -7,9 +7,8 @@ from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineClients, EngineNotReady, ModelWrapper, PromptTooLong
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.builtin import distill as distillation
 from trinity_mq.workflows.builtin.distill import (
     AsyncOnPolicyDistillMathWorkflow,
     AsyncOnPolicyDistillWorkflow,
@@ -22,11 +21,6 @@ from trinity_mq.workflows.builtin.distill import (
 BOTH = pytest.mark.parametrize("kind", [OnPolicyDistillWorkflow, AsyncOnPolicyDistillWorkflow])
 BOTH_MATH = pytest.mark.parametrize("kind", [OnPolicyDistillMathWorkflow, AsyncOnPolicyDistillMathWorkflow])
 CHARACTERS = "0123456789+-=,"
-
-
-@pytest.fixture(autouse=True)
-def nothing_compared(monkeypatch):
-    monkeypatch.setattr(distillation, "_matching_tokenizers", set())
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +107,7 @@ async def test_a_teacher_with_another_vocabulary_is_refused(kind, models):
 
 
 @BOTH
-async def test_the_two_are_compared_once(kind, models, monkeypatch):
+async def test_the_two_are_compared_once(kind, models):
     asked = []
 
     class Counting(ModelWrapper):
@@ -125,7 +119,7 @@ async def test_the_two_are_compared_once(kind, models, monkeypatch):
             asked.append(prompts)
             return await super().generate_async(prompts, **sampling)
 
-    async with tiny_engine(models["student"], "student") as here, EngineClients() as clients:
+    async with tiny_engine(models["student"], f"for {kind.__name__}") as here, EngineClients() as clients:
         for _ in range(3):
             model = ModelWrapper(here, clients=clients, max_response_tokens=2)
             await run(kind, model, Counting(here, clients=clients))
@@ -234,16 +228,3 @@ async def test_a_teacher_that_is_not_ready_is_waited_for_by_the_runner(way):
 async def test_without_a_teacher_the_setting_is_named(kind, stub_model):
     with pytest.raises(TaskError, match=r"auxiliary model 0 as its teacher.*workflow_args\.teacher"):
         await run(kind, stub_model([]), None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("on_policy_distill_workflow", OnPolicyDistillWorkflow),
-        ("async_on_policy_distill_workflow", AsyncOnPolicyDistillWorkflow),
-        ("on_policy_distill_math_workflow", OnPolicyDistillMathWorkflow),
-        ("async_on_policy_distill_math_workflow", AsyncOnPolicyDistillMathWorkflow),
-    ],
-)
-def test_they_have_names(name, kind):
-    assert load_workflow(name) is kind

@@ -4,7 +4,7 @@ import torch
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.config import FormatConfig
 from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.games.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
 
 BOTH = pytest.mark.parametrize("kind", [FrozenLakeWorkflow, AsyncFrozenLakeWorkflow])
@@ -168,11 +168,6 @@ async def test_lakes_that_cannot_be_are_the_tasks_fault(kind, record, args, said
 )
 def test_moves_are_read(answer, move):
     assert read_move(answer) == move
-
-
-def test_it_has_a_name():
-    assert load_workflow("frozen_lake_workflow") is FrozenLakeWorkflow
-    assert load_workflow("async_frozen_lake_workflow") is AsyncFrozenLakeWorkflow
 
 
 @BOTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 
 import gymnasium
@@ -16,7 +17,7 @@ from tests.unit.workflows.tiny_engines import make_generator
 from tests.waiting import until
 from trinity_mq.config import FormatConfig
 from trinity_mq.runtime.threads import in_thread
-from trinity_mq.workflows import Task, TaskError, check_arguments, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, check_arguments, execute
 from trinity_mq.workflows.environments import (
     AsyncGymnasiumWorkflow,
     Environment,
@@ -264,14 +265,9 @@ def test_arguments_are_checked_before_a_run_starts(kind, monkeypatch):
     check_arguments({"env": "FrozenLake-v1"}, kind.arguments_kind)
     with pytest.raises(TaskError, match=r"workflow_args\.env_arg does not exist; did you mean 'env_args'"):
         check_arguments({"env": "FrozenLake-v1", "env_arg": {}}, kind.arguments_kind)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(TaskError, match=r"pip install 'trinity-mq\[gymnasium\]'"):
         check_arguments({"env": "FrozenLake-v1"}, GymnasiumArguments)
-
-
-def test_it_has_a_name():
-    assert load_workflow("gymnasium_workflow") is GymnasiumWorkflow
-    assert load_workflow("async_gymnasium_workflow") is AsyncGymnasiumWorkflow
 
 
 @pytest.mark.parametrize(

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import sys
 import threading
-from pathlib import Path
 
 import openai
 import pytest
 
 from tests.unit.workflows.running import running
-from trinity_mq.rewards import UnknownNameError
-from trinity_mq.runtime import plugins
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
-    AsyncSimpleWorkflow,
     AsyncStepWiseRewardWorkflow,
     RewardPropagationWorkflow,
     SimpleWorkflow,
     StepWiseRewardWorkflow,
     Task,
     Workflow,
-    load_workflow,
 )
 
 
@@ -166,19 +159,6 @@ class AsyncPropagation(AsyncStepWise, AsyncRewardPropagationWorkflow):
         return 1.0
 
 
-def test_w30_a_plug_in_stays_where_it_is_and_its_errors_are_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
-    (tmp_path / "w30_good.py").write_text("from trinity_mq.workflows import Workflow\nclass Mine(Workflow): ...\n")
-    (tmp_path / "w30_bad.py").write_text("import w30_missing\n")
-    plugins.add_plugins([str(tmp_path)])
-    found = load_workflow("w30_good.Mine")
-    assert Path(inspect.getfile(found)).parent == tmp_path
-    with pytest.raises(UnknownNameError, match="No module named 'w30_missing'"):
-        load_workflow("w30_bad.Mine")
-    del sys.modules["w30_good"]
-
-
 ALL = [StepWise, AsyncStepWise, Propagation, AsyncPropagation]
 
 
@@ -187,17 +167,6 @@ async def test_each_twin_has_the_client_of_its_kind(tmp_path, kind):
     async with running(ScriptedGenerator(["1"]), tmp_path) as runner:
         status, (one,) = await runner.run_task_async(task(kind))
     assert (status.ok, one.reward) == (True, 1.0), status.message
-
-
-@pytest.mark.parametrize("kind", ALL)
-async def test_no_steps_at_all_is_a_failed_run_with_a_reason(tmp_path, kind):
-    class NoSteps(kind):
-        max_step_num = 0
-
-    async with running(ScriptedGenerator([]), tmp_path) as runner:
-        status, experiences = await runner.run_task_async(task(NoSteps))
-    assert (status.ok, experiences) == (False, [])
-    assert "returned no experience; a run gives at least one" in status.message
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -214,13 +183,3 @@ async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(t
         status, _ = await runner.run_task_async(task(Counted))
     assert "explorer.rollout_model.enable_history: true" in status.message
     assert len(made) == 1
-
-
-@pytest.mark.parametrize("kind", [SimpleWorkflow, AsyncSimpleWorkflow])
-async def test_a_reward_function_need_not_be_a_class_of_ours(tmp_path, kind):
-    def mine(response, truth, *, finished):
-        return {"accuracy": 1.0, "bonus": 0.5}
-
-    async with running(ScriptedGenerator(["1"]), tmp_path) as runner:
-        status, (one,) = await runner.run_task_async(task(kind, reward_fn=mine))
-    assert (status.ok, one.reward) == (True, 1.5), status.message

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.workflows.tiny_engines import scripted_judge
 from trinity_mq.models import ModelWrapper
 from trinity_mq.rewards.text import exact_match
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.rubric import AsyncRubricJudgeWorkflow, Criterion, RubricJudgeWorkflow, rubric_score
 
@@ -154,8 +154,3 @@ def test_scores_stay_in_range_and_more_met_is_never_less(data, weights):
     better = [1.0 if weight > 0 else share for weight, share in zip(weights, met, strict=True)]
     assert rubric_score(rubric, better) >= score - 1e-9
     assert rubric_score(rubric, [float(weight > 0) for weight in weights]) == 1.0
-
-
-def test_they_have_names():
-    assert load_workflow("rubric_judge_workflow") is RubricJudgeWorkflow
-    assert load_workflow("async_rubric_judge_workflow") is AsyncRubricJudgeWorkflow

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.workflows.tiny_engines import make_generator, scripted_judge, tiny_engine
 from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.rewards.text import exact_match
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.ruler import (
     AsyncMathRulerWorkflow,
@@ -234,16 +234,3 @@ async def test_a_cancelled_run_stops_asking(stub_model):
         with pytest.raises(asyncio.CancelledError):
             await work
         assert len(judge.asked) < 10
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ruler_workflow", RulerWorkflow),
-        ("async_ruler_workflow", AsyncRulerWorkflow),
-        ("math_ruler_workflow", MathRulerWorkflow),
-        ("async_math_ruler_workflow", AsyncMathRulerWorkflow),
-    ],
-)
-def test_they_have_names(name, kind):
-    assert load_workflow(name) is kind

@@ -140,12 +140,6 @@ async def test_no_steps_is_a_failed_run_with_a_reason(kind, stub_model):
 
 
 @ALL
-def test_without_history_the_setting_is_named(kind, stub_model):
-    with pytest.raises(ValueError, match=r"explorer\.rollout_model\.enable_history: true"):
-        kind(task=Task(workflow=kind), model=stub_model([]))
-
-
-@ALL
 def test_the_client_fits_the_workflow_and_is_only_made_if_wanted(kind, stub_model):
     model = stub_model([], enable_history=True)
     workflow = kind(task=Task(workflow=kind), model=model)

@@ -1,6 +1,6 @@
 import pytest
 
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.games import make_sudoku
 from trinity_mq.workflows.games.sudoku import AsyncSudokuWorkflow, SudokuWorkflow, read_entries
 
@@ -85,8 +85,3 @@ async def test_puzzles_that_cannot_be_are_the_tasks_fault(kind, args, said, stub
 )
 def test_entries_are_read(answer, entries):
     assert read_entries(answer) == entries
-
-
-def test_it_has_a_name():
-    assert load_workflow("sudoku_workflow") is SudokuWorkflow
-    assert load_workflow("async_sudoku_workflow") is AsyncSudokuWorkflow

@@ -138,10 +138,7 @@ async def test_a_model_calls_sees_the_result_and_answers(tmp_path, twin):
 def opening_thoughts(says):
     """Return a scripted model whose chat template ends the prompt with the opening tag."""
     scripted = ScriptedGenerator(says)
-    scripted.codec = byte_codec.__wrapped__()
-    scripted.codec._tokenizer.chat_template = CHAT_TEMPLATE.replace(
-        "assistant\n{% endif", "assistant\n<think>\n{% endif"
-    )
+    scripted.codec = byte_codec(CHAT_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     return scripted
 
 

@@ -18,8 +18,8 @@ PRINTABLE = "".join(dict.fromkeys(string.printable))
 """A vocabulary that covers English prompts."""
 
 
-def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096):
-    """Return a tiny model of that vocabulary, with weights from the seed."""
+def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, chat_template=None):
+    """Return a tiny model of that vocabulary, with weights from the seed. None: the model's chat template."""
     config = ModelConfig(
         tiny=TinyModelConfig(
             characters=characters,
@@ -32,7 +32,10 @@ def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096):
         max_prompt_tokens=max_model_len - 16,
         max_response_tokens=16,
     )
-    return TextGenerator.build(config, ensure_model_folder(config, folder, seed), num_threads=1)
+    path = ensure_model_folder(config, folder, seed)
+    if chat_template is not None:
+        (path / "chat_template.jinja").write_text(chat_template)
+    return TextGenerator.build(config, path, num_threads=1)
 
 
 @asynccontextmanager
@@ -88,7 +91,7 @@ async def scripted_judge(*answers):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    port = site._server.sockets[0].getsockname()[1]
+    port = runner.addresses[0][1]
     judge.model = InferenceModel(id="j", url=f"http://127.0.0.1:{port}", name="judge", role="auxiliary")
     try:
         yield judge

@@ -33,9 +33,14 @@ _SMALL_MAP, _SMALL_MAP_ITEMS = 0x80, 0x0F
 
 
 class DocumentWriter:
-    """Packs documents and collects their tensors."""
+    """Packs documents and collects their tensors.
 
-    def __init__(self) -> None:
+    Args:
+        max_containers: Maximum lists and maps in all documents.
+    """
+
+    def __init__(self, max_containers: int = MAX_CONTAINERS) -> None:
+        self._max_containers = max_containers
         self.tensors: list[Tensor] = []
         self._containers = 0
         self._bound = 0
@@ -92,13 +97,13 @@ class DocumentWriter:
 
     def _count(self, containers: int, where: str) -> None:
         self._containers += containers
-        if self._containers + self._bound > MAX_CONTAINERS:
+        if self._containers + self._bound > self._max_containers:
             self._containers += sum(map(measure, chain.from_iterable(self._uncounted)))
             self._bound, self._uncounted = 0, []
-        if self._containers > MAX_CONTAINERS:
+        if self._containers > self._max_containers:
             raise EncodeError(
-                f"{where}: more than {MAX_CONTAINERS} lists and maps in one body; keep numbers in tensors, or send "
-                "fewer experiences at once"
+                f"{where}: more than {self._max_containers} lists and maps in one body; keep numbers in tensors, or "
+                "send fewer experiences at once"
             )
 
     def _plain(self, value: Any, where: str, depth: int) -> Any:

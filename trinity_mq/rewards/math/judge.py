@@ -43,6 +43,7 @@ class AnswerComparer:
         memory: Maximum bytes that a child may allocate.
         silence: Seconds without an answer after which a child is killed.
         processes: Maximum number of child processes. None: one per core that this process may use.
+        program: Python file of a child.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class AnswerComparer:
         memory: int = MEMORY,
         silence: float = SILENCE,
         processes: int | None = None,
+        program: Path = CHILD,
     ) -> None:
         self._cpu_seconds = cpu_seconds
         count = processes or len(os.sched_getaffinity(0))
-        self._children = [ChildServer(CHILD, cpu_seconds, memory, silence=silence) for _ in range(count)]
+        self._children = [ChildServer(program, cpu_seconds, memory, silence=silence) for _ in range(count)]
         self._mark_idle()
         fill = weakref.WeakMethod(self._mark_idle)
         os.register_at_fork(after_in_child=lambda: (method := fill()) and method())
