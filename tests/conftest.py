@@ -6,8 +6,13 @@ import os
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import extended
+
+# Hypothesis measures real time, which a busy machine stretches; each test has a time limit of its own.
+settings.register_profile("any_machine", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 
 @pytest.fixture(autouse=True)

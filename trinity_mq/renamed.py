@@ -37,6 +37,7 @@ RENAMED = {
     "trinity_mq.config.migration": "trinity_mq.trinity_rft.migration",
     "trinity_mq.config.modes.bench": "trinity_mq.config.modes.mode",
     "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
+    "trinity_mq.data.sinks.base": "trinity_mq.data.storage",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
     "trinity_mq.engines.server.openai.groups": "trinity_mq.engines.server.openai.api",
     "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
