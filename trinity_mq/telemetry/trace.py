@@ -170,9 +170,9 @@ def start_trace(
 
 
 def stop_trace() -> None:
-    """Stop recording."""
-    global _recorder  # noqa: PLW0603
-    _recorder = None
+    """Stop recording, and forget the batch that this process works for."""
+    global _recorder, _at_work  # noqa: PLW0603
+    _recorder = _at_work = None
 
 
 @atexit.register
