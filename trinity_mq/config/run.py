@@ -50,7 +50,7 @@ MANIFEST_RESERVE_BYTES = 16 * 1024
 TRUNCATING = frozenset(
     ["top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
 )
-"""Sampling parameters whose logprobs are not the logprobs of the sampled distribution."""
+"""Sampling parameters that change the sampled distribution, so that the recorded logprobs do not belong to it."""
 
 
 def _compares_with_sampler(loss: LossConfig) -> bool:

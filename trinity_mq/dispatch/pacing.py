@@ -15,7 +15,7 @@ class TrainerCounters:
     progress: int = 0
     """Number of closed batches that the trainer consumed, with any outcome."""
     committed_progress: int = 0
-    """Training progress of the weights in the engines."""
+    """Value of ``progress``, in batches, that the weights in the engines include."""
     answered: int = 0
     """Last batch for which the explorer requested the newest weights and they were committed."""
 

@@ -107,7 +107,9 @@ class Engine(ABC):
 
     @abstractmethod
     def serve(self, job: EngineJob) -> AbstractAsyncContextManager[HttpServer]:
-        """Load the model; the server runs inside the block. :meth:`EngineJob.server` makes it from a generator.
+        """Return a context manager that loads the model and runs the server inside its ``async with`` block.
+
+        :meth:`EngineJob.server` creates the server from a generator.
 
         A server of the policy starts without weights, and takes them through the admin routes. A server of an auxiliary
         model serves the weights of the model folder as version 0.0.

@@ -39,7 +39,8 @@ class EngineState:
         self.applied = False
         """True when all new weights are in place and their version is not committed yet."""
         self._arriving: Version | None = None
-        """Version of the weights that were applied; None: the sender did not name a version."""
+        """Version of the weights that are being received, or were received and are not committed. None: any version may
+        be committed."""
         self.running = asyncio.Event()
         """Set while not paused."""
         self.running.set()

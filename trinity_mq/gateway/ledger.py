@@ -157,8 +157,8 @@ class Ledger:
 
     def _apply_decision(self, event: Event, body: SessionsDecided) -> EventEffect:
         """Apply a decision once all of its sessions are known. A decision counts as a whole or not at all. Of two
-        decisions about a session the earlier decision counts. Sessions that only the later decision names stay
-        undecided.
+        decisions about a session, the decision with the smaller ``origin`` counts, in whatever order they arrive.
+        Sessions that only the other decision names stay undecided.
         """
         if (unknown := self._wait_for_sessions(event, body)) is not None:
             return EventEffect("unknown", reason=f"no session {unknown!r} is known here")

@@ -65,8 +65,8 @@ class ModelWrapper(RecordedModel):
             seed: Makes the run reproducible.
             pinned: The only weight version that may answer; an engine with another version raises VersionMismatch.
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
-            max_prompt_tokens: A longer prompt of :meth:`chat` or :meth:`generate` returns masked experiences. None: the
-                limit is the length of the model, as with OpenAI clients, whose prompts are conversations that grow.
+            max_prompt_tokens: For a longer prompt, :meth:`chat` and :meth:`generate` return masked experiences. None:
+                the limit is the context length of the model, as for OpenAI clients, whose conversations grow.
             max_response_tokens: Maximum tokens of a response. None: the engine's limit.
             temperature: Sampling temperature.
             top_p: Probability mass for nucleus sampling.

@@ -117,11 +117,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
-    """Write the timeline of the run in ``folder`` and return the file. ``steps`` limits it to (first, last) batches,
-    both included.
+    """Write the timeline of the run in ``folder`` and return the file.
+
+    Args:
+        folder: Folder of the run.
+        out: The file. None: ``timeline.json`` in the folder.
+        steps: First and last batch to write, both included. None: all batches.
 
     Raises:
-        CommandError: The metrics hold no durations, or the file cannot be written.
+        CommandError: The metrics hold no durations of these batches, or the file cannot be written.
     """
     metrics, out = folder / METRICS_FILE, out or folder / TIMELINE_FILE
     all_spans = spans(read_metrics(metrics))

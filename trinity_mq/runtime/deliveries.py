@@ -296,7 +296,7 @@ class DeliveryHistory:
 
     @classmethod
     def of(cls, incoming: Incoming) -> DeliveryHistory:
-        """Return the outcomes recorded in the headers and in the broker's count."""
+        """Return the history of a message's earlier deliveries, from its headers and the broker's delivery count."""
 
         def number(name: str) -> int:
             return clamped(incoming.headers.get(name))

@@ -79,7 +79,8 @@ def display_path(file: str) -> str:
 
 
 OF_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that handling code raises at unexpected values. They include errors of decoding and validation."""
+"""Types of exceptions that a message handler raises for unexpected content. They include errors of decoding and
+validation."""
 NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartRequested)
 """Errors of disk, broker and run. They take precedence over :data:`OF_CONTENT`."""
 

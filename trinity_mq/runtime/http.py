@@ -157,8 +157,8 @@ def _no_constant(name: str) -> None:
 
 
 def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Collection[str] = ()) -> None:
-    """Refuse a request that a browser may have sent for a page of another site. For servers that trust every client
-    that reaches them.
+    """Refuse a request that may be a cross-site request of a browser (CSRF, DNS rebinding). Servers without
+    authentication call it.
 
     Args:
         request: The request.

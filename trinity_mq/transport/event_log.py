@@ -57,7 +57,9 @@ class EventLog(ABC):
 
     @abstractmethod
     def _set_aside(self, delivery: Delivery, error: Exception) -> None:
-        """Handle a message that does not decode, or whose content makes :meth:`_apply` fail with ``error``."""
+        """Handle a message that cannot be decoded, or whose content makes :meth:`_apply` raise; ``error`` is the
+        exception.
+        """
 
     @abstractmethod
     def _begin_after(self, cut: StreamCut) -> None:

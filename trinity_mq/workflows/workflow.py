@@ -253,7 +253,7 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} has no reset(); write it, or leave can_reset False")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Set the number of runs of the next call. Called if ``can_repeat`` is set.
+        """Set the number of runs that the next :meth:`run` or :meth:`run_async` makes. Called if ``can_repeat`` is set.
 
         The experiences of the i-th run carry ``eid.run = run_id_base + i``.
         """

@@ -307,7 +307,9 @@ class SessionStream(EventLog):
         return at - paused / 1000
 
     def _present_time(self) -> float:
-        """Return the time for an event without a time: now, or the latest event's time while the stream is read."""
+        """Return the time for an event without a time, minus the paused seconds: now, or the time of the latest event
+        until the stream has been read.
+        """
         if self._ready:
             self.time = max(self.time, self._clock())
         return self.time - self.paused

@@ -45,7 +45,7 @@ class RunSizes:
     """Number of contiguous stretches of trained tokens."""
 
     def of(self, group: Group, counts: Numbers) -> Numbers:
-        """Return the counts of a group's runs, in the order of the group."""
+        """Return the entries of ``counts`` for the runs of a group, in the order of the group."""
         return counts[[self.number[unit] for unit in group]]
 
 

@@ -232,7 +232,8 @@ class Likelihood(Piece):
 
     kind: Literal["likelihood"] = "likelihood"
     weight: Literal["none", "probability", "uncertainty"] = "none"
-    """``probability``: ``sg[p]``; ``uncertainty``: ``sg[p (1 - p)]``."""
+    """Factor ``w`` of a token of probability ``p``, without gradient. ``none``: 1; ``probability``: ``p``;
+    ``uncertainty``: ``p (1 - p)``."""
     cutoff: float = Field(default=1.0, gt=0, le=1)
     """Maximum probability: a token with a higher probability has no gradient."""
 

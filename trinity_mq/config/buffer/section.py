@@ -18,7 +18,7 @@ class BufferConfig(Section):
     total_steps: int | None = Field(default=None, ge=1)
     """Number of batches of the run. None: ``total_epochs`` over the taskset."""
     total_epochs: int = Field(default=1, ge=1)
-    """Number of passes over the taskset, in mode ``train`` over the data, unless ``total_steps`` is given."""
+    """Number of passes over the taskset (in mode ``train``: over the data). Ignored if ``total_steps`` is given."""
     taskset: TasksetConfig = Field(default_factory=lambda: TasksetConfig(storage_type="queue"))
     """Source of the training tasks."""
     tasksets: tuple[TasksetConfig, ...] = ()

@@ -30,13 +30,13 @@ from trinity_mq.runtime.plugins import resolve
 
 
 def create_selector(config: SelectorConfig, rows: Sequence[Record], seed: int, taskset: str) -> Selector:
-    """Return the selector of a taskset, at its beginning.
+    """Create the selector of a taskset, in its initial state.
 
     Args:
         config: The selector's settings, whose class determines the selector.
         rows: The taskset's records.
         seed: Seed of the run, used if ``config`` has no seed.
-        taskset: Name of the taskset, for messages.
+        taskset: Name of the taskset, for error messages.
 
     Raises:
         TasksetError: A record lacks a feature, or a custom class cannot be used.

@@ -41,7 +41,7 @@ class Observation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Mean of each metric over the last minute, else its latest value."""
     room: frozenset[Room] | None = None
-    """Free resources of the machine that runs the agents; None: unknown."""
+    """Kinds of resources that are free on the machine that runs the agents; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class ReadyReader:
         self._note = note or self.summary.notes.append
 
     async def read(self) -> StreamSummary:
-        """Read from the beginning to the current end and return a summary.
+        """Read the stream from its beginning to its current end and return a summary.
 
         Raises:
             CommandError: The run has no such stream on this broker.

@@ -57,7 +57,8 @@ class Comparison:
     ties_made: int = 0
     compared_pairs: int = 0
     gain_spread: int = 0
-    """Number of groups whose rewards become different, so that they begin to contribute a gradient."""
+    """Number of groups whose runs had equal rewards and now have unequal rewards, so that they begin to contribute a
+    gradient."""
     lose_spread: int = 0
     sign_flips: int = 0
     """Number of experiences whose advantage changes its sign."""

@@ -109,7 +109,9 @@ class CoordinatorDriver:
 
     @property
     def needs_full_sync(self) -> bool:
-        """Whether a member lacks the committed version and can only get it in a sync of all members."""
+        """Whether a healthy member (any member if none is healthy) lacks the committed version and can only get it in a
+        sync of all members.
+        """
         if self._may_catch_up:
             return False
         stale, healthy = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())

@@ -115,7 +115,7 @@ ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
 class OnPolicyDistillWorkflow(SimpleWorkflow):
     """One request for all runs of a single-turn task; the teacher scores each response token by token.
 
-    If the task has a rule reward, the response keeps it next to the teacher's logprobs.
+    The reward is the rule reward of the task, if it has one, minus ``kl_reward`` times the estimated divergence.
     """
 
     arguments_kind = DistillationArguments

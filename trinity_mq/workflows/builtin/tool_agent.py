@@ -36,8 +36,8 @@ class ToolAgentArguments(Arguments):
     max_result: int = Field(default=4000, ge=1)
     """Maximum characters of a function's result shown to the model."""
     tool_timeout: float = Field(default=30.0, gt=0)
-    """Seconds for one call in the asynchronous workflow. In the synchronous workflow a call is limited only by the
-    run's time.
+    """Timeout in seconds of one tool call in the asynchronous workflow. In the synchronous workflow only the timeout of
+    the run limits a call.
     """
 
 

@@ -41,7 +41,8 @@ class UserRequest:
     equal: int = 1
     """Number of equal concurrent requests."""
     answers: dict[int, str] = field(default_factory=dict)
-    """The gateway's ``X-TMQ-Recorded`` header of each answer that arrived, by the number of the answer."""
+    """Value of the gateway's ``X-TMQ-Recorded`` header of each answer that arrived, by the number of the answer in the
+    whole simulation."""
 
 
 @dataclass

@@ -84,8 +84,8 @@ class StreamSource:
         self.starts = starts
         """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
         self.has_company = batches_per_step > 1
-        """True if batches are trained on with other batches, or with experiences of other sources, which may also be
-        the cause of a crash."""
+        """True if a train step combines several batches, or also experiences of other sources. Each of them may then
+        have caused a crash."""
         self._decider = TicketDecider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[TicketDecision] = []
         """Decisions of the batches that the last call of :meth:`next` returned."""

@@ -16,7 +16,7 @@ COMMAND_SECONDS = 60.0
 """Maximum seconds for a ``docker`` or ``kubectl`` command."""
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 SHORT_ID = 12
-"""Digits of a container id in its host name, which is part of its agents' ids."""
+"""Number of leading digits of a container's id that form its host name, and so a part of its agents' ids."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SELECTORS = ("app.kubernetes.io/part-of=trinity-mq", "app.kubernetes.io/component=rabbitmq")
 """Selectors of the agents' pods and of the pods that RabbitMQ's cluster operator creates."""
