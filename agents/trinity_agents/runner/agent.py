@@ -103,9 +103,10 @@ class Runner(Agent):
         end_process: Callable[[int], None] = lambda code: None,
         watchdog: Watchdog | None = None,
         crash_notes: CrashLog | None = None,
+        remembered: int = REMEMBERED,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
-        self._end_process, self._watchdog = end_process, watchdog
+        self._end_process, self._watchdog, self._remembered = end_process, watchdog, remembered
         self._crash_notes = crash_notes or CrashLog()
         self._engines = EngineSelector(lambda: self.peers.alive("engine"))
         self._executor = SliceExecutor(
@@ -491,7 +492,7 @@ class Runner(Agent):
     def _remember(self, in_flight: InFlightSlice) -> None:
         self._crash_notes.forget(in_flight.name)
         self._reported[in_flight.key] = None
-        while len(self._reported) > REMEMBERED:
+        while len(self._reported) > self._remembered:
             del self._reported[next(iter(self._reported))]
 
     # -- the end

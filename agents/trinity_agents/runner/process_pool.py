@@ -59,10 +59,11 @@ class ProcessPool:
 
     Args:
         max_children: Maximum number of processes at a time; further slices wait.
+        grace: Seconds beyond the slice's own limit until its process is killed.
     """
 
-    def __init__(self, max_children: int) -> None:
-        self._slots = asyncio.Semaphore(max_children)
+    def __init__(self, max_children: int, *, grace: float = GRACE) -> None:
+        self._slots, self._grace = asyncio.Semaphore(max_children), grace
         self._children: set[_Child] = set()
 
     async def run(
@@ -85,11 +86,11 @@ class ProcessPool:
         """
         results = RunResults() if results is None else results
         async with self._slots:
-            child = _Child(task_slice, config, models, results)
+            child = _Child(task_slice, config, models, results, self._grace)
             self._children.add(child)
             try:
                 await _within(START_LIMIT, child.start, "did not start")
-                limit = task_slice.slice_timeout + GRACE
+                limit = task_slice.slice_timeout + self._grace
                 seconds = await _within(limit, child.follow, "did not end", overdue=True)
             finally:
                 self._children.discard(child)
@@ -106,13 +107,18 @@ class _Child:
     """One process with its pipe; answers the requests of the process. Methods block, except :meth:`kill`."""
 
     def __init__(
-        self, task_slice: TaskSlice, config: Config, models: Callable[[], InferenceModel], results: RunResults
+        self,
+        task_slice: TaskSlice,
+        config: Config,
+        models: Callable[[], InferenceModel],
+        results: RunResults,
+        grace: float,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._ours, self._theirs = context.Pipe()
         self._process = context.Process(
-            target=child_main, args=(self._theirs, encode(task_slice), config.model_dump_json(), GRACE), name="isolated"
+            target=child_main, args=(self._theirs, encode(task_slice), config.model_dump_json(), grace), name="isolated"
         )
         self._auxiliaries = [model.name for model in config.explorer.auxiliary_models]
         self._models, self._results, self._loop = models, results, asyncio.get_running_loop()

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Iterator
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.unit.agents.runner.test_runner import Does, at_once, make, results, unanswered
+from tests.unit.agents.runner.harness import Does, at_once, make, results, run_slices, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, send_slice
-from trinity_agents.runner.circuit import CircuitBreaker
+from trinity_agents.runner.circuit import MAX_TRIES
 from trinity_mq.messages import TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import DeliveryHistory, envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 AWAY = SliceOutcome(message="sandbox: connection refused (my.py:17)", failure_kind="sandbox")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():  # rendering a traceback for the console takes a second
-        yield
 
 
 def away_until(end: float, ran: list[tuple[float, TaskSlice]], seconds: float = 1.0) -> Does:
@@ -62,7 +53,7 @@ def test_slices_wait_in_the_queue_while_their_sandbox_is_away_and_none_fails() -
     assert unanswered(world) == 0
     probes = [time for time, _ in ran if 5.0 < time < 60.0]
     assert len(probes) <= 5
-    assert runner._executor._isolated.ran == [], "the broker took none back"
+    assert runner.apart.ran == [], "the broker took none back"
     assert world.stored("dead") == []
 
 
@@ -109,13 +100,7 @@ def test_a_task_that_alone_fails_costs_the_others_nothing_and_fails_for_good() -
         await asyncio.sleep(1.0)
         return AWAY if task_slice.task_id == 3 else an_outcome(task_slice)
 
-    async def main() -> None:
-        for task in range(20):
-            await send_slice(world, a_slice(task=task))
-        async with world.living(make(world, work)):
-            await asyncio.sleep(30.0)
-
-    run_virtually(main())
+    run_slices(world, make(world, work), *(a_slice(task=task) for task in range(20)), seconds=30.0)
     (bad,) = (each for each in results(world) if each.task_id == 3)
     assert (bad.outcome, bad.failure_kind, bad.message) == ("failed", "sandbox", AWAY.message)
     assert len(results(world)) == 20
@@ -128,13 +113,7 @@ def test_a_final_failure_is_reported_at_once() -> None:
     async def work(task_slice: TaskSlice) -> SliceOutcome:
         return SliceOutcome(message="sandbox: no such image", failure_kind="sandbox", retryable=False)
 
-    async def main() -> None:
-        for task in range(20):
-            await send_slice(world, a_slice(task=task))
-        async with world.living(make(world, work)):
-            await asyncio.sleep(1.0)
-
-    run_virtually(main())
+    run_slices(world, make(world, work), *(a_slice(task=task) for task in range(20)))
     assert [(each.outcome, each.failure_kind) for each in results(world)] == [("failed", "sandbox")] * 20
 
 
@@ -155,21 +134,13 @@ def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison() -> N
     assert results(world) == []
 
 
-def test_at_the_limit_of_tries_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_agents.runner.agent.CircuitBreaker", functools.partial(CircuitBreaker, max_tries=5))
+def test_at_the_limit_of_tries_it_fails() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     runner = make(world, away_until(1e6, ran))
-
-    async def main() -> None:
-        for task in range(2):
-            await send_slice(world, a_slice(task=task))
-        async with world.living(runner):
-            await asyncio.sleep(1000.0)
-
-    run_virtually(main())
+    run_slices(world, runner, *(a_slice(task=task) for task in range(2)), seconds=10_000)
     assert [(each.outcome, each.failure_kind) for each in results(world)] == [("failed", "sandbox")] * 2
-    assert len(ran) == 10
-    assert runner._executor._isolated.ran == [], "the broker took none back"
+    assert len(ran) == 2 * MAX_TRIES
+    assert runner.apart.ran == [], "the broker took none back"
 
 
 def test_slices_that_came_in_one_message_are_tried_one_at_a_time() -> None:

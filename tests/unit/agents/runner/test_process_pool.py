@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
-from trinity_agents.runner import process_pool as isolated
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSlice, encode
@@ -114,7 +113,7 @@ def changed(tmp_path, **runner):
 
 @pytest.fixture
 async def pool():
-    made = ProcessPool(2)
+    made = ProcessPool(2, grace=0.5)
     yield made
     await made.close()
 
@@ -190,8 +189,7 @@ async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, en
     assert (await neighbour).runs == [6, 7]
 
 
-async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid, monkeypatch):
-    monkeypatch.setattr(isolated, "GRACE", 0.5)
+async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid):
     with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
         await pool.run(task_slice("Hangs", slice_timeout=0.5), config, lambda: engine.model)
     assert caught.value.overdue
@@ -199,8 +197,7 @@ async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, co
 
 
 @pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
-async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, monkeypatch, kind):
-    monkeypatch.setattr(isolated, "GRACE", 0.5)
+async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, kind):
     config = changed(tmp_path, concurrent_mode="sequential")
     answers = [completion("hang"), completion("8"), completion("7")]
     engine.script = lambda body: answers.pop() if answers else completion("hang")

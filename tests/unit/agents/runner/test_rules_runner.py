@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.unit.agents.runner.test_runner import make, parts, results, unanswered
+from tests.unit.agents.runner.harness import forever, make, parts, results, run_slices, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
 from trinity_mq.bus import Binding, Queue
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import TaskSlice
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.testing.virtual_time import run_virtually
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():  # rendering a traceback for the console takes a second
-        yield
-
-
-async def forever(task_slice: TaskSlice) -> SliceOutcome:
-    await asyncio.Event().wait()
-    raise AssertionError
 
 
 def test_nothing_is_delivered_that_is_not_started() -> None:
@@ -39,7 +26,7 @@ def test_nothing_is_delivered_that_is_not_started() -> None:
             await send_slice(world, a_slice(task=task))
         task = asyncio.create_task(runner.run())
         await asyncio.sleep(1)
-        assert len(runner._executor._workflows.ran) == 2
+        assert len(runner.here.ran) == 2
         assert world.count("tasks.train") == 3
         await kill(task)
         assert sorted(each.deliveries_before for each in world.stored("tasks.train")) == [0, 0, 0, 1, 1]
@@ -61,9 +48,9 @@ def test_a_slot_that_becomes_free_takes_the_next() -> None:
             await send_slice(world, a_slice(task=task))
         async with world.living(runner):
             await asyncio.sleep(5)
-            assert len(runner._executor._workflows.ran) == 2
+            assert len(runner.here.ran) == 2
             await asyncio.sleep(7)
-            assert [task for _, task in runner._executor._workflows.ran] == [0, 1, 2]
+            assert [task for _, task in runner.here.ran] == [0, 1, 2]
             await asyncio.sleep(200)
 
     run_virtually(main())
@@ -75,14 +62,7 @@ def test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail(returns: int
     """The broker's count alone is a suspicion: it rises with each lost connection and each restart of the broker."""
     assert BrokerConfig().delivery_limit == 5
     world = World()
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        world.held_back("tasks.train", returns, failed=failed)
-        async with world.living(make(world)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world), returned=returns, failed=failed)
     assert [result.outcome for result in results(world)] == [outcome]
     assert unanswered(world) == 0
 
@@ -100,7 +80,7 @@ def test_the_count_is_judged_first_and_always_ends_in_an_outcome() -> None:
 
     run_virtually(main())
     assert [result.outcome for result in results(world)] == ["poisoned"]
-    assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
+    assert runner.here.ran == runner.apart.ran == []
     kinds = [entry for entry in world.wire if entry.startswith(("confirmed", "acked"))]
     assert kinds == ["confirmed task_result", "confirmed task_slice", "acked tasks.train"]
 
@@ -175,5 +155,5 @@ def test_a_runner_away_from_the_broker_loses_no_time_of_its_tickets_and_keeps_it
     run_virtually(main())
     (result,) = results(world)
     assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
-    assert runner._executor._workflows.ran == [("t1", 0)]
+    assert runner.here.ran == [("t1", 0)]
     assert unanswered(world) == 0

@@ -4,83 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
+from tests.unit.agents.runner.harness import forever, make, parts, results, run_slices, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
 from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.runner.result_publisher import RETURNED_PAUSE
 from trinity_mq.experience import Experience
-from trinity_mq.messages import RunnerStatus, TaskBody, TaskResult, TaskSlice
+from trinity_mq.messages import RunnerStatus, TaskBody, TaskSlice
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS
-from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
-
-Does = Callable[[TaskSlice], Awaitable[SliceOutcome]]
-Models = Callable[[], InferenceModel]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():  # rendering a traceback for the console takes a second
-        yield
-
-
-async def at_once(task_slice: TaskSlice) -> SliceOutcome:
-    return an_outcome(task_slice)
-
-
-class Scripted:
-    """In place of WorkflowRunner and ProcessPool."""
-
-    def __init__(self, does: Does = at_once) -> None:
-        self.does, self.ran, self.models = does, [], None
-
-    async def run_slice(self, task_slice: TaskSlice, models: Models, results: RunResults | None = None) -> SliceOutcome:
-        self.ran.append((task_slice.ticket, task_slice.task_id))
-        self.models = models
-        return await self.does(task_slice)
-
-    async def run(self, task_slice: TaskSlice, config: object, models: Models, results: RunResults) -> SliceOutcome:
-        return await self.run_slice(task_slice, models)
-
-    async def close(self) -> None:
-        """Nothing to close."""
-
-
-def make(world: World, does: Does = at_once, isolated: Does = at_once, name: str = "runner-0") -> Any:
-    return Runner(
-        world.config,
-        bus=world.bus(),
-        topology=world.topology,
-        agent_id=name,
-        workflows=Scripted(does),
-        isolated=Scripted(isolated),
-    )
-
-
-def results(world: World) -> list[TaskResult]:
-    return [each for each in world.stream("results") if isinstance(each, TaskResult)]
-
-
-def unanswered(world: World) -> int:
-    """Slices that are in the queue once nobody consumes."""
-    return world.count("tasks.train") + world.count("tasks.eval")
-
-
-def parts(world: World, ticket: str = "t1") -> list[Any]:
-    return world.stored(f"batch.{ticket}")
-
 
 # -- what comes
 
@@ -144,17 +85,10 @@ def test_a_copy_is_not_lost_with_the_dead_queue() -> None:
 def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
     world = World()
     runner = make(world)
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        world.held_back("tasks.train", 4, failed=1)
-        async with world.living(runner):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, runner, returned=4, failed=1)
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
-    assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
+    assert runner.here.ran == runner.apart.ran == []
     assert world.reasons() == ["5 attempts at this slice failed or were lost (limit 5)"]
     assert world.stored("dead")[0].headers["ticket"] == "t1"
     assert unanswered(world) == 0
@@ -174,8 +108,8 @@ def test_what_has_come_back_before_runs_in_a_process_of_its_own() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._executor._isolated.ran == [("t1", 0)]
-    assert runner._executor._workflows.ran == [("t1", 1)]
+    assert runner.apart.ran == [("t1", 0)]
+    assert runner.here.ran == [("t1", 1)]
 
 
 def test_what_kills_its_process_comes_back_until_the_limit() -> None:
@@ -195,7 +129,7 @@ def test_what_kills_its_process_comes_back_until_the_limit() -> None:
             await asyncio.sleep(5)
 
     run_virtually(main())
-    assert runner._executor._isolated.ran == [("t1", 0)] * 2
+    assert runner.apart.ran == [("t1", 0)] * 2
     poisoned = next(result for result in results(world) if result.task_id == 0)
     assert poisoned.outcome == "poisoned"
     assert "SIGSEGV" in str(poisoned.message)
@@ -234,18 +168,7 @@ def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_with_i
 
 def test_the_wait_for_a_free_process_ends() -> None:
     world = World()
-
-    async def full(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def main() -> None:
-        await send_slice(world, a_slice(slice_timeout=50.0))
-        world.held_back("tasks.train", 1)
-        async with world.living(make(world, isolated=full)):
-            await asyncio.sleep(300)
-
-    run_virtually(main())
+    run_slices(world, make(world, isolated=forever), a_slice(slice_timeout=50.0), returned=1, seconds=300)
     (result,) = results(world)
     assert result.outcome == "failed"
     assert "the wait for one of 2 isolated processes included" in str(result.message)
@@ -269,7 +192,7 @@ def test_only_a_beat_that_must_know_the_ticket_can_forget_it(seq: int, listed: b
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._executor._workflows.ran == ([("t1", 0)] if runs else [])
+    assert runner.here.ran == ([("t1", 0)] if runs else [])
     assert len(results(world)) == int(runs)
     assert world.wire[-1] == "acked tasks.train"
     assert unanswered(world) == 0
@@ -299,12 +222,7 @@ def test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack() -
         world.broker.lose_confirm_once()
         return an_outcome(task_slice, experiences=[experience(run=run, length=6000) for run in range(4)])
 
-    async def main() -> None:
-        await send_slice(world, a_slice(runs=4))
-        async with world.living(make(world, large)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, large), a_slice(runs=4))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts, result.version_min) == ("finished", [0, 1, 2, 3], 4, (1, 3))
     part = ["sent experience_part", "confirmed experience_part"]
@@ -334,12 +252,7 @@ def test_what_cannot_travel_fails_its_slice_and_leaves_no_part(fields: dict[str,
     async def unfit(task_slice: TaskSlice) -> SliceOutcome:
         return an_outcome(task_slice, **fields)
 
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(make(world, unfit)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, unfit))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("failed", [], 0)
     assert result.message
@@ -372,12 +285,7 @@ def test_a_result_larger_than_a_message_is_a_failure_with_the_reason() -> None:
     async def with_too_many_metrics(task_slice: TaskSlice) -> SliceOutcome:
         return an_outcome(task_slice, metrics=[{f"{n:0100}": 1.0 for n in range(1000)}])
 
-    async def main() -> None:
-        await send_slice(world, a_slice(runs=1))
-        async with world.living(make(world, with_too_many_metrics)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, with_too_many_metrics), a_slice(runs=1))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("failed", [], 0)
     assert "broker.max_message_bytes (65536)" in str(result.message)
@@ -390,12 +298,7 @@ def test_a_message_of_any_length_and_any_characters_travels() -> None:
     async def strange(task_slice: TaskSlice) -> SliceOutcome:
         return SliceOutcome(message="\udcff" + "x" * 20_000_000)
 
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(make(world, strange)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, strange))
     (result,) = results(world)
     assert result.outcome == "failed"
     assert len(str(result.message)) == 2000
@@ -407,25 +310,14 @@ def test_some_of_the_runs_are_a_partial_outcome() -> None:
     async def half(task_slice: TaskSlice) -> SliceOutcome:
         return an_outcome(task_slice, experiences=[experience()], runs=[0], metrics=[{}], message="one failed")
 
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(make(world, half)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, half))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts, result.message) == ("partial", [0], 1, "one failed")
 
 
 def test_evaluation_sends_no_parts() -> None:
     world = World()
-
-    async def main() -> None:
-        await send_slice(world, a_slice(lane="eval", deliver="none"))
-        async with world.living(make(world)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world), a_slice(lane="eval", deliver="none"))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 0)
     assert (result.version_min, result.version_max) == ((1, 3), (1, 3))
@@ -458,25 +350,17 @@ def test_results_of_an_evaluation_carry_its_answers(kept: int) -> None:
 def test_a_result_that_is_too_large_goes_without_its_answers() -> None:
     world, runs = World("broker.max_message_bytes=65536"), MOST_ANSWERS
 
-    async def main() -> None:
-        await send_slice(world, a_slice(lane="eval", deliver="none", runs=runs))
-        async with world.living(make(world, spoken)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    run_slices(world, make(world, spoken), a_slice(lane="eval", deliver="none", runs=runs))
     (result,) = results(world)
     assert (result.outcome, result.runs, result.answers) == ("finished", list(range(runs)), [])
 
 
 def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
     world = World()
-    runner = make(world)
 
     async def main() -> None:
         await send_slice(world, a_slice())
-        task = asyncio.create_task(runner.run())
-        await asyncio.sleep(0)
-        runner._executor._workflows.does = gone
+        task = asyncio.create_task(make(world, gone).run())
         await asyncio.wait([task])
         assert isinstance(task.exception(), ExceptionGroup)
         assert task.exception().subgroup(RestartRequested) is not None
@@ -586,12 +470,7 @@ def test_a_part_is_not_tried_for_longer_than_its_slice_may_take() -> None:
 
 def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
     world = World()
-
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
-    runner = make(world, slow)
+    runner = make(world, taking(10))
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -605,20 +484,14 @@ def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
-    assert runner._executor._workflows.ran == [("t1", 0)]
-    assert runner._executor._isolated.ran == []
+    assert (runner.here.ran, runner.apart.ran) == ([("t1", 0)], [])
     assert world.wire.index("void tasks.train") < world.wire.index("acked tasks.train")
     assert unanswered(world) == 0
 
 
 def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
     world = World()
-
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
-    runner = make(world, slow)
+    runner = make(world, taking(10))
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -631,8 +504,7 @@ def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
 
     run_virtually(main())
     assert len(results(world)) == 1
-    assert runner._executor._workflows.ran == [("t1", 0)]
-    assert runner._executor._isolated.ran == []
+    assert (runner.here.ran, runner.apart.ran) == ([("t1", 0)], [])
     assert world.wire.count("acked tasks.train") == 4
 
 
@@ -647,14 +519,7 @@ def test_duplicates_of_one_that_failed_with_its_process_run_one_after_the_other(
         at_work -= 1
         raise ChildDied("killed", -9)
 
-    async def main() -> None:
-        for _ in range(3):
-            await send_slice(world, a_slice())
-        world.held_back("tasks.train", 2)
-        async with world.living(make(world, isolated=dies)):
-            await asyncio.sleep(200)
-
-    run_virtually(main())
+    run_slices(world, make(world, isolated=dies), *(a_slice() for _ in range(3)), returned=2, seconds=200)
     assert most == 1
     assert [result.outcome for result in results(world)] == ["poisoned"]
 
@@ -671,15 +536,14 @@ def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._executor._workflows.ran == [("t1", 0)]
+    assert runner.here.ran == [("t1", 0)]
     assert len(results(world)) == 1
     assert unanswered(world) == 0
 
 
-def test_it_does_not_remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_remember_for_ever() -> None:
     world = World()
-    runner = make(world)
-    monkeypatch.setattr("trinity_agents.runner.agent.REMEMBERED", 2)
+    runner = make(world, remembered=2)
 
     async def main() -> None:
         async with world.living(runner):
@@ -688,7 +552,7 @@ def test_it_does_not_remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0.1)
 
     run_virtually(main())
-    assert [task for _, task in runner._executor._workflows.ran] == [0, 1, 2, 0]
+    assert [task for _, task in runner.here.ran] == [0, 1, 2, 0]
 
 
 def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
@@ -711,10 +575,6 @@ def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
 def test_another_runner_does_what_a_killed_one_held() -> None:
     world = World()
 
-    async def forever(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     second = make(world, name="runner-1")
 
     async def main() -> None:
@@ -727,7 +587,7 @@ def test_another_runner_does_what_a_killed_one_held() -> None:
 
     run_virtually(main())
     assert [result.runner for result in results(world)] == ["runner-1"]
-    assert second._executor._isolated.ran == [("t1", 0)]  # it has come back once
+    assert second.apart.ran == [("t1", 0)]  # it has come back once
 
 
 @pytest.mark.parametrize("after", range(1, 6))
@@ -757,12 +617,7 @@ def test_killed_after_any_step_what_counts_is_complete(after: int) -> None:
 
 def test_draining_finishes_what_it_holds_and_takes_nothing_new() -> None:
     world = World()
-
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
-    runner = make(world, slow)
+    runner = make(world, taking(10))
 
     async def main() -> None:
         await send_slice(world, a_slice(task=0))
@@ -780,10 +635,6 @@ def test_draining_finishes_what_it_holds_and_takes_nothing_new() -> None:
 
 def test_draining_gives_back_what_takes_too_long() -> None:
     world = World("runner.drain_timeout=5")
-
-    async def forever(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.Event().wait()
-        raise AssertionError
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -856,35 +707,32 @@ def test_it_asks_the_least_loaded_living_engine() -> None:
         return {"id": name, "url": "u", "name": "m", "role": "rollout", "version": [1, 0], **more}
 
     async def main() -> None:
+        await send_slice(world, a_slice())
         async with world.living(runner):
+            engines = runner.here.models
             with pytest.raises(EngineLost):
-                runner._engines()
+                engines()
             await world.beat("engine", "empty", **engine("empty", load=0, version=None))
-            assert runner._engines().id == "empty"
+            assert engines().id == "empty"
             await world.beat("engine", "busy", **engine("busy", load=9))
             await world.beat("engine", "judge", **engine("judge", load=0, role="auxiliary"))
             await world.beat("engine", "odd", load=0, role="rollout")
-            assert runner._engines().id == "busy"
+            assert engines().id == "busy"
             await world.beat("engine", "short", lease=5.0, **engine("short", load=1))
-            assert {runner._engines().id for _ in range(5)} == {"short"}
+            assert {engines().id for _ in range(5)} == {"short"}
             await world.beat("engine", "twin", lease=5.0, **engine("twin", load=6))
-            assert sorted(runner._engines().id for _ in range(4)) == ["short", "short", "twin", "twin"]
+            assert sorted(engines().id for _ in range(4)) == ["short", "short", "twin", "twin"]
             await asyncio.sleep(6)
-            assert runner._engines().id == "busy"
+            assert engines().id == "busy"
             await world.beat("engine", "busy", state="gone", **engine("busy", load=9))
-            assert runner._engines().id == "empty"
+            assert engines().id == "empty"
 
     run_virtually(main())
 
 
 def test_its_beat_says_what_it_does() -> None:
     world = World()
-
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
-    runner = make(world, slow)
+    runner = make(world, taking(10))
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -912,12 +760,7 @@ def test_its_beat_says_what_it_does() -> None:
 
 def test_the_beat_names_the_oldest_slices_in_hand() -> None:
     world = World("runner.concurrency=20")
-
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
-    runner = make(world, slow)
+    runner = make(world, taking(10))
 
     async def main() -> None:
         for task in range(18):
@@ -941,13 +784,7 @@ def test_a_result_that_cannot_travel_is_a_failure_and_its_neighbours_arrive() ->
         outcome = an_outcome(task_slice)
         return dataclasses.replace(outcome, runs=[10**30]) if task_slice.task_id == 3 else outcome
 
-    async def main() -> None:
-        for task in range(12):
-            await send_slice(world, a_slice(task=task))
-        async with world.living(make(world, with_odd_runs)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    run_slices(world, make(world, with_odd_runs), *(a_slice(task=task) for task in range(12)), seconds=3)
     outcomes = {one.task_id: one for one in results(world)}
     assert [task for task in range(12) if outcomes[task].outcome == "failed"] == [3]
     assert {outcomes[task].outcome for task in range(12)} == {"finished", "failed"}

@@ -8,16 +8,14 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.unit.agents.runner.test_runner import Models, parts, results, unanswered
+from tests.unit.agents.runner.harness import Models, parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from trinity_agents.runner.agent import STUCK_AFTER, Runner
+from trinity_agents.runner.agent import MAX_STUCK, STUCK_AFTER, Runner
 from trinity_agents.runner.agent import main as runner_main
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.runner.slice_executor import STOP_PATIENCE
@@ -29,12 +27,6 @@ from trinity_mq.runtime.deliveries import CrashLog, envelope
 from trinity_mq.runtime.errors import RecycleRequested, RestartRequested, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
 
 
 class Stepwise:
@@ -206,29 +198,27 @@ def test_a_slice_that_goes_on_after_its_time_is_ended_with_what_it_has() -> None
     assert len(results(world)) == 1
 
 
-def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("trinity_agents.runner.agent.MAX_STUCK", 1)
-    world = World("runner.drain_timeout=5")
+def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds() -> None:
+    stuck = MAX_STUCK + 1
+    world = World("runner.drain_timeout=5", f"runner.concurrency={stuck + 1}")
     ended: list[int] = []
     runner = make(world, Stepwise(done=0, deaf=60), end_process=ended.append)
 
     async def main() -> None:
-        for task in range(2):
+        for task in range(stuck):
             await send_slice(world, a_slice(task=task, slice_timeout=20.0))
-        await send_slice(world, a_slice(task=2))
+        await send_slice(world, a_slice(task=stuck))
         task = asyncio.create_task(runner.run())
         await asyncio.wait([task], timeout=20 + 4 * STOP_PATIENCE + STUCK_AFTER + 10)
         error = cause(task)
         assert type(error) is RestartRequested
-        assert "2 abandoned workflows are still running (at most 1 may)" in str(error)
+        assert f"{stuck} abandoned workflows are still running (at most {MAX_STUCK} may)" in str(error)
         assert ended == [75]
         assert unanswered(world) == 1
         await kill(*(other for other in asyncio.all_tasks() if other is not asyncio.current_task()))
 
     run_virtually(main())
-    assert [result.outcome for result in results(world)] == ["failed", "failed"]
+    assert [result.outcome for result in results(world)] == ["failed"] * stuck
 
 
 # -- the runner ends

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.unit.agents.runner.test_runner import parts, results, unanswered
+from tests.unit.agents.runner.harness import parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, send_slice
-from trinity_agents.runner import process_pool as isolated
 from trinity_agents.runner.agent import Runner
+from trinity_agents.runner.process_pool import ProcessPool
 from trinity_mq.messages import TaskBody, TaskSlice
 
 WORKFLOWS = """
@@ -62,12 +60,6 @@ class BlockingHangs(Workflow):
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
-
-
-@pytest.fixture(autouse=True)
 def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "poison_workflows.py").write_text(WORKFLOWS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -85,7 +77,8 @@ async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: 
         await send_slice(world, each)
     if returns:
         world.held_back("tasks.train", returns)
-    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
+    pool = ProcessPool(2, grace=0.3)
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0", isolated=pool)
     engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
     async with world.living(runner), asyncio.timeout(50):
         await world.beat("engine", "e", lease=100.0, **engine)
@@ -94,8 +87,7 @@ async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: 
     return {result.task_id: result.outcome for result in results(world)}
 
 
-async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "GRACE", 0.3)
+async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path) -> None:
     world = World("broker.delivery_limit=3", "runner.memory_limit=200000000", f"run_dir={tmp_path / 'run'}")
     task_slices = [
         task_slice("Fine", 0),
@@ -122,10 +114,7 @@ async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path, monkeypatc
         ]
 
 
-async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(isolated, "GRACE", 0.3)
+async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(tmp_path: Path) -> None:
     world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
     task_slices = [
         task_slice("Blocks", 0),

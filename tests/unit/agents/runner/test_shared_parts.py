@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
-from structlog.testing import capture_logs
 
 from tests.unit.agents.operator.test_operator import close, make_world, manifest, open_batch, ready, runs_of
 from tests.unit.agents.operator.test_operator import make as make_operator
-from tests.unit.agents.runner.test_runner import make, parts, results, unanswered
+from tests.unit.agents.runner.harness import make, parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, send_slice
 from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, max_encoded_size
 from trinity_mq.dispatch.collector import Collector
@@ -23,12 +19,6 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import shared_part_message
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
 
 
 def counted(world: World) -> dict[tuple[str, int], list[int]]:

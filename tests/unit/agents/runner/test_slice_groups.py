@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.unit.agents.runner.test_runner import make, results, unanswered
+from tests.unit.agents.runner.harness import forever, make, results, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, kill
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_mq.messages import TaskSlice, TaskSlices
@@ -17,23 +16,12 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():  # rendering a traceback for the console takes a second
-        yield
-
-
 async def send(world: World, slices: Sequence[TaskSlice]) -> None:
     """Publish slices of one ticket in one message, their batch queue declared."""
     await world.ready()
     await world.outside.declare(world.topology.batch_queue(1, "t1"))
     mail = envelope(TaskSlices(slices=list(slices)), message_id="t1-0-0+", headers={"batch": 1, "ticket": "t1"})
     await world.outside.publish(world.topology.exchange("tasks"), "train.1", mail)
-
-
-async def forever(task_slice: TaskSlice) -> SliceOutcome:
-    await asyncio.Event().wait()
-    raise AssertionError
 
 
 def test_each_slice_is_answered_and_the_message_once_after_all_of_them() -> None:
@@ -104,7 +92,7 @@ def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_one_atte
     by_second = [result for result in results(world) if result.runner == "runner-1"]
     assert sorted(result.task_id for result in by_second) == [0, 1, 2], "readers drop the second result of task 0"
     assert {(result.outcome, result.returned) for result in by_second} == {("finished", 1)}
-    assert sorted(second._executor._isolated.ran) == [("t1", task) for task in range(3)]
+    assert sorted(second.apart.ran) == [("t1", task) for task in range(3)]
     assert world.wire.count("confirmed task_slice") == 3
     assert (unanswered(world), world.stored("dead")) == (0, [])
 
@@ -152,13 +140,9 @@ def test_killed_at_any_step_of_taking_apart_no_slice_is_lost(after: int) -> None
 def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
     world = World("runner.concurrency=1")
 
-    async def slow(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10)
-        return an_outcome(task_slice)
-
     async def main() -> None:
         await send(world, [a_slice(task=task) for task in range(3)])
-        runner = make(world, slow)
+        runner = make(world, taking(10))
         async with world.living(runner):
             await asyncio.sleep(1)
             runner.drain()
@@ -170,7 +154,7 @@ def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
         second = make(world, name="runner-1")
         async with world.living(second):
             await asyncio.sleep(1)
-        assert second._executor._isolated.ran == [], "what was given back in good order is no suspect"
+        assert second.apart.ran == [], "what was given back in good order is no suspect"
 
     run_virtually(main())
     assert [(result.task_id, result.runner) for result in results(world)] == [
@@ -209,4 +193,4 @@ def test_slices_of_a_message_whose_ticket_is_not_open_are_dropped() -> None:
 
     run_virtually(main())
     assert (results(world), unanswered(world)) == ([], 0)
-    assert runner._executor._workflows.ran == []
+    assert runner.here.ran == []
