@@ -50,6 +50,7 @@ class Serving:
     app: GatewayApp
     store: MemorySessionStore
     engines: Engines
+    calls: EngineCalls
     generator: ScriptedGenerator
     http: aiohttp.ClientSession
 
@@ -77,13 +78,28 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(
-    script: Script, *, config: Config | None = None, admin: str = "", timeout: float = 1.0
+    script: Script,
+    *,
+    config: Config | None = None,
+    admin: str = "",
+    timeout: float = 1.0,
+    store: MemorySessionStore | None = None,
+    clients: type[EngineClients] = EngineClients,
 ) -> AsyncIterator[Serving]:
-    """``admin``: the key that may make sessions; empty: anybody may."""
+    """Serve a gateway.
+
+    Args:
+        script: The model's answers.
+        config: The run's configuration.
+        admin: Key that may make sessions; empty: anybody may.
+        timeout: Seconds to wait for an engine with weights.
+        store: The sessions, for a store that several gateways share or that misbehaves.
+        clients: Class of the connections to engines.
+    """
     config = config or serving_config()
-    async with scripted_server(script) as (model, generator), EngineClients() as clients:
-        engines, store = Engines(model), MemorySessionStore()
-        calls = EngineCalls(engines, clients, not_ready_timeout=timeout, request_timeout=10.0)
+    async with scripted_server(script) as (model, generator), clients() as connections:
+        engines, store = Engines(model), store or MemorySessionStore()
+        calls = EngineCalls(engines, connections, not_ready_timeout=timeout, request_timeout=10.0)
         url = ""
         app = GatewayApp(AppSettings.of(config), store, calls, Access([hash_of(admin)] if admin else None), lambda: url)
         runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -93,6 +109,6 @@ async def serving(
             await site.start()
             url = f"http://127.0.0.1:{site.port}"
             async with aiohttp.ClientSession() as http:
-                yield Serving(url, app, store, engines, generator, http)
+                yield Serving(url, app, store, engines, calls, generator, http)
         finally:
             await runner.cleanup()

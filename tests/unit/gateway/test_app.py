@@ -13,7 +13,7 @@ from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.gateway.recorded_call import Answers
-from trinity_mq.gateway.session_store import OutsideEvent
+from trinity_mq.gateway.session_store import MemorySessionStore, OutsideEvent
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
@@ -48,22 +48,20 @@ async def test_what_get_tells_along_the_way() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(
-    streams: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(streams: bool) -> None:
     asked: list[str | None] = []
 
-    def noting(method: Any) -> Any:
-        async def noted(self: EngineClients, url: str, body: Any, headers: Any, *more: Any) -> Any:
+    class Noting(EngineClients):
+        async def post_async(self, url: str, body: Any, headers: Any = None, *more: Any) -> Any:
             asked.append(headers.get("traceparent"))
-            return await method(self, url, body, headers, *more)
+            return await super().post_async(url, body, headers, *more)
 
-        return noted
+        async def open_async(self, url: str, body: Any, headers: Any, *more: Any) -> Any:
+            asked.append(headers.get("traceparent"))
+            return await super().open_async(url, body, headers, *more)
 
-    for name in ("post_async", "open_async"):
-        monkeypatch.setattr(EngineClients, name, noting(getattr(EngineClients, name)))
     given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with serving(say) as at:
+    async with serving(say, clients=Noting) as at:
         made = await at.open()
         path = f"{at.url}/s/{made['id']}/v1/chat/completions"
         for traceparent in ("rubbish", given):
@@ -348,16 +346,16 @@ async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() 
         assert (shown["accepted"], shown["repeated"], shown["reward"]) == (True, False, 0.5)
 
 
-async def test_an_event_that_cannot_travel_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_event_that_cannot_travel_is_refused_with_its_path() -> None:
     """The store of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
 
-    async def keep(event: OutsideEvent, message_id: str) -> EventEffect:
-        encode(event.model_copy(update={"choice": 10**30}))
-        raise AssertionError("it was written")
+    class Written(MemorySessionStore):
+        async def report(self, event: OutsideEvent, message_id: str) -> EventEffect:
+            encode(event.model_copy(update={"choice": 10**30}))
+            raise AssertionError("it was written")
 
-    async with serving(say) as at:
+    async with serving(say, store=Written()) as at:
         made = await at.open()
-        monkeypatch.setattr(at.store, "report", keep)
         status, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1})
         assert (status, answer["error"]["param"]) == (400, "session_reward.choice")
         assert "an integer of 100 bits, wanted one of at most 64" in answer["error"]["message"]

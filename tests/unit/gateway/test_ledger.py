@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.gateway.agenda import all_due
+from trinity_mq.gateway.agenda import Agenda, all_due
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.session import Body, Event, Session
 from trinity_mq.messages import (
@@ -431,8 +431,10 @@ def test_every_session_comes_to_one_end(seed: int) -> None:
         for submission, _ in stream.ledger.queued():
             stream.outcome(submission)
             stream.train(submission)
-    for submission in list(stream.ledger._submissions):
-        stream.train(submission)
+    decisions = [event.body for event in stream.events if isinstance(event, Event)]
+    for decided in decisions:
+        if isinstance(decided, SessionsDecided) and decided.submission:
+            stream.train(decided.submission)
     assert stream.ledger.live == {}
     assert {one.state for one in stream.ledger} <= {"trained", "evaluated", "dropped"}
     assert stream.ledger.kept_bytes == 0
@@ -551,16 +553,20 @@ def test_a_look_costs_what_changed_and_not_what_waits() -> None:
     stream.act()
     assert stream.ledger.waiting == 500
     looked = list[str]()
-    ledger = stream.ledger
-    live = ledger._agenda._live
 
     class Watched(dict[str, Session]):
         def get(self, name: str, default: object = None) -> Session | None:  # type: ignore[override]
             looked.append(name)
-            return live.get(name)
+            return super().get(name)
 
-    ledger.due(stream.now)
-    ledger._agenda._live = Watched(live)
+    live = Watched(stream.ledger.live)
+    agenda = Agenda(live)
+    for session in live.values():
+        agenda.touch(session)
+    assert agenda.due(stream.now) == []
     over(stream, "news")
-    assert len(ledger.due(stream.now)) == 1
+    looked.clear()
+    live["news"] = stream.ledger.live["news"]
+    agenda.touch(live["news"])
+    assert len(agenda.due(stream.now)) == 1
     assert looked == ["news"]

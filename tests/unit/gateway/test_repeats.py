@@ -7,13 +7,12 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.gateway.conversations import Conversation
-from trinity_mq.gateway.session_store import SessionsUnavailable
-from trinity_mq.messages import SampledChoice, SessionCall
+from trinity_mq.gateway.session_store import MemorySessionStore, SessionsUnavailable
+from trinity_mq.messages import SampledChoice, SessionCall, SessionOpened
 from trinity_mq.workflows.sessions.assembly import session_experiences, superseded_calls
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -71,8 +70,8 @@ def hold_record(at: Serving, number: int) -> Hold:
 
 
 def hold_engine(at: Serving, number: int) -> Hold:
-    hold = Hold(at.app._engines.ask, number, behind=False)
-    at.app._engines.ask = hold  # type: ignore[method-assign, assignment]
+    hold = Hold(at.calls.ask, number, behind=False)
+    at.calls.ask = hold  # type: ignore[method-assign, assignment]
     return hold
 
 
@@ -89,11 +88,10 @@ async def test_an_answer_whose_client_left_during_the_confirm_is_not_trained_on_
 
 
 async def test_a_repeat_that_reaches_another_gateway_replaces_the_answer_as_well() -> None:
-    async with serving(["one", "two"]) as at:
+    async with serving(["one"]) as at, serving(["two"], store=at.store) as other:
         name = (await at.open())["id"]
         await give_up(at, name, hold_record(at, 1))
-        at.app._conversations.forget(name)  # the other gateway has read the events, and saw no client leave
-        await ask(at, name, AGAIN)
+        await ask(other, name, AGAIN)
         assert trained_on(at, name) == ["two"]
 
 
@@ -118,17 +116,17 @@ async def test_a_repeat_does_not_replace_the_answer_to_a_request_that_was_under_
     async with serving(lambda prompt: "same") as at:
         name = (await at.open())["id"]
         entered, release = asyncio.Event(), asyncio.Event()
-        engine = at.app._engines.ask
+        engine = at.calls.ask
 
         async def slowly(*args: Any) -> Any:
             entered.set()
             await release.wait()
             return await engine(*args)
 
-        at.app._engines.ask = slowly  # type: ignore[method-assign, assignment]
+        at.calls.ask = slowly  # type: ignore[method-assign, assignment]
         repeat = asyncio.create_task(ask(at, name, AGAIN))  # its first try was lost before any gateway got it
         await entered.wait()
-        at.app._engines.ask = engine  # type: ignore[method-assign, assignment]
+        at.calls.ask = engine  # type: ignore[method-assign, assignment]
         await ask(at, name)
         release.set()
         await repeat
@@ -139,13 +137,13 @@ async def test_a_request_that_failed_and_its_repeat_leave_the_answer_to_an_equal
     async with serving(["one", "two"]) as at:
         name = (await at.open())["id"]
         await ask(at, name)
-        engine = at.app._engines.ask
+        engine = at.calls.ask
 
         async def broken(*args: Any) -> Any:
-            at.app._engines.ask = engine  # type: ignore[method-assign, assignment]
+            at.calls.ask = engine  # type: ignore[method-assign, assignment]
             raise ConnectionError("the engine is away")
 
-        at.app._engines.ask = broken  # type: ignore[method-assign, assignment]
+        at.calls.ask = broken  # type: ignore[method-assign, assignment]
         async with at.http.post(f"{at.url}/s/{name}/v1/chat/completions", json=ASK) as response:
             assert response.status >= 500
         await ask(at, name, AGAIN)
@@ -162,13 +160,18 @@ async def test_a_second_repeat_replaces_the_first_one() -> None:
         assert trained_on(at, name) == ["three"]
 
 
-async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(lambda prompt: "hello") as at:
+class Away(MemorySessionStore):
+    async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
+        raise SessionsUnavailable("the broker is away")
 
-        async def away(*args: object, **options: object) -> None:
-            raise SessionsUnavailable("the broker is away")
 
-        monkeypatch.setattr(at.store, "open", away)
+class Stuck(MemorySessionStore):
+    async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept() -> None:
+    async with serving(lambda prompt: "hello", store=Away()) as at:
         async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
             assert response.status == 200
             assert response.headers["X-TMQ-Recorded"] == "no"
@@ -177,17 +180,10 @@ async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(monk
         assert list(at.store.ledger) == []
 
 
-async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm() -> None:
     config = serving_config(gateway={"record_timeout": 0.05})
-    async with serving(lambda prompt: "hello", config=config) as at:
-
-        async def stuck(*args: object, **options: object) -> None:
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(at.store, "open", stuck)
-        async with at.http.post(
-            f"{at.url}/v1/chat/completions", json=ASK, timeout=aiohttp.ClientTimeout(total=10)
-        ) as response:
+    async with serving(lambda prompt: "hello", config=config, store=Stuck()) as at:
+        async with asyncio.timeout(10), at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
             assert response.headers["X-TMQ-Recorded"] == "no"
 
 

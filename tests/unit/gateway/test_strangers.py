@@ -15,6 +15,7 @@ from trinity_mq.gateway.access import KEY_BEGINS
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.rules import MAX_METRICS, MAX_REWARD
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.messages.sessions import SCOPES
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
@@ -174,23 +175,22 @@ async def test_a_client_that_asks_before_it_sends_is_told_to_go_on() -> None:
         assert status == 417
 
 
-async def test_the_time_of_an_answer_does_not_tell_which_ids_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_time_of_an_answer_does_not_tell_which_ids_exist() -> None:
     """A stream's store waits for what it does not know: it must be asked the same, whether an id exists or not."""
-    async with serving(say, admin=ADMIN) as at:
+    asked: list[str] = []
+
+    class Asked(MemorySessionStore):
+        async def find(self, session: str) -> Session | None:
+            asked.append("session")
+            return await super().find(session)
+
+        async def find_key(self, key_hash: str) -> Session | None:
+            asked.append("key")
+            return await super().find_key(key_hash)
+
+    async with serving(say, admin=ADMIN, store=Asked()) as at:
         made, other = await at.open(key=ADMIN), await at.open(key=ADMIN)
         await at.post(f"/s/{made['id']}/end", {"outcome": "discard"}, key=ADMIN)
-        asked: list[str] = []
-
-        async def find(session: str) -> Session | None:
-            asked.append("session")
-            return at.store.ledger.get(session)
-
-        async def find_key(key_hash: str) -> Session | None:
-            asked.append("key")
-            return at.store.ledger.of_key(key_hash)
-
-        monkeypatch.setattr(at.store, "find", find)
-        monkeypatch.setattr(at.store, "find_key", find_key)
         for key, lookups in (("", []), ("guess", []), (f"{KEY_BEGINS}guess", ["key"]), (other["key"], ["key"])):
             seen = []
             for name in (made["id"], "0" * 32):

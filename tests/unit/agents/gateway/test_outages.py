@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.gateway.world import HOUR, World, config, until
-from trinity_agents.gateway.acting_gateway import ActingGateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
 from trinity_mq.bus import BusUnavailable, Envelope
@@ -81,10 +80,7 @@ def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> No
                     assert lost is not None
                     assert "retention" in lost.why
                     assert (await second.report(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
-                acting = ActingGateway(
-                    world.config, second_bus, world.topology, second, agent_id="gateway-1", clock=world.clock
-                )
-                task = asyncio.create_task(acting.run())
+                task = asyncio.create_task(world.acting(second_bus, second, agent_id="gateway-1").run())
                 await world.session(second, "s3", **GROUP)
                 await end(second, "s3", 0.5)
                 await asyncio.sleep(60)
@@ -97,15 +93,21 @@ def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> No
 
 def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
     async def story() -> None:
-        world = World()
-        async with world.running(), world.gateway(acts=False) as store:
+        world, reads = World(), [False]
+
+        class Reading(SessionStream):
+            def is_ready(self) -> bool:
+                return not reads[0] and super().is_ready()
+
+        bus = world.bus()
+        async with world.running(), world.gateway(acts=False, bus=bus, kind=Reading) as store:
             await world.session(store, "a")
             await end(store, "a")
-            acting = ActingGateway(world.config, store._bus, world.topology, store, agent_id="g", clock=world.clock)
-            store._ready = False
+            acting = world.acting(bus, store)
+            reads[0] = True
             await acting.once()
             assert state(store, "a") == "parked"
-            store._ready = True
+            reads[0] = False
             await acting.once()
             assert state(store, "a") == "queued"
 
@@ -115,30 +117,24 @@ def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
 def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile() -> None:
     async def story() -> None:
         world = World(sessions_max_bytes=SMALL)
-        async with world.running(), world.gateway() as first, world.gateway(acts=False) as frozen:
+        bus = world.bus()
+
+        def events() -> list[Any]:
+            return list(world.broker.queues[world.topology.sessions.name].messages)  # type: ignore[attr-defined]
+
+        async with world.running(), world.gateway() as first, world.gateway(acts=False, bus=bus) as frozen:
             await world.session(first, "a")
             await until(frozen, lambda: frozen.ledger.get("a") is not None)
-            holds = [True]
-            acting = ActingGateway(
-                world.config,
-                frozen._bus,
-                world.topology,
-                frozen,
-                agent_id="frozen",
-                clock=world.clock,
-                may_act=lambda: holds[0],
-            )
+            holds = [False]  # its connection is lost: it learns so when it publishes its mark
+            acting = world.acting(bus, frozen, agent_id="frozen", may_act=lambda: holds[0])
             frozen.position += SMALL
-            holds[0] = False  # its connection is lost: it learns so when it publishes its mark
-            published = len(world.broker.queues[world.topology.sessions.name].messages)  # type: ignore[attr-defined]
-            await acting._carry()
-            stream = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
-            assert [message.headers["kind"] for message in stream[published:]] == ["mark"]
+            published = len(events())
+            await acting.once()
+            assert {message.headers["kind"] for message in events()[published:]} == {"mark"}
             holds[0] = True
-            await acting._carry()
-            assert stream[0].headers["kind"] == "mark"
-            after = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
-            assert [message.message_id for message in after[published + 2 :]] == ["opened-a", "call-a-call-0"]
+            await acting.once()
+            repeated = [message.message_id for message in events()[published:] if message.headers["kind"] != "mark"]
+            assert repeated == ["opened-a", "call-a-call-0"]
 
     run_virtually(story())
 
@@ -260,17 +256,18 @@ def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
 def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
     async def story() -> None:
         world = World()
-        async with world.running(), world.gateway() as store:
+        bus = world.bus()
+        async with world.running(), world.gateway(bus=bus) as store:
             await world.session(store, "asks")
             await world.session(store, "waits", reward_ttl=HOUR)
             await end(store, "waits", None)
-            world.broker.drop(store._bus, delay=None)  # type: ignore[arg-type]
+            world.broker.drop(bus, delay=None)
             for _ in range(65):
                 await asyncio.sleep(60)
                 await store.record(world.call("asks", 2))
             with pytest.raises(SessionsUnavailable):
                 await store.report(SessionReward(session="waits", reward=1.0), "r")
-            world.broker.restore(store._bus)  # type: ignore[arg-type]
+            world.broker.restore(bus)
             await asyncio.sleep(60)
             assert (state(store, "asks"), state(store, "waits")) == ("open", "parked")
             await until(store, lambda: state(store, "waits") == "dropped", HOUR)
@@ -302,17 +299,11 @@ def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
 def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -> None:
     async def story() -> None:
         world = World()
-        thawed = [0.0]
-        async with world.running(), world.gateway(acts=False) as store:
-            clock = world.clock
-            store._clock = lambda: clock() + thawed[0]
-            acting = ActingGateway(world.config, store._bus, world.topology, store, agent_id="g", clock=store._clock)
-            task = asyncio.create_task(acting.run())
+        async with world.running(), world.gateway() as store:
             await world.session(store, "a")
-            thawed[0] = 2 * HOUR
+            world.ahead = 2 * HOUR
             await asyncio.sleep(10)
             assert state(store, "a") == "open"
-            task.cancel()
 
     run_virtually(story())
 
@@ -442,17 +433,11 @@ def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
 def test_answers_that_wait_for_the_broker_are_bounded() -> None:
     async def story() -> None:
         world = World(config())
-        async with world.running() as bus, world.gateway(acts=False) as first:
+        own = world.bus()
+        async with world.running() as bus, world.gateway(acts=False, bus=own) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                store = SessionStream(
-                    first._bus,
-                    world.topology,
-                    record_timeout=2.0,
-                    tasks=group,
-                    clock=world.clock,
-                    most_unconfirmed=100_000,
-                )
+                store = world.stream(own, group, most_unconfirmed=100_000)
                 world.broker.block()
                 for _ in range(200):
                     assert not await store.record(world.call("a", 100))
@@ -470,17 +455,11 @@ def test_answers_that_wait_for_the_broker_are_bounded() -> None:
 def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() -> None:
     async def story() -> None:
         world = World(config())
-        async with world.running(), world.gateway(acts=False) as first:
+        bus = world.bus()
+        async with world.running(), world.gateway(acts=False, bus=bus) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                store = SessionStream(
-                    first._bus,
-                    world.topology,
-                    record_timeout=2.0,
-                    tasks=group,
-                    clock=world.clock,
-                    most_unconfirmed=1000,
-                )
+                store = world.stream(bus, group, most_unconfirmed=1000)
             for _ in range(20):
                 assert not await store.record(world.call("a", 2))
             assert len(first.ledger.live["a"].calls) == 1

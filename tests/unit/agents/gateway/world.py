@@ -76,10 +76,12 @@ class World:
         self.answers = True
         """It closes batches and the trainer trains on them."""
         self.dead: list[str] = []
+        self.ahead = 0.0
+        """Seconds by which the clock of the gateways has jumped."""
         self._calls = itertools.count()
 
     def clock(self) -> float:
-        return 1e9 + asyncio.get_running_loop().time()
+        return 1e9 + asyncio.get_running_loop().time() + self.ahead
 
     def bus(self, kind: type[MemoryBus] = MemoryBus) -> Any:
         return kind(self.broker, self.topology, config=self.config.broker)
@@ -131,20 +133,19 @@ class World:
                 await delivery.ack()
 
     @contextlib.asynccontextmanager
-    async def gateway(self, *, acts: bool = True, bus: MemoryBus | None = None) -> AsyncIterator[SessionStream]:
+    async def gateway(
+        self, *, acts: bool = True, bus: MemoryBus | None = None, kind: type[SessionStream] = SessionStream
+    ) -> AsyncIterator[SessionStream]:
         """Run one gateway without its HTTP server."""
         bus = bus or self.bus()
         await bus.connect()
         try:
             async with asyncio.TaskGroup() as group:
-                store = SessionStream(bus, self.topology, record_timeout=2.0, tasks=group, clock=self.clock)
+                store = self.stream(bus, group, kind)
                 tasks = [group.create_task(store.follow())]
                 await store.changed.until(store.is_ready)
                 if acts:
-                    acting = ActingGateway(
-                        self.config, bus, self.topology, store, agent_id="gateway-0", clock=self.clock
-                    )
-                    tasks.append(group.create_task(acting.run()))
+                    tasks.append(group.create_task(self.acting(bus, store).run()))
                 try:
                     yield store
                 finally:
@@ -152,6 +153,16 @@ class World:
                         task.cancel()
         finally:
             await bus.close()
+
+    def stream(
+        self, bus: MemoryBus, tasks: asyncio.TaskGroup, kind: type[SessionStream] = SessionStream, **limits: Any
+    ) -> SessionStream:
+        return kind(bus, self.topology, record_timeout=2.0, tasks=tasks, clock=self.clock, **limits)
+
+    def acting(self, bus: MemoryBus, store: SessionStream, **how: Any) -> ActingGateway:
+        return ActingGateway(
+            self.config, bus, self.topology, store, **{"agent_id": "gateway-0", "clock": self.clock, **how}
+        )
 
     async def session(
         self, store: SessionStream, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
