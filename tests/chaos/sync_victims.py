@@ -13,18 +13,18 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from tests.chaos.victims import NOTES_VARIABLE, POINT
+from tests.chaos.victims import NOTES_VARIABLE, POINT, PointedFeed
 from trinity_agents.engine import agent as engine_daemon
 from trinity_agents.explorer import hosted_engines
 from trinity_agents.explorer.engine_hosting import EngineHosting
-from trinity_mq.bus import Bus, LockHeld, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, LockHeld, Queue, Topology
 from trinity_mq.config import Config
 from trinity_mq.engines.host.host import EngineHost
 from trinity_mq.engines.server.admin_api import AdminApi
@@ -101,9 +101,8 @@ class SyncTrainer(Agent):
             weights=weights,
             channel=open_channel(self.config),
             canary=CANARY,
-            publish=told(self._publish),
+            publish=self._publish,
         )
-        self.gate._receive_event = heard(self.gate._receive_event)  # type: ignore[method-assign]
         verbs = ("join", "leave", "ready", "applied", "failed")
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)
@@ -133,25 +132,37 @@ class SyncTrainer(Agent):
         await self.publish("sync", f"weights.{event.verb}", event)
 
 
-def told(publish: Callable[[SyncEvent], Awaitable[None]]) -> Callable[[SyncEvent], Awaitable[None]]:
-    """Pass points before and after each event."""
-
-    async def pointed(event: SyncEvent) -> None:
-        POINT.passed(f"saying {event.verb}")
-        await publish(event)
-        POINT.passed(f"said {event.verb}")
-
-    return pointed
+def verb_of(routing_key: str) -> str:
+    """Return the verb of a sync event, empty for another message."""
+    return routing_key.removeprefix("weights.") if routing_key.startswith("weights.") else ""
 
 
-def heard(hear: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
-    """Pass a point at each event that arrives."""
+class SyncFeed(PointedFeed):
+    """Passes a point at each sync event that arrives."""
 
-    async def pointed(message: Any, delivery: Any) -> None:
-        POINT.passed(f"heard {getattr(message, 'verb', '')}")
-        await hear(message, delivery)
+    def passed(self, delivery: Delivery) -> Delivery:
+        """Pass the points of a delivery."""
+        if verb := verb_of(delivery.routing_key):
+            POINT.passed(f"heard {verb}")
+        return super().passed(delivery)
 
-    return pointed
+
+def with_sync_points(bus: Bus) -> Bus:
+    """Pass points before and after each sync event that is published, and at each that arrives."""
+    publish, consume = bus.publish, bus.consume
+
+    async def publish_pointed(exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
+        verb = verb_of(routing_key)
+        POINT.passed(f"saying {verb}")
+        routed = await publish(exchange, routing_key, envelope, **how)
+        POINT.passed(f"said {verb}")
+        return routed
+
+    async def consume_pointed(queue: Queue, **how: Any) -> Consumer:
+        return SyncFeed(await consume(queue, **how))
+
+    bus.publish, bus.consume = publish_pointed, consume_pointed  # type: ignore[method-assign]
+    return bus
 
 
 def at_each_bucket() -> None:
@@ -197,17 +208,13 @@ def build(role: str, agent_id: str, config: Config) -> Callable[[Bus, Topology],
     """Return what makes the agent."""
 
     def made(bus: Bus, topology: Topology) -> Agent:
+        bus = with_sync_points(bus)
         if role == "trainer":
             at_each_bucket()
             return SyncTrainer(config, bus=bus, topology=topology, agent_id=agent_id)
         command = [sys.executable, "-m", "tests.chaos.sync_victims", "engine"]
         host = EngineHost(config, config.path, f"{agent_id}-engine", command=command)
-        agent = EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=[host])
-        agent.hosted._publish = told(agent.hosted._publish)  # type: ignore[method-assign]
-        for member in agent.hosted._members:
-            member._publish = agent.hosted._publish
-        agent.hosted._receive = heard(agent.hosted._receive)  # type: ignore[method-assign]
-        return agent
+        return EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=[host])
 
     return made
 

@@ -151,12 +151,12 @@ class PointedFeed(Consumer):
         self._feed = feed
 
     async def __anext__(self) -> Delivery:
-        return self._passed(await self._feed.__anext__())
+        return self.passed(await self._feed.__anext__())
 
     def get_nowait(self) -> Delivery | None:
         """Return what has arrived."""
         found = self._feed.get_nowait()
-        return None if found is None else self._passed(found)
+        return None if found is None else self.passed(found)
 
     async def stop(self) -> None:
         """Take no more."""
@@ -166,7 +166,8 @@ class PointedFeed(Consumer):
         """Stop."""
         await self._feed.close()
 
-    def _passed(self, delivery: Delivery) -> Delivery:
+    def passed(self, delivery: Delivery) -> Delivery:
+        """Pass the points of a delivery."""
         POINT.passed(f"received {_single(delivery.kind)}")
         ack = delivery.ack
 

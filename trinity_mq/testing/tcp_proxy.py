@@ -40,9 +40,14 @@ class FaultProxy:
         credentials = self._target.netloc.rpartition("@")[0]
         return self._target._replace(netloc=f"{credentials}@127.0.0.1:{self.port}").geturl()
 
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Ports of the clients that are connected now."""
+        return tuple(self._pairs)
+
     def cut(self) -> None:
         """Reset both sides of every connection now."""
-        self.cut_clients(tuple(self._pairs))
+        self.cut_clients(self.clients)
         self._replies.set()
         self._requests.set()
 

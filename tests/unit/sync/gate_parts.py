@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.sync.gate.coordinator import CatchUpFetches, Coordinator
 from trinity_mq.sync.gate.member import Member
+from trinity_mq.sync.gate.records import AttemptTimes
 
 Event = tuple[Any, ...]
 
@@ -19,10 +21,15 @@ class Violation(AssertionError):
 T = TypeVar("T")
 
 
+@functools.cache
+def slots_of(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ()))
+
+
 def slots_copied(one: T) -> T:
     """Return a shallow copy of an object with slots."""
     other = object.__new__(type(one))
-    for name in one.__slots__:  # type: ignore[attr-defined]
+    for name in slots_of(type(one)):
         setattr(other, name, getattr(one, name))
     return other
 
@@ -32,6 +39,58 @@ def copied(one: T) -> T:
     other = object.__new__(type(one))
     other.__dict__.update(one.__dict__)
     return other
+
+
+TIMEOUT = 5.0
+NEVER = float("inf")
+
+
+class Trainer(Coordinator):
+    """A coordinator as a value, whose deadlines run out when a test says so."""
+
+    __slots__ = ()
+
+    @classmethod
+    def started(cls) -> Self:
+        return cls(name="t", timeout=TIMEOUT, lease=NEVER)
+
+    def key(self) -> Event:
+        """Return the state without times."""
+        roster = tuple((n, m.version, m.life, m.quarantined, m.given) for n, m in sorted(self.members.items()))
+        pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(self._catch_ups.under_way.items()))
+        return (
+            *(self.phase, self.epoch, self.attempt, self._tries, self.committed, self._version, self._taking_part),
+            *(self._grouped, frozenset(self._ready), frozenset(self._applied), roster, pulls),
+        )
+
+    def copied(self) -> Self:
+        other = slots_copied(self)
+        other.separate()
+        return other
+
+    def separate(self) -> None:
+        """Share no state that changes with the coordinator that this is a copy of, and forget failed fetches."""
+        self.members = {name: slots_copied(member) for name, member in self.members.items()}
+        self._ready, self._applied, self.phases = set(self._ready), set(self._applied), AttemptTimes()
+        pulls = {name: slots_copied(pull) for name, pull in self._catch_ups.under_way.items()}
+        self._catch_ups = CatchUpFetches(2 * TIMEOUT, 1.0, pulls)
+
+    def pulling(self) -> tuple[str, ...]:
+        """Return the members that fetch alone."""
+        return tuple(self._catch_ups.under_way)
+
+    def pull_runs_out(self, member: str) -> None:
+        self._catch_ups.broke(member, 0.0)
+
+
+class EngineMember(Member):
+    """A member as a value."""
+
+    __slots__ = ()
+
+    def state(self) -> Event:
+        prepare = None if self._prepare is None else said(self._prepare)
+        return (self.life, self.version, self.stage, prepare, self._touched, self._latest)
 
 
 @dataclass
@@ -57,16 +116,13 @@ class Engine:
 class Host:
     """One engine's host."""
 
-    machine: Member
+    machine: EngineMember
     engine: Engine = field(default_factory=Engine)
     work: tuple[Any, ...] | None = None
     """What the engine is at: ``("pause", key)`` or ``("receive", key, generation, pull, full, half)``."""
 
     def key(self) -> Event:
-        m = self.machine
-        prepare = None if m._prepare is None else said(m._prepare)
-        inside = (m.life, m.version, m.stage, prepare, m._touched, m._latest)
-        return (inside, self.engine.key(), self.work)
+        return (self.machine.state(), self.engine.key(), self.work)
 
 
 @dataclass

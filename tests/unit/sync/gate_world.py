@@ -14,10 +14,14 @@ from typing import Any
 
 from tests.unit.sync.gate_parts import (
     KNOWN,
+    NEVER,
+    TIMEOUT,
     Bounds,
     Engine,
+    EngineMember,
     Event,
     Host,
+    Trainer,
     copied,
     joining,
     rule,
@@ -25,24 +29,24 @@ from tests.unit.sync.gate_parts import (
     slots_copied,
 )
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.coordinator import CatchUpFetches, Coordinator
-from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
-from trinity_mq.sync.gate.records import AbandonCollective, AttemptTimes, Committed, Phase, StartCollective
+from trinity_mq.sync.gate.member import Commit, MemberStage, Pause, Receive, Rejoin, Resume
+from trinity_mq.sync.gate.records import AbandonCollective, Committed, Phase, StartCollective
 
-NEVER = float("inf")
 LONG_AFTER = 100.0
 """A time at which no join can still speak of the time before a commit."""
-TIMEOUT = 5.0
 Action = tuple[Any, ...]
 
 
 class World:
     """One state. :meth:`actions` says what may happen next, :meth:`after` what comes of it."""
 
+    trainer_type: type[Trainer] = Trainer
+    member_type: type[EngineMember] = EngineMember
+
     def __init__(self, bounds: Bounds) -> None:
         self.left = bounds
         self.generation = 1
-        self.trainer = Coordinator(name="t", timeout=TIMEOUT, lease=NEVER)
+        self.trainer = self.trainer_type.started()
         self.step = 0
         """Of the version that is to be committed next."""
         self.collective: tuple[Any, ...] | None = None
@@ -52,34 +56,22 @@ class World:
         self.beats: frozenset[Event] = frozenset()
         """What beats have ever said: ``(member, version, epoch, attempt)``."""
         self.committed: tuple[Version, ...] = ()
-        self._old: frozenset[Event] = frozenset()
+        self.lost: frozenset[Event] = frozenset()
         """In a fair world: what does not arrive any more."""
-        self.hosts = {f"m{n}": Host(Member(f"m{n}", life="0")) for n in range(bounds.members)}
+        self.hosts = {f"m{n}": Host(self.member_type(f"m{n}", life="0")) for n in range(bounds.members)}
         self.network = frozenset(said(joining(host.machine)) for host in self.hosts.values())
 
     # -- as a value
 
     def key(self) -> Event:
         """Return what tells this state from others."""
-        t = self.trainer
-        roster = tuple((n, m.version, m.life, m.quarantined, m.given) for n, m in sorted(t.members.items()))
-        pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(t._catch_ups.under_way.items()))
-        trainer = (
-            *(t.phase, t.epoch, t.attempt, t._tries, t.committed, t._version, t._taking_part, t._grouped),
-            *(frozenset(t._ready), frozenset(t._applied), t._committed_at > 0, roster, pulls),
-        )
         left = tuple(vars(self.left).values())
         here = (self.generation, self.step, self.collective, self.group, self.network, self.beats, left)
-        return (trainer, here, tuple(host.key() for host in self.hosts.values()))
+        return (self.trainer.key(), here, tuple(host.key() for host in self.hosts.values()))
 
-    def _copy(self) -> World:
+    def copied(self) -> World:
         other = copy.copy(self)
-        t = other.trainer = slots_copied(self.trainer)
-        t.members = {name: slots_copied(member) for name, member in t.members.items()}
-        t._ready, t._applied, t.phases = set(t._ready), set(t._applied), AttemptTimes()
-        t._catch_ups = CatchUpFetches(
-            TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._catch_ups.under_way.items()}
-        )
+        other.trainer = self.trainer.copied()
         other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
         return other
 
@@ -104,7 +96,7 @@ class World:
                 yield ("deadline",)
             if self.collective is not None:
                 yield ("cut",)
-            yield from (("pull deadline", name) for name in t._catch_ups.under_way)
+            yield from (("pull deadline", name) for name in t.pulling())
             yield from (("lease", name) for name in t.members)
         if left.trainer_deaths:
             yield ("trainer dies",)
@@ -124,7 +116,7 @@ class World:
                 yield ("breaks",)
         if machine.stage is MemberStage.APPLIED:
             yield from (("hears beat", beat[1:]) for beat in self.beats if beat[0] == machine.name)
-        if left.breaks and machine._prepare is not None:
+        if left.breaks and machine.key is not None:
             yield ("gives up",)
         if left.breaks and engine.paused and (work is None or work[0] == "pause"):
             yield ("pause runs out",)
@@ -143,10 +135,10 @@ class World:
         Raises:
             Violation: It breaks a rule.
         """
-        world = self._copy()
+        world = self.copied()
         name = action[0].replace(" ", "_")
-        getattr(world, f"_do_{name}")(*action[1:])
-        world._fill_barrier()
+        getattr(world, f"do_{name}")(*action[1:])
+        world.fill_barrier()
         # it may say so at any time, and whatever is said may be lost
         world.network |= {said(joining(host.machine)) for host in world.hosts.values()}
         world.check()
@@ -156,17 +148,17 @@ class World:
         """Take one of the things that may happen so often only."""
         self.left = replace(self.left, **{what: getattr(self.left, what) - 1})
 
-    def _do_start(self) -> None:
+    def do_start(self) -> None:
         self.spend("tries")
         prepare = SyncEvent(verb="prepare", sender="t", rendezvous={"generation": self.generation})
         self._trainer_does(self.trainer.start((self.generation, self.step), self.step, prepare, 0.0))
 
-    def _do_pull(self, name: str) -> None:
+    def do_pull(self, name: str) -> None:
         self.spend("tries")
         prepare = SyncEvent(verb="prepare", sender="t", rendezvous={"generation": self.generation})
         self._trainer_does(self.trainer.pull(name, prepare, 0.0))
 
-    def _do_deliver(self, key: Event, to: str, now: float = LONG_AFTER) -> None:
+    def do_deliver(self, key: Event, to: str, now: float = LONG_AFTER) -> None:
         event, t = KNOWN[key], self.trainer
         if to != "t":
             machine = self.hosts[to].machine
@@ -174,7 +166,7 @@ class World:
                 commands = machine.commit(event) if event.verb == "commit" else machine.abort(event)
             else:
                 commands = machine.prepare(event, 0.0) if event.verb == "prepare" else machine.go(event, 0.0)
-            self._host_does(to, commands)
+            self.host_does(to, commands)
         elif event.verb == "join":
             self._trainer_does(t.join(event.sender, event.version, now, lease=NEVER, life=event.life))
         elif event.verb == "leave":
@@ -185,45 +177,43 @@ class World:
             receive = {"ready": t.ready, "failed": t.failed}[event.verb]
             self._trainer_does(receive(event, 0.0))
 
-    def _do_deadline(self) -> None:
+    def do_deadline(self) -> None:
         self.spend("breaks")
-        pulls, self.trainer._catch_ups.under_way = self.trainer._catch_ups.under_way, {}
-        self._trainer_does(self.trainer.tick(self.trainer._deadline))
-        self.trainer._catch_ups.under_way = pulls
+        self._trainer_does(self.trainer.tick(TIMEOUT))
 
-    def _do_pull_deadline(self, name: str) -> None:
+    def do_pull_deadline(self, name: str) -> None:
         self.spend("breaks")
-        self.trainer._catch_ups.broke(name, 0.0)
+        self.trainer.pull_runs_out(name)
 
-    def _do_lease(self, name: str) -> None:
+    def do_lease(self, name: str) -> None:
         self.spend("breaks")
         self.trainer.members[name].lease_ends = 0.0
         self._trainer_does(self.trainer.tick(0.0))
 
-    def _do_sent(self) -> None:
+    def do_sent(self) -> None:
         assert self.collective is not None
         epoch, attempt, *_ = self.collective
         self.collective, self.group = None, (self.generation, epoch)
         self._trainer_does(self.trainer.collective_done(epoch, attempt, 0.0))
 
-    def _do_cut(self) -> None:
+    def do_cut(self) -> None:
         assert self.collective is not None
         self.spend("breaks")
         epoch, attempt, *_ = self.collective
         self.collective = self.group = None
         self._trainer_does(self.trainer.collective_failed(epoch, attempt, "cut"))
 
-    def _do_trainer_dies(self) -> None:
+    def do_trainer_dies(self) -> None:
         self.spend("trainer_deaths")
         self.generation, self.step, self.collective, self.group = self.generation + 1, 0, None, None
-        self.trainer = Coordinator(name="t", timeout=TIMEOUT, lease=NEVER)
+        self.trainer = self.trainer_type.started()
 
-    def _do_works(self, name: str, *, lies: bool = False) -> None:
+    def do_works(self, name: str, *, lies: bool = False) -> None:
         host = self.hosts[name]
         work, host.work = host.work, None
         assert work is not None
         if work[0] == "pause":
-            self._host_does(name, host.machine.paused(work[1]))
+            self.host_does(name, host.machine.paused(work[1]))
             return
         engine, (version, epoch, _) = host.engine, work[1]
         if not lies:
@@ -231,55 +221,55 @@ class World:
         engine.phase, engine.version, engine.applied = "dirty", None, True
         if not work[3]:
             engine.group = (work[2], epoch)
-        self._host_does(name, host.machine.received(work[1], {"good": engine.weights == version}))
+        self.host_does(name, host.machine.received(work[1], {"good": engine.weights == version}))
 
-    def _do_half(self, name: str) -> None:
+    def do_half(self, name: str) -> None:
         host = self.hosts[name]
         assert host.work is not None
         host.work = (*host.work[:5], True)
         host.engine.phase, host.engine.version, host.engine.weights, host.engine.applied = "dirty", None, None, False
 
-    def _do_lies(self, name: str) -> None:
+    def do_lies(self, name: str) -> None:
         self.spend("lies")
-        self._do_works(name, lies=True)
+        self.do_works(name, lies=True)
 
-    def _do_breaks(self, name: str) -> None:
+    def do_breaks(self, name: str) -> None:
         self.spend("breaks")
         host = self.hosts[name]
         work, host.work = host.work, None
         assert work is not None
         if work[0] == "pause":
             host.engine.paused = False
-        self._host_does(name, host.machine.broke(work[1], "broke", touched=work[0] == "receive" and work[5]))
+        self.host_does(name, host.machine.broke(work[1], "broke", touched=work[0] == "receive" and work[5]))
 
-    def _do_hears_beat(self, name: str, given: Event) -> None:
-        self._host_does(name, self.hosts[name].machine.tick(0.0, given))
+    def do_hears_beat(self, name: str, given: Event) -> None:
+        self.host_does(name, self.hosts[name].machine.tick(0.0, given))
 
-    def _do_gives_up(self, name: str) -> None:
+    def do_gives_up(self, name: str) -> None:
         self.spend("breaks")
-        self._host_does(name, self.hosts[name].machine.tick(NEVER, None))
+        self.host_does(name, self.hosts[name].machine.tick(NEVER, None))
 
-    def _do_pause_runs_out(self, name: str) -> None:
+    def do_pause_runs_out(self, name: str) -> None:
         self.spend("breaks")
         engine = self.hosts[name].engine
         engine.paused = engine.applied = False
 
-    def _do_looks(self, name: str) -> None:
+    def do_looks(self, name: str) -> None:
         host = self.hosts[name]
         host.machine.version = self._seen(host)
 
-    def _do_engine_dies(self, name: str) -> None:
+    def do_engine_dies(self, name: str) -> None:
         self.spend("engine_deaths")
         host = self.hosts[name]
         host.work, host.engine = None, Engine(host.engine.life + 1)
-        self._host_does(name, host.machine.lost_engine())
+        self.host_does(name, host.machine.lost_engine())
         host.machine.life = f"{host.machine.life}e"
 
-    def _do_host_dies(self, name: str) -> None:
+    def do_host_dies(self, name: str) -> None:
         self.spend("host_deaths")
         host = self.hosts[name]
         host.work = None
-        host.machine = Member(name, life=f"{host.machine.life}h", version=self._seen(host))
+        host.machine = self.member_type(name, life=f"{host.machine.life}h", version=self._seen(host))
 
     # -- inside
 
@@ -310,7 +300,7 @@ class World:
         members = self.trainer.members.items()
         self.beats |= {(n, m.version, *m.given) for n, m in members if m.version and m.given != (0, 0)}
 
-    def _host_does(self, name: str, commands: list[Any]) -> None:
+    def host_does(self, name: str, commands: list[Any]) -> None:
         host = self.hosts[name]
         engine = host.engine
         for command in commands:
@@ -332,7 +322,7 @@ class World:
             else:
                 assert isinstance(command, Rejoin)
 
-    def _fill_barrier(self) -> None:
+    def fill_barrier(self) -> None:
         """Open the barrier if everybody is there."""
         if self.collective is None or self.collective[4]:
             return
@@ -368,44 +358,44 @@ class World:
 
     def fair(self) -> World:
         """Return this state in a world where nothing goes wrong any more, and everything said before is lost."""
-        world = self._copy()
+        world = self.copied()
         world.left = Bounds(len(world.hosts), 99, 99, 0, 0, 0, 0, 99)
-        world._old = world.network
+        world.lost = world.network
         return world
 
     def fair_round(self) -> World:
         """Return what comes next: all that is new arrives, all work ends well; where nothing moves, time runs out."""
         world, before = self, self.key()
         for name in self.hosts:
-            world = world._fairly(("looks", name), ("works", name))
+            world = world.fairly(("looks", name), ("works", name))
             join = said(joining(world.hosts[name].machine))
-            world = world._carry(("deliver", join, "t"))
-        for event in sorted(world.network - world._old, key=str):
+            world = world.carry(("deliver", join, "t"))
+        for event in sorted(world.network - world.lost, key=str):
             if event[0] in {"prepare", "go", "commit", "abort"}:
                 for name in self.hosts:
-                    world = world._carry(("deliver", event, name))
+                    world = world.carry(("deliver", event, name))
             else:
-                world = world._carry(("deliver", event, "t"))
-        world._old = world._old | self.network
-        world = world._fairly(("sent",), *(("pull", name) for name in world.trainer.due_catch_ups(0.0)))
+                world = world.carry(("deliver", event, "t"))
+        world.lost = world.lost | self.network
+        world = world.fairly(("sent",), *(("pull", name) for name in world.trainer.due_catch_ups(0.0)))
         t = world.trainer
         if t.phase is Phase.IDLE and t.members and t.committed is None:
-            world = world._carry(("start",))
+            world = world.carry(("start",))
         if world.key()[0] != before[0] or world.key()[2] != before[2]:
             return world
-        world = world._fairly(("cut",), ("deadline",), *(("pull deadline", name) for name in t._catch_ups.under_way))
+        world = world.fairly(("cut",), ("deadline",), *(("pull deadline", name) for name in t.pulling()))
         for name in world.hosts:
-            world = world._fairly(("breaks", name), ("gives up", name), ("pause runs out", name))
+            world = world.fairly(("breaks", name), ("gives up", name), ("pause runs out", name))
         return world
 
-    def _fairly(self, *actions: Action) -> World:
+    def fairly(self, *actions: Action) -> World:
         world = self
         for action in actions:
             if action in list(world.actions()):
-                world = world._carry(action)
+                world = world.carry(action)
         return world
 
-    def _carry(self, action: Action) -> World:
+    def carry(self, action: Action) -> World:
         world = self.after(action)
-        world._old = self._old
+        world.lost = self.lost
         return world

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -52,7 +53,7 @@ async def test_weights_in_an_object_store(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         tensors = some_weights(step)
         assert same(await send(channel, WeightReceiver(), (1, step), tensors, step), tensors)
-    kept = [path.rpartition("/")[2].partition("-")[0] for path in channel._files._folders()]
+    kept = [path.rpartition("/")[2].partition("-")[0] for path in fsspec.filesystem("memory").ls(root, detail=False)]
     assert sorted(kept) == ["1.3", "1.4"]
 
 

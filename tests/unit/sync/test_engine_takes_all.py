@@ -110,8 +110,9 @@ async def test_damaged_weights_leave_the_old_ones_serving(host: EngineHost, tmp_
     trainer, channel = Trainer(tmp_path), MemoryChannel("127.0.0.1", 65536, 20.0)
     old = await trainer.sync(channel, host, (1, 1))
     trainer.step()
+    copy = await channel.stage((1, 2), trainer.policy.weights(), trainer.policy.manifest(), digests=True)
     where = await channel.offer((1, 2), trainer.policy.weights(), trainer.policy.manifest())
-    channel._offered.flats[-1][0] += 1  # type: ignore[union-attr]
+    copy.flats[-1][0] += 1
     await host.pause()
     with pytest.raises(ReceiveFailed, match="checksum") as failed:
         await host.receive(trainer.spec(where, (1, 2)))

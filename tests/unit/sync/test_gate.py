@@ -22,8 +22,8 @@ KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
 
 
-def coordinator(*members: str) -> Coordinator:
-    machine = Coordinator(name="t", timeout=10.0, lease=15.0)
+def coordinator(*members: str, timeout: float = 10.0) -> Coordinator:
+    machine = Coordinator(name="t", timeout=timeout, lease=15.0)
     for name in members:
         machine.join(name, None, 0.0)
     return machine
@@ -34,7 +34,7 @@ def from_member(verb: str, machine: Coordinator, sender: str, **more: Any) -> Sy
         {
             "verb": verb,
             "sender": sender,
-            "version": machine._version,
+            "version": (1, 1),
             "epoch": machine.epoch,
             "attempt": machine.attempt,
             **more,
@@ -46,10 +46,15 @@ def sent(commands: list[Any]) -> list[str]:
     return [command.verb for command in commands if isinstance(command, SyncEvent)]
 
 
+def taking_part(commands: list[Any]) -> list[str]:
+    """Return the members that a start asks to take part."""
+    (prepare,) = commands
+    return list(prepare.members)
+
+
 def through_go(machine: Coordinator, version: tuple[int, int] = (1, 1)) -> None:
-    machine.start(version, version[1], PREPARE, 1.0)
-    for name in machine._taking_part:
-        machine.ready(from_member("ready", machine, name), 2.0)
+    for name in taking_part(machine.start(version, version[1], PREPARE, 1.0)):
+        machine.ready(from_member("ready", machine, name, version=version), 2.0)
 
 
 def test_commit_needs_everybody_and_our_own_side() -> None:
@@ -81,7 +86,7 @@ def test_the_group_is_kept_between_versions_and_renewed_with_the_membership() ->
     machine = coordinator("a")
     for step in (1, 2):
         through_go(machine, (1, step))
-        machine.applied(from_member("applied", machine, "a"), None, 3.0)
+        machine.applied(from_member("applied", machine, "a", version=(1, step)), None, 3.0)
         machine.collective_done(machine.epoch, machine.attempt, 3.0)
     assert machine.epoch == 1
     machine.join("b", None, 4.0)
@@ -128,8 +133,7 @@ def test_a_failed_canary_quarantines_the_member() -> None:
     assert isinstance(commands[-1], Failed)
     assert machine.committed is None
     assert machine.quarantined() == ("b",)
-    machine.start((1, 1), 1, PREPARE, 4.0)
-    assert machine._taking_part == ("a",), "the others go on without it"
+    assert taking_part(machine.start((1, 1), 1, PREPARE, 4.0)) == ["a"], "the others go on without it"
 
 
 def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
@@ -159,8 +163,7 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     assert commands[1] == Committed((1, 1), 1, ("b",), pulled=True)
     assert machine.quarantined() == machine.stale_members() == ()
     assert machine.canary_failures == 2
-    machine.start((1, 2), 2, PREPARE, 9.0)
-    assert machine._taking_part == ("a", "b")
+    assert taking_part(machine.start((1, 2), 2, PREPARE, 9.0)) == ["a", "b"]
 
 
 def test_a_quarantined_member_takes_part_where_nobody_else_is() -> None:
@@ -183,9 +186,9 @@ def test_a_pull_goes_on_beside_a_try_and_a_newer_version_ends_it() -> None:
     machine.join("b", None, 4.5)
     (sent_,) = machine.pull("b", PREPARE, 5.0)
     assert isinstance(sent_, SyncEvent)
-    machine.ready(from_member("ready", machine, "a"), 5.5)
+    machine.ready(from_member("ready", machine, "a", version=(1, 2)), 5.5)
     machine.collective_done(machine.epoch, machine.attempt, 6.0)
-    machine.applied(from_member("applied", machine, "a"), None, 6.0)
+    machine.applied(from_member("applied", machine, "a", version=(1, 2)), None, 6.0)
     assert machine.committed == (1, 2)
     late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.attempt)
     assert machine.applied(late, None, 6.5) == [], "nobody is given an older version than the others hold"
@@ -231,9 +234,8 @@ def test_a_member_that_leaves_ends_the_try_in_every_phase(phase: str) -> None:
 
 
 def test_an_ended_lease_is_a_leave() -> None:
-    machine = coordinator("a")
+    machine = coordinator("a", timeout=100.0)
     machine.start((1, 1), 1, PREPARE, 1.0)
-    machine._deadline = 100.0
     assert isinstance(machine.tick(15.0)[-1], Failed)
 
 

@@ -112,14 +112,12 @@ async def test_an_offer_does_not_wait_for_the_copy_and_a_commit_does(channel: Co
     assert same((await pull(channel, WeightReceiver()))[1], TENSORS)
 
 
-async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other_memory(
-    channel: CollectiveChannel,
-) -> None:
+async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other_memory() -> None:
+    memory = MemoryChannel("127.0.0.1", BUCKET, 20.0)
+    channel = CollectiveChannel("127.0.0.1", BUCKET, 20.0, "gloo", memory)
     held, other = Held(TENSORS), some_weights(2)
     await channel.offer((1, 1), held, MANIFEST)
-    first = channel._copy
-    assert first is not None
-    filled = next(first.stream())
+    filled = next(memory.begin((1, 1), held, MANIFEST, digests=False).stream())
     channel.abandon()
     where = await channel.offer((1, 1), other, MANIFEST)
     arrived, _ = await asyncio.gather(
@@ -127,8 +125,9 @@ async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other
     )
     held.allowed.set()
     assert same(arrived, other)
-    assert channel._copy is not None
-    assert filled.data_ptr() not in {flat.data_ptr() for flat in channel._copy.flats}
+    again = memory.begin((1, 1), other, MANIFEST, digests=False)
+    assert filled.data_ptr() not in {flat.data_ptr() for flat in again.flats}
+    await channel.close()
 
 
 async def test_weights_that_are_not_the_manifests_end_the_broadcast_with_that_reason(
