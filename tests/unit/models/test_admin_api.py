@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.waiting import until
 from trinity_mq.engines.generation.request import GenerationRequest
 from trinity_mq.engines.host.admin_client import EngineAdmin, ReceiveFailed
 from trinity_mq.engines.server.server import EngineServer
@@ -93,7 +94,7 @@ async def test_held_requests_go_on_with_the_new_weights(
         await admin.post("pause", {})
         body = {"prompt": "+1=", "return_token_ids": True}
         asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
-        await server.batcher._arrived.wait()
+        await until(lambda: server.batcher.load > 0)
         await admin.post("receive", {"spec": SPEC})
         assert not asked.done()
         await admin.post("commit", {"version": [1, 8], "progress": 1})

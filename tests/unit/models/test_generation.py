@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -36,15 +37,29 @@ def test_logprobs_equal_a_plain_forward_pass_with_mixed_prompt_lengths(
     assert temperature == 0.0 or len(lengths) > 1, "rows of different length are what this is about"
 
 
+@contextlib.contextmanager
+def widths_of(generator: TextGenerator) -> Iterator[list[int]]:
+    """Note how many sequences the model computes at each step."""
+    widths: list[int] = []
+
+    def note(model: torch.nn.Module, args: object, inputs: dict[str, torch.Tensor]) -> None:
+        widths.append(len(inputs["input_ids"]))
+
+    hook = generator.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield widths
+    finally:
+        hook.remove()
+
+
 def test_logprobs_stay_right_when_finished_rows_are_dropped(
-    shared_generator: TextGenerator, plain_logprobs: Reference, monkeypatch: pytest.MonkeyPatch
+    shared_generator: TextGenerator, plain_logprobs: Reference
 ) -> None:
-    kept: list[int] = []
-    keep = decoding._Rows.keep
-    monkeypatch.setattr(decoding._Rows, "keep", lambda self, chosen: (kept.append(len(chosen)), keep(self, chosen)))
     asked = request(shared_generator, "+372=", n=64, max_tokens=40, seed=3)
-    [completions] = shared_generator.generate([asked])
-    assert len(kept) >= 2, "the test wants rows to be dropped"
+    with widths_of(shared_generator) as widths:
+        [completions] = shared_generator.generate([asked])
+    drops = sum(later < earlier for earlier, later in itertools.pairwise(widths))
+    assert drops >= 2, "the test wants rows to be dropped"
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     for completion in completions:
         wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 1.0)
@@ -162,24 +177,16 @@ def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, shar
 
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 0.0])
 def test_completions_that_share_their_sequence_are_sampled_as_without(
-    shared_generator: TextGenerator, monkeypatch: pytest.MonkeyPatch, temperature: float
+    shared_generator: TextGenerator, temperature: float
 ) -> None:
-    widths: dict[bool, list[int]] = {True: [], False: []}
-    forward = decoding._forward
-    share = True
-
-    def watched(model: object, cache: object, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        widths[share].append(len(ids))
-        return forward(model, cache, ids, *rest)
-
-    monkeypatch.setattr(decoding, "_forward", watched)
     requests = [
         request(shared_generator, text, n=n, temperature=temperature, top_p=top_p, seed=i, max_tokens=20)
         for i, (text, n, top_p) in enumerate([("+372=", 16, 1.0), ("+", 1, 1.0), ("-1,2,3=" * 3, 9, 0.8)])
     ]
-    shared = sampled(shared_generator, requests, share=True)
-    share = False
-    alone = sampled(shared_generator, requests, share=False)
+    with widths_of(shared_generator) as shared_widths:
+        shared = sampled(shared_generator, requests, share=True)
+    with widths_of(shared_generator) as widths:
+        alone = sampled(shared_generator, requests, share=False)
     assert [(one.token_ids, one.finish_reason) for one in shared] == [
         (one.token_ids, one.finish_reason) for one in alone
     ]
@@ -188,23 +195,16 @@ def test_completions_that_share_their_sequence_are_sampled_as_without(
     assert [one.token_ids for one in sampled(shared_generator, requests, share=True)] == [
         one.token_ids for one in shared
     ], "a seed repeats itself"
-    assert sum(widths[True][: len(widths[False])]) < sum(widths[False]), "the model computes fewer sequences"
+    assert sum(shared_widths) < sum(widths), "the model computes fewer sequences"
     if temperature == 0.0:
-        assert max(widths[True]) == 3, "one sequence a request, to the end"
+        assert max(shared_widths) == 3, "one sequence a request, to the end"
 
 
 def test_sequences_are_as_many_as_the_completions_that_differ(
-    shared_generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+    shared_generator: TextGenerator,
 ) -> None:
-    widths: list[int] = []
-    forward = decoding._forward
-
-    def watched(model: object, cache: object, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        widths.append(len(ids))
-        return forward(model, cache, ids, *rest)
-
-    monkeypatch.setattr(decoding, "_forward", watched)
     asked = request(shared_generator, "+372=", n=32, max_tokens=6, seed=4, stop_ids=frozenset(), temperature=0.5)
-    rows = sampled(shared_generator, [asked], share=True)
+    with widths_of(shared_generator) as widths:
+        rows = sampled(shared_generator, [asked], share=True)
     assert widths == [1, *(len({tuple(row.token_ids[:step]) for row in rows}) for step in range(1, 6))]
     assert widths[1] < widths[-1] <= 32

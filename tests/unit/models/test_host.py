@@ -20,6 +20,7 @@ from safetensors.torch import load
 
 from tests.unit.sync.weights import manifest_of
 from trinity_mq.config import Config
+from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.host import EngineHost
 from trinity_mq.engines.host.process import EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, ready_descriptor
@@ -60,10 +61,9 @@ async def host_of(tmp_path: Path) -> AsyncIterator[Callable[..., EngineHost]]:
 
     yield make
     for host in hosts:
-        if host._process is not None:
-            host._process.kill()
-            await host._process.exited()
         await host.detach()
+        if (ready := ReadyFile.read(host.ready_file)) is not None and ready.lives():
+            os.kill(ready.pid, signal.SIGKILL)
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -161,9 +161,9 @@ async def test_one_built_from_other_settings_is_replaced_and_a_lease_ends_it(
     assert new is not None
     assert new.pid != old.pid
     assert not old.lives()
-    await other._command_engine("lease", {"seconds": 0.2})
-    assert other._process is not None
-    assert await asyncio.wait_for(other._process.exited(), 20) == 0
+    async with aiohttp.ClientSession() as session:
+        await EngineAdmin(session, new.url, new.token).post("lease", {"seconds": 0.2})
+    assert await asyncio.to_thread(psutil.Process(new.pid).wait, 20) == 0
     assert "lease ran out" in (tmp_path / "logs" / "e0.jsonl").read_text()
 
 
@@ -172,9 +172,10 @@ async def test_sigterm_ends_an_engine_with_code_0(
 ) -> None:
     host = host_of(config, command)
     await host.start()
-    assert host._process is not None
-    os.kill(host._process.ready.pid, signal.SIGTERM)
-    assert await asyncio.wait_for(host._process.exited(), 20) == 0
+    ready = ReadyFile.read(host.ready_file)
+    assert ready is not None
+    os.kill(ready.pid, signal.SIGTERM)
+    assert await asyncio.to_thread(psutil.Process(ready.pid).wait, 20) == 0
 
 
 async def test_a_model_that_cannot_be_had_ends_the_host(

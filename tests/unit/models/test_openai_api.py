@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 import torch
 
+from tests.waiting import until
 from trinity_mq.engines.server.openai.requests import MIN_TOP_P
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.engines.torch.generator import TextGenerator
@@ -290,7 +291,7 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
     server.state.pause(60.0)
     async with aiohttp.ClientSession() as session:
         asked = asyncio.create_task(session.post(f"{server.url}/v1/chat/completions", json=question(n=4)))
-        await server.batcher._arrived.wait()
+        await until(lambda: server.batcher.load > 0)
         asked.cancel()
         await asyncio.wait({asked})
     server.state.resume()

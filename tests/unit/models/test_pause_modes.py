@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=12, n=2, seed=7)
 class At(PauseControl):
     """Begins the sync's pause when the batch step is before step :data:`AT`, and lets the batch step wait there."""
 
-    def __init__(self, batcher: StaticBatcher, mode: PauseMode) -> None:
-        super().__init__(batcher._report_paused)
+    def __init__(self, report_paused: Callable[[float], None], mode: PauseMode) -> None:
+        super().__init__(report_paused)
         self._mode, self.begun = mode, asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -42,16 +42,23 @@ class At(PauseControl):
         return super().between(step, spans)
 
 
+class PausedBatcher(StaticBatcher):
+    """A batcher with the pause of :class:`At`."""
+
+    def __init__(self, *args: Any, pause_mode: PauseMode, **how: Any) -> None:
+        super().__init__(*args, pause_mode=pause_mode, **how)
+        self.at = self._pause_control = At(self._report_paused, pause_mode)
+
+
 @contextlib.asynccontextmanager
 async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tuple[StaticBatcher, EngineState, At]]:
     state = EngineState()
     state.phase, state.version = "current", OLD
-    batcher = StaticBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
-    pause_control = batcher._pause_control = At(batcher, mode)
+    batcher = PausedBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(batcher.run())
         try:
-            yield batcher, state, pause_control
+            yield batcher, state, batcher.at
         finally:
             await batcher.close(5.0)
             running.cancel()

@@ -125,9 +125,9 @@ async def ask(model: ModelWrapper, *, sync: bool, **options: Any) -> list[Any]:
 
 
 async def pending(server: EngineServer, count: int) -> None:
-    """Return when so many requests wait for a batch step."""
+    """Return when so many sequences wait for a batch step."""
     async with asyncio.timeout(DEADLINE):
-        while len(server.batcher._pending) < count:  # noqa: ASYNC110  # a queue that tells nobody
+        while server.batcher.load < count:  # noqa: ASYNC110  # a queue that tells nobody
             await asyncio.sleep(0)
 
 
@@ -252,7 +252,7 @@ async def test_a_stream_left_early_ends_the_sampling_and_is_recorded_as_far_as_i
 async def test_a_client_that_hangs_up_frees_its_rows_only(wrap: Wrap, engine: Overheard, server: EngineServer) -> None:
     engine.hold = Hold(steps=3)
     leaving = asyncio.create_task(wrap(max_response_tokens=50).chat_async(MESSAGES, n=40))
-    await pending(server, 1)
+    await pending(server, 40)
     staying = asyncio.create_task(wrap(max_response_tokens=50, seed=6).chat_async(MESSAGES, n=2))
     assert await asyncio.to_thread(engine.hold.reached.wait, DEADLINE)
     leaving.cancel()
