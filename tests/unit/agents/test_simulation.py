@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import failure
-from trinity_agents.simulation import Simulation
+from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
@@ -59,8 +59,9 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])
-def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float) -> None:
-    sim = Simulation(tmp_path, ("synchronizer.sync_offset=1",), step_seconds=step_seconds)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float, offset: int) -> None:
+    sim = Simulation(tmp_path, (f"synchronizer.sync_offset={offset}",), step_seconds=step_seconds)
     run_virtually(sim.run(), limit=3000)
     assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
 
@@ -72,6 +73,33 @@ def test_operators_that_finish_out_of_order(tmp_path: Path) -> None:
     run_virtually(sim.run(), limit=3000)
     history = lineage(tmp_path / "history", 1, 8)
     assert [entry["batch"] for entry in history] == list(range(1, 9))
+
+
+def test_no_runners_for_an_hour(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.batch_timeout=1600",))
+
+    async def late() -> None:
+        await asyncio.sleep(3600)
+        await sim.make_runner().run()
+
+    run_virtually(sim.run(runners=late), limit=10_000)
+    assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
+    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
+
+
+@pytest.mark.parametrize("after", [round(0.15 * n, 2) for n in range(1, 24)])
+def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
+
+    run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
+    trainer = sim.trainer.loop
+    assert trainer.progress == 5
+    history = lineage(tmp_path / "history", trainer.generation, 5)
+    uids = [uid for entry in history for uid in entry["uids"]]
+    assert len({entry["ticket"] for entry in history}) == 5
+    assert len(set(uids)) == len(uids) == 20
+    assert [label for label, _ in sim.values("eval/held/version/min")].count(5) == 1
+    assert sim.engine.served == sorted(sim.engine.served)
 
 
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven", "fully_async"])

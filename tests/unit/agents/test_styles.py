@@ -148,7 +148,7 @@ def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(tmp_path
     assert order[0] != 1, "the first one was slow: the others did not wait for it"
 
 
-@pytest.mark.parametrize("style", ALL)
+@pytest.mark.parametrize("style", STYLES)
 def test_no_runners_for_many_minutes(tmp_path: Path, style: str) -> None:
     sim = styled(tmp_path, style, "explorer.batch_timeout=400", "explorer.max_timeout=100")
 
@@ -161,7 +161,7 @@ def test_no_runners_for_many_minutes(tmp_path: Path, style: str) -> None:
 
 
 @pytest.mark.parametrize("after", [round(0.3 * n, 2) for n in range(1, 12)])
-@pytest.mark.parametrize("style", ALL)
+@pytest.mark.parametrize("style", STYLES)
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, style: str, after: float) -> None:
     sim = styled(tmp_path, style, "trainer.save_interval=2", "synchronizer.sync_timeout=5", batches=5, step_seconds=0.3)
 

@@ -339,6 +339,10 @@ class StreamSource:
                 await self._take(delivery)
                 if self._begins > self._decider.next_offset:
                     return
+        if self._marked:
+            raise RuntimeError(
+                "the consumer of the ready stream was closed while the trainer reads; restart the trainer"
+            )
         raise FatalError(
             f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream is "
             "shorter than the checkpoint says, so this is not the broker (or not the data) it was made with. Restore "
