@@ -92,21 +92,26 @@ pip_install() {
     return 1
 }
 
+# A virtual environment with what a user needs, or, with an EXTRA of pyproject.toml, with that too.
+#   make_environment [EXTRA]
 make_environment() {
-    local python stamp=$venv/.installed wanted
+    local extra=${1:-} python stamp wanted
+    stamp=$venv/.installed${extra:+-$extra}
     find_python
     # an environment knows its own path: one that was moved is made again
-    if [ -f "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$PWD" ]; then rm -rf "$venv"; fi
+    if [ -f "$venv/.place" ] && [ "$(cat "$venv/.place")" != "$PWD" ]; then rm -rf "$venv"; fi
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         say "virtual environment in .venv"
         make_venv
     fi
+    echo "$PWD" >"$venv/.place"
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
-        say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        pip_install -c constraints-cpu.txt -e '.[dev]' ||
+    # what an extra brings along, it brings for all
+    if ! grep -qsx "$wanted" "$stamp" "$venv/.installed-dev"; then
+        say "dependencies${extra:+ of $extra}, as pinned in constraints-cpu.txt (minutes, once)"
+        pip_install -c constraints-cpu.txt -e ".${extra:+[$extra]}" ||
             give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
-        echo "$wanted $PWD" >"$stamp"
+        echo "$wanted" >"$stamp"
     fi
 }
 

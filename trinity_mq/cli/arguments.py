@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 Run = Callable[[argparse.Namespace], int]
+_INVALID_CHOICE = re.compile(r"invalid choice: '(?P<word>.*)' \(choose from (?P<choices>.*)\)", re.DOTALL)
+_OPTION = re.compile(r"--[a-z][a-z-]*")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors about an unknown command, action or option name similar words."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with code 2."""
+        from trinity_mq.errors import suggest
+
+        if match := _INVALID_CHOICE.search(message):
+            choices = [choice.strip(" '") for choice in match["choices"].split(",")]
+            message = f"{message[: match.start()]}no {match['word']!r}; {suggest(match['word'], choices)}"
+        elif message.startswith("unrecognized arguments:") and (option := _OPTION.search(message)):
+            message += f"; {suggest(option[0], dict.fromkeys(_OPTION.findall(self.format_help())), 'options:')}"
+        super().error(message)
 
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
@@ -15,13 +33,16 @@ def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: boo
         "target",
         metavar="TARGET",
         nargs="?" if optional else None,
-        help=" ".join(["a YAML file such as examples/arithmetic.yaml, a run's folder, or a run's name", also]).strip(),
+        help=" ".join(
+            ["a YAML file, a shipped example such as example:arithmetic, a run's folder, or a run's name", also]
+        ).strip(),
     )
     target.completer = complete_target  # type: ignore[attr-defined]  # read by argcomplete
     overrides = parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
+        default=[],
         help="settings that override the file or folder, such as buffer.total_steps=10",
     )
     overrides.completer = complete_setting  # type: ignore[attr-defined]
@@ -31,10 +52,13 @@ def complete_target(prefix: str, **_: Any) -> Iterator[str]:
     """Yield YAML files, folders and runs that begin with ``prefix``."""
     from argcomplete.completers import FilesCompleter
 
+    from trinity_mq.config.loading.examples import EXAMPLE, example_names
     from trinity_mq.targets.target import run_names
 
     yield from FilesCompleter(("yaml", "yml"))(prefix)
     yield from run_names()
+    if prefix:  # without it the examples would hide the user's own files
+        yield from (f"{EXAMPLE}{name}" for name in example_names())
 
 
 def complete_setting(**_: Any) -> Iterator[str]:
@@ -61,9 +85,7 @@ def add_actions(
     """Add subcommands to ``parser``, and return the function that adds one action: its name, its help and its
     function.
     """
-    actions = parser.add_subparsers(
-        dest="action", metavar="ACTION", required=required, parser_class=argparse.ArgumentParser
-    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=required, parser_class=Parser)
 
     def add(name: str, words: str, run: Run) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")

@@ -9,99 +9,135 @@ import argparse
 import importlib
 import io
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.cli.arguments import Parser
+from trinity_mq.cli.next_steps import next_step
 from trinity_mq.roles import COMMAND_ROLES, row_of
 from trinity_mq.targets.setting_words import SETTING
 
-COMMANDS = (
-    ("run", "run:run", "run everything on this machine, with live progress; Ctrl-C drains"),
-    *((role, "agents:run_agent", f"run one {role} by itself: {row_of(role).summary}") for role in COMMAND_ROLES),
+COMMAND_GROUPS = (
     (
-        "serve",
-        "run:serve",
-        "answer agents through a gateway and train on what they did; run, with mode=serve",
-    ),
-    ("validate", "validate:validate", "check a configuration and its tasksets, start nothing"),
-    (
-        "migrate",
-        "migrate:migrate_file",
-        "rewrite a configuration of Trinity-RFT as one of ours, with a comment on each change",
-    ),
-    (
-        "settings",
-        "settings:settings",
-        "show all settings, or those of a section",
-    ),
-    ("algorithms", "algorithms", "list the algorithms; show the formula and settings of an algorithm"),
-    ("doctor", "doctor:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
-    (
-        "health",
-        "health:health",
-        "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
-    ),
-    ("submit", "submit:submit", "publish a task to a run"),
-    ("list", "list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
-    ("status", "status:status", "show the agents of a run and the depths of its queues"),
-    ("why", "why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
-    ("dash", "dash:dash", "serve one page that shows a run: live from its broker, or from its folder alone"),
-    ("exporter", "exporter:exporter", "serve the state and metrics of a run to Prometheus"),
-    (
-        "timeline",
-        "timeline:timeline",
-        "write a timeline of the work of each agent of a run, as a trace for https://ui.perfetto.dev; show one batch",
-    ),
-    ("report", "report:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
-    (
-        "track",
-        "track:track",
-        "send the metrics of a run to Weights & Biases, MLflow or SwanLab, its spans by OTLP",
+        "run",
+        (
+            (
+                "init",
+                "init:init",
+                "write a folder with an agent of your own that learns: configuration, code, records, test",
+            ),
+            ("examples", "examples:examples", "list the shipped examples; copy one to change it"),
+            ("run", "run:run", "run everything on this machine, with live progress; Ctrl-C drains"),
+            (
+                "serve",
+                "run:serve",
+                "answer agents through a gateway and train on what they did; run, with mode=serve",
+            ),
+            ("validate", "validate:validate", "check a configuration and its tasksets, start nothing"),
+            ("submit", "submit:submit", "publish a task to a run"),
+            ("review", "review", "show the runs that wait for a person's verdict, and give verdicts"),
+        ),
     ),
     (
-        "inspect",
-        "inspect:inspect",
-        "show experiences of a run or of a file token by token; read-only",
+        "look",
+        (
+            ("list", "list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
+            ("status", "status:status", "show the agents of a run and the depths of its queues"),
+            ("why", "why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
+            ("dash", "dash:dash", "serve one page that shows a run: live from its broker, or from its folder alone"),
+            (
+                "logs",
+                "logs:logs",
+                "show the log lines of a run in order of time: of all agents, one agent or one batch",
+            ),
+            ("inspect", "inspect:inspect", "show experiences of a run or of a file token by token; read-only"),
+            ("tap", "tap:tap", "print the experiences of a live run as JSON lines; read-only"),
+            (
+                "timeline",
+                "timeline:timeline",
+                "write a timeline of the work of each agent of a run, as a trace for https://ui.perfetto.dev; show one "
+                "batch",
+            ),
+            ("report", "report:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
+            ("audit", "audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
+            ("exporter", "exporter:exporter", "serve the state and metrics of a run to Prometheus"),
+            (
+                "track",
+                "track:track",
+                "send the metrics of a run to Weights & Biases, MLflow or SwanLab, its spans by OTLP",
+            ),
+        ),
     ),
     (
-        "tap",
-        "tap:tap",
-        "print the experiences of a live run as JSON lines; read-only",
+        "repair",
+        (
+            ("doctor", "doctor:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
+            ("dead", "dead", "list dead letters, and retry dead-lettered batches"),
+            ("clean", "clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
+            ("broker", "broker", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
+            (
+                "chaos",
+                "chaos:chaos",
+                "kill, freeze, disconnect and restart parts of a run on a seeded, repeatable schedule, and check its "
+                "invariants",
+            ),
+        ),
     ),
     (
-        "regrade",
-        "regrade:regrade",
-        "recompute the rewards and advantages of a run's experiences with another reward function; show the changes",
+        "settings and data",
+        (
+            ("settings", "settings:settings", "show all settings, or those of a section"),
+            ("algorithms", "algorithms", "list the algorithms; show the formula and settings of an algorithm"),
+            ("debug", "debug", "try one thing by itself, without a broker"),
+            (
+                "regrade",
+                "regrade:regrade",
+                "recompute the rewards and advantages of a run's experiences with another reward function; show the "
+                "changes",
+            ),
+            (
+                "migrate",
+                "migrate:migrate_file",
+                "rewrite a configuration of Trinity-RFT as one of ours, with a comment on each change",
+            ),
+            (
+                "convert-experiences",
+                "convert:convert",
+                "convert experience files of Trinity (TRXP, pickles) to .tmqx without executing their content",
+            ),
+            ("schema", "schema:schema", "write the JSON Schemas of all messages except experiences"),
+        ),
     ),
     (
-        "chaos",
-        "chaos:chaos",
-        "kill, freeze, disconnect and restart parts of a run on a seeded, repeatable schedule, and check its "
-        "invariants",
+        "one agent",
+        (
+            *(
+                (role, "agents:run_agent", f"run one {role} by itself: {row_of(role).summary}")
+                for role in COMMAND_ROLES
+            ),
+            (
+                "health",
+                "health:health",
+                "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
+            ),
+        ),
     ),
-    ("audit", "audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
-    ("debug", "debug", "try one thing by itself, without a broker"),
-    ("dead", "dead", "list dead letters, and retry dead-lettered batches"),
-    ("review", "review", "show the runs that wait for a person's verdict, and give verdicts"),
-    (
-        "logs",
-        "logs:logs",
-        "show the log lines of a run in order of time: of all agents, of one agent or of one batch",
-    ),
-    ("clean", "clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
-    ("broker", "broker", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
-    (
-        "convert-experiences",
-        "convert:convert",
-        "convert experience files of Trinity (TRXP, pickles) to .tmqx without executing their content",
-    ),
-    ("schema", "schema:schema", "write the JSON Schemas of all messages except experiences"),
 )
-"""Rows of (name, module and function below ``trinity_mq.cli``, help text). Each module has ``add_arguments(parser)``,
-which also sets ``function`` if the command has subcommands.
+"""Groups of commands in ``--help``: (title, rows). A row is (name, module and function below ``trinity_mq.cli``, help
+text). Each module has ``add_arguments(parser)``, which also sets ``function`` if the command has subcommands.
 """
+COMMANDS = tuple(row for _, rows in COMMAND_GROUPS for row in rows)
+HELP_COLUMN = 22
+"""Column of the help texts in the list of commands."""
+FIRST_STEPS = """\
+first steps:
+  trinity-mq doctor                  is everything here that a run needs?
+  trinity-mq run example:arithmetic  watch a small model learn, in two minutes
+  trinity-mq init my-agent           then begin with an agent of your own"""
 EXIT_USER = 2
 """Exit code for an error that the user can fix."""
 EXIT_FATAL = 78
@@ -131,9 +167,12 @@ def _run(argv: Sequence[str] | None) -> int:
     # The user's workflows and rewards lie in the working directory. Agents, started with ``python -m``, search it too.
     sys.path.append(str(Path.cwd()))
     try:
-        arguments = argument_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        arguments = argument_parser().parse_args(words or ["--help"])
         code: int = arguments.function(arguments)
         sys.stdout.flush()  # a closed output raises BrokenPipeError here instead of at python's exit
+        if code == 0 and (line := next_step(arguments)) is not None:
+            print(line, file=sys.stderr)
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -156,7 +195,38 @@ def _run(argv: Sequence[str] | None) -> int:
         return EXIT_USER
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _RootParser(Parser):
+    """The parser of the command line. Its help shows the commands in groups."""
+
+    commands: Mapping[str, argparse.ArgumentParser] = {}
+
+    def format_help(self) -> str:
+        """Return the help text: usage, a list for each group of commands, and the first command to try."""
+        width = min(shutil.get_terminal_size().columns, 120) - 2
+        blocks = [self.format_usage().rstrip(), textwrap.fill(self.description or "", width)]
+        for title, rows in COMMAND_GROUPS:
+            blocks.append("\n".join([f"{title}:", *(_help_lines(name, text, width) for name, _, text in rows)]))
+        options = {"COMMAND --help": "show the arguments of a command", "--version": "print the version and exit"}
+        blocks.append("\n".join(["options:", *(_help_lines(name, text, width) for name, text in options.items())]))
+        return "\n\n".join([*blocks, self.epilog or ""]) + "\n"
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]  # the overloads of the base say the same
+        """Parse the words of the command line. An error about an unknown option names a similar option."""
+        parsed: argparse.Namespace
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.commands[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed
+
+
+def _help_lines(name: str, text: str, width: int) -> str:
+    lines = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False)
+    return "\n".join(
+        f"{word:{HELP_COLUMN}}{line}" for word, line in zip([f"  {name}", *[""] * len(lines)], lines, strict=False)
+    )
+
+
+class _CommandParser(Parser):
     """The parser of one command. It imports the command's module when that command runs, but not for ``--help``."""
 
     def __init__(self, *args: Any, target: str, **options: Any) -> None:
@@ -180,21 +250,21 @@ class _CommandParser(argparse.ArgumentParser):
         parsed, rest = super().parse_known_args(args, namespace)
         # argparse takes positional arguments only up to the first option; accept KEY=VALUE arguments after options too
         if hasattr(parsed, "overrides"):
-            parsed.overrides += [word for word in rest if SETTING.match(word)]
+            parsed.overrides = [*parsed.overrides, *filter(SETTING.match, rest)]
             rest = [word for word in rest if not SETTING.match(word)]
         return parsed, rest
 
 
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _RootParser(
         prog="trinity-mq",
         description="Reinforcement fine-tuning of language models as a message-queue actor system on RabbitMQ.",
-        epilog="Start with: trinity-mq run examples/arithmetic.yaml",
+        epilog=FIRST_STEPS,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
-    parsers = {
+    parser.commands = parsers = {
         name: commands.add_parser(
             name,
             help=help_text,

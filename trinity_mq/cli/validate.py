@@ -31,10 +31,25 @@ def validate(arguments: argparse.Namespace) -> int:
         lines += count_long_prompts(stage.config, tasksets(stage.config)) if has_model else []
         _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
     if not stages:
-        config = load_target_configuration(arguments)
+        config = _load(arguments)
         lines = [*check_all(config), *count_long_prompts(config, tasksets(config))]
         _print_valid(f"{arguments.target}:", config, lines)
     return 0
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of TARGET. If keys are wrong, the rest is checked too before the error is raised."""
+    try:
+        return load_target_configuration(arguments)
+    except ConfigError as error:
+        if error.remaining is None or "buffer." in str(error):  # without its wrong keys a taskset is another one
+            raise
+        problems = [str(error)]
+        try:
+            check_all(error.remaining)
+        except ConfigError as further:
+            problems.append(str(further))
+        raise ConfigError("\n".join(problems)) from None
 
 
 def _is_trained(stage: Stage) -> bool:

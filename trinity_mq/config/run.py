@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from trinity_mq.config.agents import (
     ExplorerConfig,
@@ -67,6 +67,16 @@ def manifest_bytes(slices: int, runs: int) -> int:
     return 96 * slices + 5 * runs
 
 
+_SECTION_CHECKS: list[Callable[[Config], Config]] = []
+"""Checks between the sections of a configuration, in order."""
+
+
+def _section_check(check: Callable[[Config], Config]) -> Callable[[Config], Config]:
+    """Register a check that raises ValueError if sections do not fit together."""
+    _SECTION_CHECKS.append(check)
+    return check
+
+
 class Config(Section):
     """One run."""
 
@@ -109,6 +119,21 @@ class Config(Section):
         """
         return with_tap_mode(with_bench_folder(move_critic_settings(data))) if isinstance(data, dict) else data
 
+    @model_validator(mode="after")
+    def _check_sections(self, info: ValidationInfo) -> Config:
+        """Run all checks between sections. If the context has a list ``problems``, it takes them and none is raised."""
+        problems = []
+        for check in _SECTION_CHECKS:
+            try:
+                check(self)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems and info.context is None:
+            raise ValueError("\n".join(problems))
+        if info.context is not None:
+            info.context["problems"] += problems
+        return self
+
     @field_validator("run_dir")
     @classmethod
     def _expand(cls, value: str) -> str:
@@ -127,7 +152,7 @@ class Config(Section):
             "batch": self.explorer.operator_deadline + self.operator.timeout + 3 * publish,
         }
 
-    @model_validator(mode="after")
+    @_section_check
     def _check_hold_times(self) -> Config:
         explorer, publish = self.explorer, f"{self.broker.publish_timeout:g} s to publish"
         sums = {
@@ -145,7 +170,7 @@ class Config(Section):
                 )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _reviews(self) -> Config:
         waits, limit = self.operator.review_seconds, self.explorer.stall_timeout
         if waits >= limit:
@@ -155,7 +180,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _manifest(self) -> Config:
         tasks, runs, limit = self.largest_batch, self.algorithm.repeat_times, self.broker.max_message_bytes
         slices = tasks * math.ceil(runs / (self.explorer.max_repeat_times_per_runner or runs))
@@ -168,7 +193,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _trainer_input(self) -> Config:
         if self.mode == "bench":  # the evaluated run may have been trained in any mode
             return self
@@ -214,7 +239,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _source(self) -> Config:
         tapped, loss, data = self.source.tap, self.algorithm, self.buffer.trainer_input.experience_buffer
         if not tapped or self.mode == "bench":
@@ -250,7 +275,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _replay(self) -> Config:
         replay, loss = self.buffer.trainer_input.replay, self.algorithm
         if not replay.share:
@@ -266,7 +291,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _bench(self) -> Config:
         if self.mode != "bench":
             return self
@@ -280,7 +305,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _serve(self) -> Config:
         if self.mode != "serve":
             return self
@@ -310,7 +335,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _check_batches_per_step(self) -> Config:
         together, sync = self.trainer.batches_per_step, self.synchronizer
         if sync.sync_style == "fixed" and sync.sync_interval % together:
@@ -326,13 +351,13 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _ranks(self) -> Config:
         if self.trainer.nproc > 1 and (reason := self.sharding_obstacle):
             raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {reason}")
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _lora(self) -> Config:
         lora, engine = self.model.lora, self.explorer.rollout_model.engine
         if lora is None:
@@ -388,7 +413,7 @@ class Config(Section):
                 )
         return None
 
-    @model_validator(mode="after")
+    @_section_check
     def _sampling(self) -> Config:
         if self.mode in {"train", "bench"}:
             return self
@@ -404,7 +429,7 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _algorithm(self) -> Config:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
         replay = self.buffer.trainer_input.replay
@@ -413,10 +438,10 @@ class Config(Section):
             staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is the policy of another run
         problems = list(algorithm_problems(self.algorithm, staleness, longest))
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _check_model_names(self) -> Config:
         names = [model.name for model in self.explorer.auxiliary_models]
         if any("model" in taskset.rollout_args for taskset in self.buffer.training_tasksets):
@@ -433,7 +458,7 @@ class Config(Section):
                 )
         return self
 
-    @model_validator(mode="after")
+    @_section_check
     def _retention(self) -> Config:
         held = (self.trainer.save_interval + self.explorer.max_open_batches) * self.estimated_batch_bytes
         if held > self.broker.ready_max_bytes:

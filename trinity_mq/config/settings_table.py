@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trinity_mq.config import Config
-from trinity_mq.config.loading.load import sections_of
+from trinity_mq.config.loading.problems import sections_of
 
 UNITS = ("seconds", "bytes", "tokens", "batches", "steps", "runs", "processes")
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -37,6 +37,7 @@ from trinity_mq.runtime.process import claim_folder, disk_full_message
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.targets.target import RUNS
 from trinity_mq.telemetry import mask_passwords, setup_logging
 
 
@@ -159,6 +160,8 @@ def _run(
 
 def _print_report(config: Config, folder: RunFolder) -> None:
     print(make_report(config.name, folder.path, config.mode))
+    run = config.name if config.path == RUNS / config.name else shlex.quote(str(folder.path))
+    print(f"next: trinity-mq dash {run} shows the run, trinity-mq inspect {run} --last its experiences token by token")
     if config.mode == "bench":
         for line in write_evaluations(folder.path):
             print(line)

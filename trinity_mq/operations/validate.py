@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
@@ -39,26 +40,35 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
     Raises:
         ConfigError: Lists all problems, one per line.
     """
-    lines, problems = [], []
-    for check in (
+    add_plugins(config.plugin_dirs)
+    checks = (
         check_tasksets,
         check_greedy_runs,
         check_workflows,
         check_outsiders,
         check_operators,
         check_algorithm,
-        check_models,
+        *([check_models] if needs_model else []),
         check_devices,
         check_optimizer,
         check_lora,
         check_blob_store,
         check_checkpoints,
         check_trackers,
-    ):
-        if check is check_models and not needs_model:
-            continue
+    )
+    return _collect(functools.partial(check, config) for check in checks)
+
+
+def _collect(checks: Iterable[Callable[[], list[str]]]) -> list[str]:
+    """Run all checks and return their lines.
+
+    Raises:
+        ConfigError: Lists the problems of all checks, one per line.
+    """
+    lines, problems = [], []
+    for check in checks:
         try:
-            lines += check(config)
+            lines += check()
         except (ConfigError, TasksetError, FatalError) as error:
             problems.append(str(error))
     if problems:
@@ -123,8 +133,8 @@ def check_tasksets(config: Config) -> list[str]:
     """Open every taskset once to find unreadable tasksets before processes start. Return a line for each taskset.
 
     Raises:
-        TasksetError: A taskset cannot be read.
-        ConfigError: A reward function is not known or does not accept its arguments.
+        TasksetError: The run to train on, or its records, cannot be read.
+        ConfigError: A taskset cannot be read, or a reward function is not known or does not accept its arguments.
         FatalError: A folder of ``plugin_dirs`` cannot be used.
     """
     add_plugins(config.plugin_dirs)
@@ -132,23 +142,28 @@ def check_tasksets(config: Config) -> list[str]:
         return [_check_tapped(config)]
     if config.mode == "train":
         return [_check_records(config.buffer.trainer_input.experience_buffer)]
-    lines = []
-    for taskset in tasksets(config):
-        try:
-            if taskset.reward_fn:  # if empty, the workflow brings its own reward function
-                with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
-                    create_reward(taskset.reward_fn, taskset.reward_fn_args)
-        except (UnknownNameError, RewardError) as error:
-            raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
-        if not taskset.storage.holds_records:
-            lines.append(f"taskset {taskset.name!r}: tasks submitted from outside")
-        else:
-            with _user_code_errors(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
-                tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
-            kind = taskset.effective_selector.selector_type
-            selector = "" if kind == taskset.selector else f", chosen by {kind}"
-            lines.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
-    return lines
+    checks = (_check_reward, _check_taskset)
+    return _collect(functools.partial(check, config, taskset) for taskset in tasksets(config) for check in checks)
+
+
+def _check_reward(_config: Config, taskset: TasksetConfig) -> list[str]:
+    try:
+        if taskset.reward_fn:  # if empty, the workflow brings its own reward function
+            with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
+                create_reward(taskset.reward_fn, taskset.reward_fn_args)
+    except (UnknownNameError, RewardError) as error:
+        raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+    return []
+
+
+def _check_taskset(config: Config, taskset: TasksetConfig) -> list[str]:
+    if not taskset.storage.holds_records:
+        return [f"taskset {taskset.name!r}: tasks submitted from outside"]
+    kind = taskset.effective_selector.selector_type
+    with _user_code_errors(f"taskset {taskset.name!r}: selector {kind!r}"):
+        tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
+    selector = "" if kind == taskset.selector else f", chosen by {kind}"
+    return [f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}"]
 
 
 def _check_tapped(config: Config) -> str:
@@ -176,12 +191,10 @@ def check_greedy_runs(config: Config) -> list[str]:
     Raises:
         ConfigError: The greedy run is missing, or the estimator would not use it.
     """
-    for taskset in config.buffer.training_tasksets:
-        _check_greedy(config, taskset)
-    return []
+    return _collect(functools.partial(_check_greedy, config, taskset) for taskset in config.buffer.training_tasksets)
 
 
-def _check_greedy(config: Config, taskset: TasksetConfig) -> None:
+def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
     estimator = config.algorithm.estimator
     is_made = bool(taskset.workflow_args.get("greedy_baseline"))
     is_wanted = getattr(estimator, "baseline", None) == "greedy"
@@ -196,6 +209,7 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> None:
             f"{config.algorithm.algorithm_type} has no use for a greedy run, which is not trained on; remove it, or "
             "set algorithm.estimator.baseline: greedy"
         )
+    return []
 
 
 def check_workflows(config: Config) -> list[str]:
@@ -205,33 +219,35 @@ def check_workflows(config: Config) -> list[str]:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
             while recording is disabled.
     """
-    lines = []
-    for taskset in tasksets(config):
-        if _is_plain(taskset):
-            continue
-        from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
-        from trinity_mq.workflows.builtin.simple import SimpleArguments
-        from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
-        from trinity_mq.workflows.builtin.tools import Toolbox
+    return _collect(functools.partial(_check_workflow, config, taskset) for taskset in tasksets(config))
 
-        try:
-            with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
-                kind = load_workflow(taskset.workflow)
-                takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
-                if takes is not None:
-                    check_arguments(taskset.workflow_args, takes)
-                if takes is not None and issubclass(takes, ToolAgentArguments):
-                    Toolbox(taskset.workflow_args.get("tools", ()))
-        except (UnknownNameError, TaskError) as error:
-            raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
-        if kind.needs_history and not config.explorer.rollout_model.enable_history:
-            raise ConfigError(
-                f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
-                "set explorer.rollout_model.enable_history: true"
-            )
-        if taskset.workflow not in WORKFLOWS:
-            lines.append(f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
-    return lines
+
+def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
+    if _is_plain(taskset):
+        return []
+    from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
+    from trinity_mq.workflows.builtin.simple import SimpleArguments
+    from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
+    from trinity_mq.workflows.builtin.tools import Toolbox
+
+    try:
+        with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
+            kind = load_workflow(taskset.workflow)
+            takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
+            if takes is not None:
+                check_arguments(taskset.workflow_args, takes)
+            if takes is not None and issubclass(takes, ToolAgentArguments):
+                Toolbox(taskset.workflow_args.get("tools", ()))
+    except (UnknownNameError, TaskError) as error:
+        raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+    if kind.needs_history and not config.explorer.rollout_model.enable_history:
+        raise ConfigError(
+            f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
+            "set explorer.rollout_model.enable_history: true"
+        )
+    if taskset.workflow in WORKFLOWS:
+        return []
+    return [f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}"]
 
 
 def check_outsiders(config: Config) -> list[str]:

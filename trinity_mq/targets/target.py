@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.config import BrokerConfig, Config, Stage, load_config, load_stages
+from trinity_mq.config.loading.examples import EXAMPLE
 from trinity_mq.errors import CommandError
 from trinity_mq.targets.run_folder import CONFIG_FILE
 from trinity_mq.targets.setting_words import SETTING
@@ -28,7 +29,7 @@ def load_target_configuration(arguments: argparse.Namespace) -> Config:
     if config is None:
         raise CommandError(
             f"{arguments.target!r} is neither a file nor a run's folder, and there is no {RUNS / arguments.target}; "
-            f"give a YAML file such as examples/arithmetic.yaml{run_list_suffix()}"
+            f"give a YAML file, or an example such as example:arithmetic (`trinity-mq examples`){run_list_suffix()}"
         )
     return config
 
@@ -58,7 +59,7 @@ def load_target_stages(arguments: argparse.Namespace) -> list[Stage]:
     Raises:
         ConfigError: The file cannot be used.
     """
-    return load_stages(arguments.target, arguments.overrides) if Path(arguments.target).is_file() else []
+    return load_stages(arguments.target, arguments.overrides) if is_configuration_file(arguments.target) else []
 
 
 def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
@@ -69,7 +70,7 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
         ConfigError: The configuration cannot be used.
     """
     path = Path(target)
-    if not path.is_file():
+    if not is_configuration_file(target):
         folders = [folder for folder in (path, RUNS / target) if (folder / CONFIG_FILE).is_file()]
         if folders:
             return _configuration_of_folder(folders[0], overrides)
@@ -79,7 +80,12 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
             raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is not a run's folder{run_list_suffix()}")
         if "=" in target:
             raise CommandError(f"{target!r} is a setting; name the run before it: a YAML file, a run's folder or name")
-    return load_config(path, overrides)
+    return load_config(target, overrides)
+
+
+def is_configuration_file(target: str) -> bool:
+    """Return whether ``target`` is a file or names a shipped example."""
+    return target.startswith(EXAMPLE) or Path(target).is_file()
 
 
 def _configuration_of_folder(folder: Path, overrides: Sequence[str]) -> Config:

@@ -70,7 +70,7 @@ def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Pat
 
 def test_an_unreadable_old_configuration_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {no_such_key: 1}")
-    with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml: model.no_such_key"):
+    with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml:1: model.no_such_key"):
         RunFolder(config(tmp_path)).write_configuration()
 
 

@@ -6,17 +6,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
 
+from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
+from trinity_mq.config.loading.problems import KeyLines, Location, Problem, validated
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.run import Config
-from trinity_mq.config.trinity_names import trinity_key_advice
-from trinity_mq.errors import suggest
 from trinity_mq.telemetry.log import mask_passwords
 
 _NOT_SET = re.compile(r"Environment variable '(.*)' not found")
@@ -31,6 +30,9 @@ MERGE = "tag:yaml.org,2002:merge"
 
 class ConfigError(ValueError):
     """An invalid configuration. The message has one line for each error, with its place and reason."""
+
+    remaining: Config | None = None
+    """The configuration without the keys that have errors, if it is valid."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -49,7 +51,32 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
             f"{where}: holds {STAGES}, each a separate run: give the folder or the name of one stage, as `trinity-mq "
             "list` shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
         )
-    return validate_settings(data, where)
+    return validate_settings(data, where, Source(path, overrides))
+
+
+class Source(NamedTuple):
+    """Origin of settings, which is read again to find the lines of errors."""
+
+    path: str | Path | Mapping[str, Any]
+    overrides: Sequence[str] = ()
+    within: Location = ()
+    """Location of the settings in the file, such as ``("stages", 1)``."""
+
+    def lines_of(self, problems: Sequence[Problem]) -> list[int | None]:
+        """Return the line of each problem. None: no line of the file is its cause."""
+        try:
+            text = "" if isinstance(self.path, Mapping) else _text(self.path)
+        except OSError:  # removed since it was read
+            text = ""
+        lines = KeyLines(text, [word.partition("=")[0] for word in self.overrides])
+        return [lines.of(problem, self.within) for problem in problems]
+
+
+def _text(path: str | Path) -> str:
+    name = str(path)
+    if name.startswith(EXAMPLE):
+        return example_text(name.removeprefix(EXAMPLE))
+    return Path(path).read_text(encoding="utf-8")
 
 
 def config_title(path: str | Path | Mapping[str, Any]) -> str:
@@ -67,7 +94,7 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
         OmegaConf.register_resolver("env", _environment)
     try:
         data = OmegaConf.create(
-            dict(path) if isinstance(path, Mapping) else read_file(Path(path)), flags={"allow_objects": True}
+            dict(path) if isinstance(path, Mapping) else read_file(path), flags={"allow_objects": True}
         )
         for word in overrides:
             _override(data, word)
@@ -77,22 +104,37 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return settings
 
 
-def validate_settings(settings: Mapping[str, Any], where: str) -> Config:
+def validate_settings(settings: Mapping[str, Any], where: str, source: Source | None = None) -> Config:
     """Return the validated configuration. A removed key warns, see :mod:`trinity_mq.config.loading.removed_keys`.
 
+    Args:
+        settings: The settings.
+        where: Name of the settings, which begins each line of an error.
+        source: Origin of the settings. None: errors name no lines.
+
     Raises:
-        ConfigError: A key is unknown or a value is not allowed; each line of the message begins with ``where``.
+        ConfigError: Keys are unknown or values are not allowed. The message lists all problems.
     """
     settings, removed = without_removed_keys(settings)
-    if removed and is_refusing():
-        raise ConfigError("\n".join(f"{where}: {line}" for line in removed))
-    for line in removed:
-        warn_of_removed_key(line, where)
-    try:
-        return Config.model_validate(settings)
-    except ValidationError as error:
-        lines = [_explain(Config, finding) for finding in error.errors()]
-        raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
+    if not is_refusing():
+        for line in removed:
+            warn_of_removed_key(line, where)
+        removed = []
+    config, problems = validated(settings)
+    problems += [Problem((), line) for line in removed]
+    if config is not None and not problems:
+        return config
+    source = source or Source({})
+    numbered = sorted(
+        zip(source.lines_of(problems), problems, strict=True), key=lambda pair: (pair[0] is None, pair[0])
+    )
+    path = str(source.path)
+    titles = [where if line is None else where.replace(path, f"{path}:{line}", 1) for line, _ in numbered]
+    error = ConfigError(
+        "\n".join(f"{title}: {problem.text}" for title, (_, problem) in zip(titles, numbered, strict=True))
+    )
+    error.remaining = config
+    raise error
 
 
 def escape_interpolations(value: Any) -> Any:
@@ -152,14 +194,14 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_StrictSafeLoader)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the raw settings of a YAML file.
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Return the raw settings of a YAML file, or of a shipped example such as ``example:arithmetic``.
 
     Raises:
         ConfigError: The file cannot be read, or does not contain settings.
     """
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
+        data = load_yaml(_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except DuplicateKeyError as error:
@@ -169,7 +211,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
-    return data
+    return example_settings(data) if str(path).startswith(EXAMPLE) else data
 
 
 def _override(data: DictConfig, word: str) -> None:
@@ -205,50 +247,3 @@ def _missing_item(data: DictConfig, key: str) -> str:
                 f"{name}.0"
             )
     return "wanted section.key=value"
-
-
-def _explain(model: type[BaseModel], finding: Any) -> str:
-    location, names = _user_location(model, tuple(finding["loc"]))
-    where = ".".join(map(str, location)) or "(top level)"
-    if finding["type"] == "extra_forbidden":
-        if (advice := trinity_key_advice(location)) is not None:
-            return f"{where}: a key of Trinity-RFT: {advice}"
-        return f"{where}: unknown key; {suggest(str(location[-1]), sorted(names), 'known here:', cutoff=0.5)}"
-    message = str(finding["msg"]).removeprefix("Value error, ")
-    if finding["type"] in {"missing", "value_error"}:
-        return f"{where}: {message}"
-    if location[-1:] == ["api_key_env"]:
-        return f"{where}: wanted the name of an environment variable, such as JUDGE_API_KEY, not the key itself"
-    return mask_passwords(f"{where}: {message}, got {finding['input']!r}")
-
-
-def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[int | str], list[str]]:
-    """Return a location as the user wrote it, and the keys known at the level of its last part.
-
-    For a section with several kinds, pydantic inserts the kind into the location.
-    """
-    here, written, names = [model], [], []
-    for part in location:
-        if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
-            here = [section for section in here if _kind(section) == part] or here[-1:]
-            continue
-        written.append(part)
-        if isinstance(part, str):
-            fields = {name: field for section in here for name, field in section.model_fields.items()}
-            names = list(fields)
-            here = sections_of(fields[part].annotation) if part in fields else []
-    return written, names
-
-
-def _kind(section: type[BaseModel]) -> Any:
-    """Return the name of one of several kinds of a section."""
-    kinds = [field.default for name, field in section.model_fields.items() if name in {"kind", "selector_type"}]
-    return kinds[0] if kinds else None
-
-
-def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections in a type, including sections in unions and lists."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return [model for member in inner for model in sections_of(member)]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.config.loading.load import STAGES, ConfigError, config_title, read_settings, validate_settings
+from trinity_mq.config.loading.load import STAGES, ConfigError, Source, config_title, read_settings, validate_settings
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 from trinity_mq.errors import suggest
@@ -60,9 +60,10 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     named = list(_named_stages(raw_stages, where))
     _check_overrides(overrides, [stage for _, stage in named])
     stages: list[Stage] = []
-    for name, stage in named:
+    for number, (name, stage) in enumerate(named):
         earlier = next((candidate for candidate in reversed(stages) if candidate.config.mode in TRAINING_MODES), None)
-        stages.append(_stage(name, merged(settings, stage), earlier, where))
+        source = Source(path, overrides, (STAGES, number))
+        stages.append(_stage(name, merged(settings, stage), earlier, source))
     return stages
 
 
@@ -108,14 +109,15 @@ def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]
         yield name, stage
 
 
-def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, where: str) -> Stage:
+def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, source: Source) -> Stage:
     settings["name"] = f"{settings.get('name', 'run')}-{name}"
     if settings.get("run_dir"):
         settings["run_dir"] = f"{str(settings['run_dir']).rstrip('/')}-{name}"
     if earlier is not None:
         model = {key: value for key, value in settings.get("model", {}).items() if key not in {"tiny", "model_path"}}
         settings["model"] = {**model, "model_path": str(final_model(earlier.config))}
-    return Stage(name, validate_settings(settings, f"{where}: stage {name}"), None if earlier is None else earlier.name)
+    config = validate_settings(settings, f"{config_title(source.path)}: stage {name}", source)
+    return Stage(name, config, None if earlier is None else earlier.name)
 
 
 def final_model(config: Config) -> Path:

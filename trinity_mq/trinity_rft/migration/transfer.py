@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from trinity_mq.config.loading.load import ConfigError, sections_of
+from trinity_mq.config.loading.load import ConfigError
+from trinity_mq.config.loading.problems import sections_of
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import OldKey
 
