@@ -2,10 +2,12 @@
 
     python deploy/supply_chain.py licences [--out docs/licences.md]
     python deploy/supply_chain.py sbom [--out sbom.json]
+    python deploy/supply_chain.py hashes [--out deploy/requirements-hashed.txt]
     python deploy/supply_chain.py audit [--pins FILE] [--advisories FOLDER]
 
-``licences`` writes a page and fails for a licence that is not allowed, ``sbom`` a bill of materials as CycloneDX JSON.
-``audit`` fails for a pin that is known as vulnerable.
+``hashes`` writes the pins of the dependencies with the SHA-256 of each file that the package index has for them, except
+torch and the packages of its CUDA build. ``licences`` writes a page and fails for a licence that is not allowed,
+``sbom`` a bill of materials as CycloneDX JSON. ``audit`` fails for a pin that is known as vulnerable.
 
 Licences and the bill are of the dependencies of pyproject.toml without extras, and theirs, as installed beside this
 Python; tools of development are not among them. ``sbom`` and ``audit`` need the extra ``supply``.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -120,6 +123,35 @@ def pins(file: Path) -> dict[str, str]:
     if not found:
         raise SystemExit(f"error: {file} has no line NAME==VERSION")
     return found
+
+
+# -- hashes
+
+HASHES_HEAD = """\
+# The dependencies of trinity_mq at the versions of constraints-cpu.txt, with the SHA-256 of their files. torch is left
+# out, because its builds differ from machine to machine: install torch first (docs/install.md). Written by
+#   python deploy/supply_chain.py hashes --out deploy/requirements-hashed.txt
+"""
+TORCH_BUILD = ("cuda-", "nvidia-", "triton")
+"""Beginnings of the names of the packages that the CUDA build of torch brings along."""
+
+
+def hashed_requirements() -> str:
+    """Return the dependencies with pins and hashes, for pip's ``--require-hashes``.
+
+    Raises:
+        SystemExit: uv is not installed, or the package index does not answer.
+    """
+    need("uv", "uv")
+    words = ["--generate-hashes", "--universal", "--python-version", "3.11", "--no-emit-package", "torch"]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header", *words]
+    done = subprocess.run(
+        [*command, "-c", "constraints-cpu.txt", "pyproject.toml"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"error: uv ended with {done.returncode}: {done.stderr[-500:]}")
+    blocks = re.split(r"^(?=\S)", done.stdout, flags=re.MULTILINE)
+    return HASHES_HEAD + "".join(block for block in blocks if not block.startswith(TORCH_BUILD))
 
 
 # -- licences
@@ -364,7 +396,7 @@ def main() -> int:
     """Do what is asked for; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    for name in ("licences", "sbom"):
+    for name in ("licences", "sbom", "hashes"):
         actions.add_parser(name).add_argument("--out", type=Path, help="file (default: standard output)")
     check = actions.add_parser("audit")
     check.add_argument("--pins", type=Path, default=ROOT / "constraints-cpu.txt", help="default: %(default)s")
@@ -372,8 +404,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.action == "audit":
         return audit(options.pins, options.advisories)
-    found = dependencies()
-    text = licences_page(found) if options.action == "licences" else json.dumps(bill(found), indent=1) + "\n"
+    found = {} if options.action == "hashes" else dependencies()
+    if options.action == "hashes":
+        text = hashed_requirements()
+    else:
+        text = licences_page(found) if options.action == "licences" else json.dumps(bill(found), indent=1) + "\n"
     if options.out:
         options.out.write_text(text, encoding="utf-8")
     else:

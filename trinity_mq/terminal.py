@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -63,9 +64,12 @@ class EscapingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self.unguarded = stream
+        self.is_silent = True
+        """Whether nothing has been written."""
 
     def write(self, text: str) -> int:
         """Write ``text`` with its unsafe characters escaped."""
+        self.is_silent = False
         self.unguarded.write(escape_unsafe(text))
         return len(text)
 
@@ -92,6 +96,24 @@ def guarded_output() -> Iterator[None]:
     sys.excepthook = _show_error
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
+
+
+@contextlib.contextmanager
+def announced(text: str, seconds: float) -> Iterator[None]:
+    """On a terminal, write ``text`` if the block has written nothing after this time: imports may take long."""
+
+    def announce() -> None:
+        if all(getattr(stream, "is_silent", False) for stream in (sys.stdout, sys.stderr)):
+            sys.stderr.write(f"{text}\n")
+
+    timer = threading.Timer(seconds, announce)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _show_error(*error: Any) -> None:

@@ -50,6 +50,6 @@ def init(arguments: argparse.Namespace) -> int:
         print(f"{target!s:40} {purpose}")
     print(
         f"\nnext:\n  cd {folder}\n  python -m unittest -b  # the test of the agent: seconds, without a broker\n"
-        f"  trinity-mq run {module}.yaml  # trains the agent; two minutes on two cores"
+        f"  trinity-mq run {module}.yaml  # trains the agent; a minute on two cores"
     )
     return 0

@@ -131,6 +131,8 @@ COMMAND_GROUPS = (
 text). Each module has ``add_arguments(parser)``, which also sets ``function`` if the command has subcommands.
 """
 COMMANDS = tuple(row for _, rows in COMMAND_GROUPS for row in rows)
+FIRST_LINE_SECONDS = 1.5
+"""Time after which a command that has printed nothing says that it is loading."""
 HELP_COLUMN = 22
 """Column of the help texts in the list of commands."""
 FIRST_STEPS = """\
@@ -163,13 +165,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    from trinity_mq.terminal import announced
+
     arguments = argparse.Namespace(command=None)
     # The user's workflows and rewards lie in the working directory. Agents, started with ``python -m``, search it too.
     sys.path.append(str(Path.cwd()))
     try:
         words = sys.argv[1:] if argv is None else argv
-        arguments = argument_parser().parse_args(words or ["--help"])
-        code: int = arguments.function(arguments)
+        with announced("loading; the first time on a machine takes some seconds", FIRST_LINE_SECONDS):
+            arguments = argument_parser().parse_args(words or ["--help"])
+            code: int = arguments.function(arguments)
         sys.stdout.flush()  # a closed output raises BrokenPipeError here instead of at python's exit
         if code == 0 and (line := next_step(arguments)) is not None:
             print(line, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,27 @@ class TestAnAgentOfOnesOwn:
         assert run("init", str(tmp_path / "mine")) == 2
         assert "is not empty" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.py"]
+
+
+def test_a_silent_command_says_on_a_terminal_that_it_loads_and_nowhere_else() -> None:
+    program = (
+        "import sys, time\n"
+        "from trinity_mq import terminal\n"
+        "with terminal.guarded_output():\n"
+        "    with terminal.announced('loading', 0.01):\n"
+        "        time.sleep(0.5)\n"
+        "        print('done')\n"
+        "    with terminal.announced('again', 0.01):\n"
+        "        time.sleep(0.1)\n"
+    )
+    leader, follower = os.openpty()
+    try:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stderr=follower, stdout=subprocess.PIPE, text=True, check=True)
+        assert done.stdout == "done\n"
+        assert os.read(leader, 1000) == b"loading\r\n"
+    finally:
+        os.close(follower)
+        os.close(leader)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")

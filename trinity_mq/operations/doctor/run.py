@@ -12,7 +12,8 @@ from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.tls import tls_context
 from trinity_mq.config import BrokerConfig
 from trinity_mq.local_broker.choose import local_broker_class
-from trinity_mq.local_broker.node import NodeError, PrivateNode
+from trinity_mq.local_broker.container import DockerNode
+from trinity_mq.local_broker.node import NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.operations.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, DoctorFinding, Verdict, findings
 from trinity_mq.operations.doctor.facts import (
     API_PATHS,
@@ -58,13 +59,13 @@ async def check_broker(
         addresses = Addresses.of(broker)
         if addresses is None:
             try:
-                await local_broker_class()
+                kind = await local_broker_class()
             except NodeError as error:
                 return no_broker(
                     "problem", "no broker is known, and `trinity-mq run` cannot start a private broker", str(error)
                 )
-            do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
-            return no_broker("warning", "no broker is known; `trinity-mq run` would start a private broker", do)
+            source = "in a Docker container" if kind is DockerNode else f"with {find_rabbitmq()}"
+            return no_broker("ok", f"no broker is set: `trinity-mq run` starts a private RabbitMQ {source}", "")
         urls = await asyncio.to_thread(addresses.read)
         parts = urlsplit(urls[0])
         facts = DoctorFacts(
