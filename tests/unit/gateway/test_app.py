@@ -74,15 +74,6 @@ async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(streams:
     assert asked == [None, given]
 
 
-async def test_a_reward_with_the_same_key_counts_once() -> None:
-    async with serving(say) as at:
-        path = f"/s/{(await at.open())['id']}"
-        for reward in (1.0, 2.0):
-            _, shown = await at.post(f"{path}/reward", {"reward": reward, "key": "judge-1", "how": "add"})
-        assert shown["reward"] == 1.0
-        assert shown["repeated"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [

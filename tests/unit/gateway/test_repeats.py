@@ -170,21 +170,16 @@ class Stuck(MemorySessionStore):
         await asyncio.Event().wait()
 
 
-async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept() -> None:
-    async with serving(lambda prompt: "hello", store=Away()) as at:
-        async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
+@pytest.mark.parametrize("store", [Away, Stuck])
+async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(store: type[MemorySessionStore]) -> None:
+    config = serving_config(gateway={"record_timeout": 0.05})
+    async with serving(lambda prompt: "hello", config=config, store=store()) as at:
+        async with asyncio.timeout(10), at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
             assert response.status == 200
             assert response.headers["X-TMQ-Recorded"] == "no"
             assert (await response.json())["choices"][0]["message"]["content"] == "hello"
         assert (at.app.counts["calls"], at.app.counts["unrecorded"]) == (1, 1)
         assert list(at.store.ledger) == []
-
-
-async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm() -> None:
-    config = serving_config(gateway={"record_timeout": 0.05})
-    async with serving(lambda prompt: "hello", config=config, store=Stuck()) as at:
-        async with asyncio.timeout(10), at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
-            assert response.headers["X-TMQ-Recorded"] == "no"
 
 
 def elsewhere(call: str, at: float, *, began: float, retry: int = 0, **fields: Any) -> SessionCall:

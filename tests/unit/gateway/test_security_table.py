@@ -17,10 +17,10 @@ ALL = [*SCOPES, "replay"]
 COLUMNS, *ROWS = rows("Keys of the gateway")
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "2+3?"}]},
-    "/reward": {"reward": 1.0},
-    "/end": {"outcome": "done"},
+    "/reward": {"reward": 1.0, "final": False},
+    "/end": {"outcome": "done", "reward": None, "metrics": {}},
     "/reward with `final`": {"reward": 1.0, "final": True},
-    "/end with a reward": {"reward": 1.0},
+    "/end with a reward": {"reward": 0.0},
     "/end with metrics": {"metrics": {"tries": 1.0}},
     "/end with a replay": {"replay": {"workflow": "async_simple_workflow", "runs": 2}},
     "/feedback": {"reward": 1.0, "msg_ids": ["unknown"]},
@@ -43,7 +43,10 @@ async def is_allowed(at: Serving, request: str, key: str, session: str) -> bool:
 async def own(at: Serving, request: str, scopes: Sequence[str]) -> bool:
     """Return whether a request is allowed with the key of its session, which has these scopes."""
     made = await at.open(key=ADMIN, scopes=list(scopes))
-    return await is_allowed(at, request, made["key"], made["id"])
+    allowed = await is_allowed(at, request, made["key"], made["id"])
+    session = at.session(made["id"])
+    assert allowed or (session.end, session.reward, session.metrics) == (None, None, {})
+    return allowed
 
 
 def test_the_table_has_all_routes_but_those_of_other_apis() -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.gateway.access import KEY_BEGINS
 from trinity_mq.gateway.app import PROTOCOLS
+from trinity_mq.gateway.protocols.base import BadRequest
 from trinity_mq.gateway.rules import MAX_METRICS, MAX_REWARD
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import MemorySessionStore
-from trinity_mq.messages.sessions import SCOPES
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -25,37 +29,6 @@ JSON = {"Content-Type": "application/json"}
 
 def say(prompt: str) -> str:
     return "5"
-
-
-@pytest.mark.parametrize(
-    ("verb", "path", "body", "scopes"),
-    [
-        ("POST", "/reward", {"reward": 1}, {"reward"}),
-        ("POST", "/reward", {"reward": 1, "final": False}, {"reward"}),
-        ("POST", "/reward", {"reward": 1, "final": True}, {"reward", "end"}),
-        ("POST", "/end", {}, {"end"}),
-        ("POST", "/end", {"reward": None, "metrics": {}}, {"end"}),
-        ("POST", "/end", {"reward": 1}, {"reward", "end"}),
-        ("POST", "/end", {"reward": 0}, {"reward", "end"}),
-        ("POST", "/end", {"metrics": {"tries": 1}}, {"reward", "end"}),
-        ("DELETE", "", None, {"end"}),
-        ("GET", "", None, {"read"}),
-        ("GET", "/v1/models", None, {"call"}),
-        ("POST", "/v1/chat/completions", ASK, {"call"}),
-    ],
-)
-async def test_each_request_wants_the_scopes_of_what_it_does(verb: str, path: str, body: Any, scopes: set[str]) -> None:
-    async with serving(say, admin=ADMIN) as at:
-        for lacking in SCOPES:
-            made = await at.open(key=ADMIN, scopes=[scope for scope in SCOPES if scope != lacking])
-            headers = {"Authorization": f"Bearer {made['key']}"}
-            async with at.http.request(verb, f"{at.url}/s/{made['id']}{path}", json=body, headers=headers) as response:
-                answer = await response.json()
-            assert response.status == (403 if lacking in scopes else 200), (lacking, answer)
-            if response.status == 403:
-                assert f"lacks the scope {lacking!r}" in answer["error"]["message"]
-                session = at.session(made["id"])
-                assert (session.end, session.reward, session.metrics) == (None, None, {})
 
 
 async def test_an_answer_tells_the_state_to_those_who_may_read() -> None:
@@ -424,8 +397,11 @@ async def test_a_reward_with_a_long_key_counts_once_too() -> None:
             return await say_before(event, message_id)
 
         at.store.report = noting  # type: ignore[method-assign]
+        repeated = []
         for key in ("\u00e9" * 200, "\u00e9" * 200, "k" * 200):
-            await at.post(f"/s/{made['id']}/reward", {"reward": 1, "how": "add", "key": key})
+            _, shown = await at.post(f"/s/{made['id']}/reward", {"reward": 1, "how": "add", "key": key})
+            repeated.append(shown["repeated"])
+        assert repeated == [False, True, False]
         assert at.session(made["id"]).reward == 2.0
         assert max(len(name.encode()) for name in ids) < 200
 
@@ -443,3 +419,34 @@ async def test_connections_without_a_whole_head_are_closed(monkeypatch: pytest.M
             writer.close()
         async with aiohttp.ClientSession() as http, http.get(f"{at.url}/health") as response:
             assert response.status == 200
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ("model", "messages", "input", "prompt", "system", "instructions", "tools", "tool_choice", "stream_options")
+ITEMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(
+            ["message", "function_call", "function_call_output", "reasoning", "text", "tool_use", "tool_result", "x"]
+        ),
+        "role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | ANYTHING,
+        "content": ANYTHING | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": ANYTHING}), max_size=2),
+        "name": ANYTHING,
+        "output": ANYTHING,
+        "input": ANYTHING,
+    },
+)
+REQUESTS = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING | st.lists(ITEMS | ANYTHING, max_size=3)))
+
+
+@pytest.mark.parametrize("path", PROTOCOLS)
+@settings(max_examples=examples(300), deadline=None)
+@given(REQUESTS)
+def test_no_request_is_a_fault(path: str, body: dict[str, Any]) -> None:
+    protocol = PROTOCOLS[path]
+    with contextlib.suppress(BadRequest):  # refused in words: every other error fails the test
+        json.dumps(protocol.request(body).body)

@@ -26,6 +26,7 @@ from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 BATCHES, TASKS, RUNS = 4, 3, 2
 EXPECTED = Expected(tasks=TASKS)
+Tamper = Callable[[Record], object]
 
 
 def result(batch: int, task: int, attempt: str = "first", runs: range | list[int] = range(RUNS)) -> TaskResult:
@@ -95,41 +96,12 @@ def _set(record: Record, place: int, **change: object) -> None:
     record.sets[place] = replace(record.sets[place], **change)  # type: ignore[arg-type]
 
 
-def lost_run(record: Record) -> None:
-    _set(record, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1])
+def _result(record: Record, place: int, **change: object) -> None:
+    record.results[place] = record.results[place].model_copy(update=change)
 
 
-def unreported_run(record: Record) -> None:
-    _set(record, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0)))
-
-
-def task_without_result(record: Record) -> None:
-    del record.results[4]
-
-
-def overlapping_slices(record: Record) -> None:
-    record.results.append(result(2, 1).model_copy(update={"run_base": 1, "runs": [1], "repeat_times": 1}))
-
-
-def result_with_too_few_runs(record: Record) -> None:
-    record.results[0] = record.results[0].model_copy(update={"runs": [0]})
-
-
-@pytest.mark.parametrize(
-    ("tamper", "said"),
-    [
-        (lost_run, "batch 2: finished runs (task, run) that are not in it: ('2', 1)"),
-        (unreported_run, "no first result reports them: ('9', 0)"),
-        (task_without_result, "batch 2: 2 tasks have an outcome, wanted 3"),
-        (overlapping_slices, "runs (task, run) that two slices report: ('1', 1)"),
-        (result_with_too_few_runs, "batch 1, task 0 from run 0: finished with 1 runs"),
-    ],
-)
-def test_an_outcome_that_is_missing_or_double_is_found(
-    record: Record, tamper: Callable[[Record], None], said: str
-) -> None:
-    tamper(record)
-    violated(one_outcome(record, EXPECTED), said)
+def _progress(record: Record, place: int, **change: object) -> None:
+    record.progress[place] = record.progress[place].model_copy(update=change)
 
 
 def violated(verdict: InvariantVerdict, said: str) -> None:
@@ -137,45 +109,52 @@ def violated(verdict: InvariantVerdict, said: str) -> None:
     assert any(said in line for line in verdict.evidence), verdict
 
 
-def trained_twice(record: Record) -> None:
-    record.progress.append(progress(5, 2, batch=3))
+OVERLAPPING = result(2, 1).model_copy(update={"run_base": 1, "runs": [1], "repeat_times": 1})
+OUTCOMES: dict[str, tuple[Tamper, str]] = {
+    "a lost run": (
+        lambda record: _set(record, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1]),
+        "batch 2: finished runs (task, run) that are not in it: ('2', 1)",
+    ),
+    "an unreported run": (
+        lambda record: _set(record, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0))),
+        "no first result reports them: ('9', 0)",
+    ),
+    "a task without a result": (lambda record: record.results.pop(4), "batch 2: 2 tasks have an outcome, wanted 3"),
+    "overlapping slices": (
+        lambda record: record.results.append(OVERLAPPING),
+        "runs (task, run) that two slices report: ('1', 1)",
+    ),
+    "a result with too few runs": (
+        lambda record: _result(record, 0, runs=[0]),
+        "batch 1, task 0 from run 0: finished with 1 runs",
+    ),
+}
+TRAINED: dict[str, tuple[Tamper, str]] = {
+    "a batch twice": (lambda record: record.progress.append(progress(5, 2, batch=3)), "ticket t3 was consumed 2 times"),
+    "an experience twice": (
+        lambda record: _set(record, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0])),
+        "experience 1/0/0/0/op is in 2 places",
+    ),
+    "a run twice": (
+        lambda record: _set(record, 2, runs=(*record.sets[2].runs, record.sets[2].runs[0])),
+        "batch 3: task 0, run 0, step 0 is in it 2 times",
+    ),
+    "no set": (lambda record: record.sets.pop(2), "batch 3 was trained on, and no complete set of it"),
+    "a gap": (lambda record: record.progress.pop(4), "progress without a message of the trainer: 3"),
+    "a batch passed over": (lambda record: _progress(record, 5, batch=5, ticket="t5"), "batches that were skipped: 4"),
+}
 
 
-def double_experience(record: Record) -> None:
-    _set(record, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0]))
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_an_outcome_that_is_missing_or_double_is_found(record: Record, name: str) -> None:
+    tamper, said = OUTCOMES[name]
+    tamper(record)
+    violated(one_outcome(record, EXPECTED), said)
 
 
-def double_run(record: Record) -> None:
-    runs = record.sets[2].runs
-    _set(record, 2, runs=(*runs, runs[0]))
-
-
-def no_set(record: Record) -> None:
-    del record.sets[2]
-
-
-def gap(record: Record) -> None:
-    del record.progress[4]
-
-
-def passed_over(record: Record) -> None:
-    record.progress[5] = progress(4, 2, batch=5)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "said"),
-    [
-        (trained_twice, "ticket t3 was consumed 2 times"),
-        (double_experience, "experience 1/0/0/0/op is in 2 places"),
-        (double_run, "batch 3: task 0, run 0, step 0 is in it 2 times"),
-        (no_set, "batch 3 was trained on, and no complete set of it"),
-        (gap, "progress without a message of the trainer: 3"),
-        (passed_over, "batches that were skipped: 4"),
-    ],
-)
-def test_what_is_trained_on_twice_or_not_at_all_is_found(
-    record: Record, tamper: Callable[[Record], None], said: str
-) -> None:
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained_on_twice_or_not_at_all_is_found(record: Record, name: str) -> None:
+    tamper, said = TRAINED[name]
     tamper(record)
     violated(trained_once(record), said)
 

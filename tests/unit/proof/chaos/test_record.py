@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.agents.gateway.world import World
+from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
-from trinity_mq.messages import TaskResult
+from trinity_mq.messages import SessionEnd, SyncEvent, TaskResult
+from trinity_mq.proof.chaos.points import PointWatch
+from trinity_mq.proof.chaos.sessions.stream import read_sessions
 from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.proof.invariants import (
     Expected,
@@ -120,3 +124,34 @@ def test_a_late_result_and_foreign_messages_change_nothing_and_rubbish_is_told(t
     assert len(again.results) == len(record.results) + 2
     assert [verdict.result for verdict in verdicts(again, witness)] == ["violated", *["holds"] * 4]
     assert len(again.undecodable) == 1
+
+
+def test_a_sync_passes_its_points_once_each_however_often_its_events_are_repeated() -> None:
+    watch, seen = PointWatch(), []
+    for attempt in (0, 1):
+        for verb in ("join", "prepare", "ready", "prepare", "go", "applied", "applied", "commit", "abort"):
+            event = SyncEvent(verb=verb, sender="s", version=(1, 2), attempt=attempt)  # type: ignore[arg-type]
+            seen += watch.receive(event)
+    assert seen == ["sync_prepare", "sync_go", "sync_applied", "sync_commit"] * 2
+
+
+def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus, world.gateway() as store:
+            for name in ("a", "b"):
+                await world.session(store, name)
+                await store.report(SessionEnd(session=name, reward=0.5), f"end-{name}")
+            await gateway_until(store, lambda: store.ledger.counts["trained"] == 2)
+            await bus.publish(world.topology.exchange("sessions"), "event", Envelope(body=b"rubbish", kind="x"))
+            record = await read_sessions(bus, world.topology)
+            await gateway_until(store, lambda: bool(world.dead))
+            await asyncio.sleep(60)
+        assert {one.id: one.state for one in record.ledger} == {"a": "trained", "b": "trained"}
+        assert {name: len(calls) for name, calls in record.calls.items()} == {"a": 1, "b": 1}
+        assert sorted(one.sessions for one in record.decisions) == [["a"], ["b"]]
+        assert record.begin == 0
+        assert len(record.undecodable) == 1
+        assert len(world.dead) == 1, "the rubbish alone: reading leaves nothing there that a gateway cannot read"
+
+    run_virtually(story())

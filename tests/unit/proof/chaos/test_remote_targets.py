@@ -33,7 +33,7 @@ class Fake:
     """A program on the path."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
+        self._folder, self.name = folder, name
         program = folder / name
         program.write_text(PROGRAM)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -51,24 +51,19 @@ class Fake:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def did(self, *reading: str) -> list[list[str]]:
-        """Return the calls that change something."""
-        return [call for call in self.calls if not set(call) & set(reading)]
+        """Return the calls that change something, without the namespace."""
+        words = [call[2:] if call[0] == "--namespace" else call for call in self.calls]
+        return [call for call in words if not set(call) & set(reading)]
 
 
-@pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return _on_path(tmp_path, monkeypatch, "docker")
+@pytest.fixture(params=["docker"])
+def program(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
+    return Fake(tmp_path, request.param)
 
 
-@pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return _on_path(tmp_path, monkeypatch, "kubectl")
-
-
-def _on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_FOLDER", str(folder))
-    return Fake(folder, name)
+KUBECTL = pytest.mark.parametrize("program", ["kubectl"], indirect=True)
 
 
 def inspected(project: str = "mine", service: str = "runner", *, running: bool = True) -> list[dict[str, Any]]:
@@ -77,67 +72,85 @@ def inspected(project: str = "mine", service: str = "runner", *, running: bool =
     return [{"Config": {"Labels": labels}, "State": {"Running": running}, "NetworkSettings": {"Networks": networks}}]
 
 
+def pod(name: str, component: str, uid: str = "u1", phase: str = "Running", **metadata: object) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/component": component}
+    return {"metadata": {"name": name, "uid": uid, "labels": labels, **metadata}, "status": {"phase": phase}}
+
+
 LISTED = (["ps"], f"{RUNNER}\tmine-runner-1\tUp 3 seconds\n", 0)
 
 
-async def test_containers_are_found_by_their_labels(docker: Fake) -> None:
-    docker.answers(LISTED)
+async def test_containers_are_found_by_their_labels(program: Fake) -> None:
+    program.answers(LISTED)
     [victim] = await ComposeTargets("mine").find("runner")
     assert victim == Victim("runner", "mine-runner-1", RUNNER, f"runner-{RUNNER[:12]}")
-    [call] = docker.calls
+    [call] = program.calls
     assert "label=com.docker.compose.project=mine" in call
     assert "label=com.docker.compose.service=runner" in call
 
 
-@pytest.mark.parametrize(
-    ("kind", "strikes", "relieves"),
-    [
-        ("kill", [["kill", RUNNER], ["start", RUNNER]], []),
-        ("restart", [["restart", RUNNER]], []),
-        ("freeze", [["pause", RUNNER]], [["unpause", RUNNER]]),
-        (
-            "cut",
-            [["network", "disconnect", "mine_default", RUNNER]],
-            [["network", "connect", "--alias", "runner", "--alias", "mine-runner-1", "mine_default", RUNNER]],
-        ),
-    ],
-)
-async def test_faults_of_containers(
-    docker: Fake, kind: str, strikes: list[list[str]], relieves: list[list[str]]
-) -> None:
-    docker.answers(LISTED, (["inspect"], inspected(), 0))
-    mine = ComposeTargets("mine")
-    assert kind in mine.possible["runner"]
-    [victim] = await mine.find("runner")
-    await mine.strike(victim, kind)
-    assert docker.did("ps", "inspect") == strikes
-    await mine.relieve(victim, kind)
-    assert docker.did("ps", "inspect") == strikes + relieves
+NETWORK = ["mine_default", RUNNER]
+ALIASES = ["--alias", "runner", "--alias", "mine-runner-1"]
+EXECUTE = ["exec", "runner-a", "--", "sh", "-c", SIGNAL_ALL, "sh"]
+DELETE = ["delete", "pod", "runner-a"]
+FAULTS: dict[tuple[str, str], tuple[list[list[str]], list[list[str]]]] = {
+    ("docker", "kill"): ([["kill", RUNNER], ["start", RUNNER]], []),
+    ("docker", "restart"): ([["restart", RUNNER]], []),
+    ("docker", "freeze"): ([["pause", RUNNER]], [["unpause", RUNNER]]),
+    ("docker", "cut"): ([["network", "disconnect", *NETWORK]], [["network", "connect", *ALIASES, *NETWORK]]),
+    ("kubectl", "kill"): ([[*DELETE, "--grace-period=0", "--force", "--wait=false"]], []),
+    ("kubectl", "restart"): ([[*DELETE, "--wait=false"]], []),
+    ("kubectl", "freeze"): ([[*EXECUTE, "STOP"]], [[*EXECUTE, "CONT"]]),
+}
+
+
+@pytest.mark.parametrize(("program", "kind"), FAULTS, indirect=["program"])
+async def test_faults_of_containers_and_pods(program: Fake, kind: str) -> None:
+    strikes, relieves = FAULTS[program.name, kind]
+    program.answers(LISTED, (["inspect"], inspected(), 0), (["get"], {"items": [pod("runner-a", "runner")]}, 0))
+    targets = ComposeTargets("mine") if program.name == "docker" else KubernetesTargets("rl")
+    assert kind in targets.possible["runner"]
+    [victim] = await targets.find("runner")
+    await targets.strike(victim, kind)
+    assert program.did("ps", "inspect", "get") == strikes
+    await targets.relieve(victim, kind)
+    assert program.did("ps", "inspect", "get") == strikes + relieves
+
+
+GONE = "is gone, or is another one by now"
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("program", "answer", "said"),
     [
-        ((["inspect"], inspected("another"), 0), "is not runner of compose project mine"),
-        ((["inspect"], inspected(service="broker"), 0), "is not runner of compose project mine"),
-        ((["inspect"], inspected(running=False), 0), "does not run"),
-        ((["inspect"], "No such object", 1), "is gone: .*No such object"),
+        ("docker", (["inspect"], inspected("another"), 0), "is not runner of compose project mine"),
+        ("docker", (["inspect"], inspected(service="broker"), 0), "is not runner of compose project mine"),
+        ("docker", (["inspect"], inspected(running=False), 0), "does not run"),
+        ("docker", (["inspect"], "No such object", 1), "is gone: .*No such object"),
+        ("kubectl", (["get"], {"items": [pod("runner-a", "runner", "u2")]}, 0), GONE),
+        ("kubectl", (["get"], {"items": [pod("runner-a", "trainer")]}, 0), GONE),
+        ("kubectl", (["get"], {"items": [pod("x", "runner", "u9")]}, 0), GONE),
     ],
+    indirect=["program"],
 )
-async def test_a_container_of_another_project_is_not_touched(docker: Fake, answer: Any, said: str) -> None:
-    docker.answers(answer)
+async def test_what_is_another_one_by_now_is_not_touched(program: Fake, answer: Any, said: str) -> None:
+    program.answers(answer)
+    container, runner = Victim("runner", "mine-runner-1", RUNNER), Victim("runner", "runner-a", "u1")
     with pytest.raises(VictimGoneError, match=said):
-        await ComposeTargets("mine").strike(Victim("runner", "mine-runner-1", RUNNER), "kill")
-    assert docker.did("inspect") == []
+        if program.name == "docker":
+            await ComposeTargets("mine").strike(container, "kill")
+        else:
+            await KubernetesTargets("rl").strike(runner, "kill")
+    assert program.did("inspect", "get") == []
 
 
-async def test_containers_that_still_run_are_left_over(docker: Fake) -> None:
-    docker.answers((["label=com.docker.compose.service=trainer"], f"{RUNNER}\tmine-trainer-1\tUp 1 minute\n", 0))
+async def test_containers_that_still_run_are_left_over(program: Fake) -> None:
+    program.answers((["label=com.docker.compose.service=trainer"], f"{RUNNER}\tmine-trainer-1\tUp 1 minute\n", 0))
     assert await ComposeTargets("mine").left_over() == ["container mine-trainer-1 (trainer): Up 1 minute"]
 
 
-async def test_an_engine_that_does_not_answer_is_said(docker: Fake) -> None:
-    docker.answers((["ps"], "Cannot connect to the\nDocker daemon", 1))
+async def test_an_engine_that_does_not_answer_is_said(program: Fake) -> None:
+    program.answers((["ps"], "Cannot connect to the\nDocker daemon", 1))
     with pytest.raises(CommandError, match=r"`docker ps .*: exit code 1: Cannot connect to the Docker daemon"):
         await ComposeTargets("mine").find("runner")
 
@@ -148,13 +161,9 @@ async def test_a_missing_program_is_said(monkeypatch: pytest.MonkeyPatch, tmp_pa
         await KubernetesTargets("rl").find("runner")
 
 
-def pod(name: str, component: str, uid: str = "u1", phase: str = "Running", **metadata: object) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/component": component}
-    return {"metadata": {"name": name, "uid": uid, "labels": labels, **metadata}, "status": {"phase": phase}}
-
-
-async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
-    kubectl.answers(
+@KUBECTL
+async def test_pods_are_found_by_their_labels(program: Fake) -> None:
+    program.answers(
         (
             ["app.kubernetes.io/part-of=trinity-mq"],
             {
@@ -182,37 +191,7 @@ async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
         "pod trainer-0 (trainer) still runs",
         "pod engines-x (engine) still runs",
     ]
-    assert all(call[:2] == ["--namespace", "rl"] for call in kubectl.calls)
-
-
-@pytest.mark.parametrize(
-    ("kind", "strikes", "relieves"),
-    [
-        ("kill", [["delete", "pod", "runner-a", "--grace-period=0", "--force", "--wait=false"]], []),
-        ("restart", [["delete", "pod", "runner-a", "--wait=false"]], []),
-        (
-            "freeze",
-            [["exec", "runner-a", "--", "sh", "-c", SIGNAL_ALL, "sh", "STOP"]],
-            [["exec", "runner-a", "--", "sh", "-c", SIGNAL_ALL, "sh", "CONT"]],
-        ),
-    ],
-)
-async def test_faults_of_pods(kubectl: Fake, kind: str, strikes: list[list[str]], relieves: list[list[str]]) -> None:
-    kubectl.answers((["get"], {"items": [pod("runner-a", "runner")]}, 0))
-    mine = KubernetesTargets("rl")
-    assert kind in mine.possible["runner"]
-    [victim] = await mine.find("runner")
-    await mine.strike(victim, kind)
-    await mine.relieve(victim, kind)
-    assert [call[2:] for call in kubectl.did("get")] == strikes + relieves
-
-
-@pytest.mark.parametrize("now", [pod("runner-a", "runner", "u2"), pod("runner-a", "trainer"), pod("x", "runner", "u9")])
-async def test_a_pod_that_is_another_one_by_now_is_not_touched(kubectl: Fake, now: dict[str, Any]) -> None:
-    kubectl.answers((["get"], {"items": [now]}, 0))
-    with pytest.raises(VictimGoneError, match="is gone, or is another one by now"):
-        await KubernetesTargets("rl").strike(Victim("runner", "runner-a", "u1"), "kill")
-    assert kubectl.did("get") == []
+    assert all(call[:2] == ["--namespace", "rl"] for call in program.calls)
 
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

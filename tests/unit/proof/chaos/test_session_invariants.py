@@ -66,7 +66,7 @@ class Scene:
         ready = BatchReady(batch=number, ticket=ticket, op="op", chunks=1, experiences=len(trained))
         self.record.sets.append(ProcessedSet(ready, number, is_first=True, sessions=tuple(trained)))
         self.record.progress.append(progress(number))
-        asked = [ClientRequest(tries=1, call=call, recorded="yes") for call in told]
+        asked = [recorded(call) for call in told]
         self.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
 
     def call(self, session: str, call: str, ids: list[int], supersedes: str = "") -> None:
@@ -121,16 +121,13 @@ def test_all_hold_of_sessions_that_count_once() -> None:
     assert found[ANSWERS].text == "3 answers"
 
 
-def in_two_batches(scene: Scene) -> None:
-    scene.trained(2, ("a", (1, 2, 7)))
+def recorded(call: str) -> ClientRequest:
+    return ClientRequest(tries=1, call=call, recorded="yes")
 
 
-def trained_unknown(scene: Scene) -> None:
-    scene.trained(2, ("c", (1, 2, 7)))
-
-
-def two_decisions(scene: Scene) -> None:
-    scene.decide(SessionsDecided(sessions=["a", "c"], submission="s-other"))
+def answer_left_out(scene: Scene) -> None:
+    scene.call("a", "a2", [9])
+    told(scene, "a").asked.append(recorded("a2"))
 
 
 def lost_batch(scene: Scene) -> None:
@@ -138,68 +135,80 @@ def lost_batch(scene: Scene) -> None:
     scene.record.progress[1] = progress(2, "skipped")
 
 
-def lost_answer_too(scene: Scene) -> None:
-    scene.trained(2, ("b", (1, 2, 5)))
-
-
-def told_answer_twice(scene: Scene) -> None:
-    scene.trained(2, ("b", (1, 2, 8)))
-
-
-def answer_left_out(scene: Scene) -> None:
-    scene.call("a", "a2", [9])
-    told(scene, "a").asked.append(ClientRequest(tries=1, call="a2", recorded="yes"))
-
-
-def recorded_answer_vanished(scene: Scene) -> None:
-    told(scene, "a").asked.append(ClientRequest(tries=1, call="a2", recorded="yes"))
-
-
 def other_reward(scene: Scene) -> None:
     told(scene, "a").reward = 0.75
-
-
-def unknown_session(scene: Scene) -> None:
-    scene.traffic.sessions.append(ClientSession("c", "k"))
-
-
-def refused_request(scene: Scene) -> None:
-    scene.traffic.refused.append("session a, end: 500")
 
 
 def unrewarded_was_trained_on(scene: Scene) -> None:
     told(scene, "a").rewarded, told(scene, "a").reward = False, None
 
 
-def stays_queued(scene: Scene) -> None:
-    name = "c"
+def ended(scene: Scene, name: str, **decision: object) -> None:
+    """Have a further session asked, rewarded and decided upon."""
     scene.say(SessionOpened(session=name, opened=0.0, idle_ttl=60, reward_ttl=60))
-    scene.call(name, "c0", [9])
+    scene.call(name, f"{name}0", [9])
     scene.say(SessionEnd(session=name, reward=0.5))
-    scene.decide(SessionsDecided(sessions=[name], submission="s-c"))
-    asked = [ClientRequest(tries=1, call="c0", recorded="yes")]
+    scene.decide(SessionsDecided(sessions=[name], **decision))  # type: ignore[arg-type]
+    asked = [recorded(f"{name}0")]
     scene.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
 
 
-@pytest.mark.parametrize(
-    ("tamper", "name", "said"),
-    [
-        (in_two_batches, TWICE, "session a is in 2 batches that were trained on: t1, t2"),
-        (trained_unknown, TWICE, "session c was trained on, and the ledger says that it is unknown"),
-        (two_decisions, DECIDED, "session a has 2 decisions"),
-        (lost_batch, COUNT, "session b: it is trained"),
-        (lost_answer_too, ANSWERS, f"session b: answers {LOST} are trained on 1 times, wanted 0"),
-        (told_answer_twice, ANSWERS, "session b: answers b0 are trained on 2 times, wanted 1"),
-        (answer_left_out, ANSWERS, "session a: a recorded answer is not among what was trained on"),
-        (recorded_answer_vanished, TRUTH, "session a: answer a2 was reported as recorded and is not on the stream"),
-        (other_reward, TRUTH, "session a: reward 0.75 was accepted, the stream says 0.5"),
-        (unknown_session, TRUTH, "session c was opened and is not on the stream"),
-        (refused_request, TRUTH, "session a, end: 500"),
-        (unrewarded_was_trained_on, COUNT, "session a was trained on, though it was discarded or has no reward"),
-        (stays_queued, WAITS, "session c: it is queued"),
-    ],
-)
-def test_each_finds_what_it_is_there_for(tamper: Callable[[Scene], None], name: str, said: str) -> None:
+FAULTS: dict[str, tuple[Callable[[Scene], object], str, str]] = {
+    "in two batches": (
+        lambda scene: scene.trained(2, ("a", (1, 2, 7))),
+        TWICE,
+        "session a is in 2 batches that were trained on: t1, t2",
+    ),
+    "trained and unknown": (
+        lambda scene: scene.trained(2, ("c", (1, 2, 7))),
+        TWICE,
+        "session c was trained on, and the ledger says that it is unknown",
+    ),
+    "two decisions": (
+        lambda scene: scene.decide(SessionsDecided(sessions=["a", "c"], submission="s-other")),
+        DECIDED,
+        "session a has 2 decisions",
+    ),
+    "a lost batch": (lost_batch, COUNT, "session b: it is trained"),
+    "the lost answer too": (
+        lambda scene: scene.trained(2, ("b", (1, 2, 5))),
+        ANSWERS,
+        f"session b: answers {LOST} are trained on 1 times, wanted 0",
+    ),
+    "an answer twice": (
+        lambda scene: scene.trained(2, ("b", (1, 2, 8))),
+        ANSWERS,
+        "session b: answers b0 are trained on 2 times, wanted 1",
+    ),
+    "an answer left out": (answer_left_out, ANSWERS, "session a: a recorded answer is not among what was trained on"),
+    "an answer vanished": (
+        lambda scene: told(scene, "a").asked.append(recorded("a2")),
+        TRUTH,
+        "session a: answer a2 was reported as recorded and is not on the stream",
+    ),
+    "another reward": (other_reward, TRUTH, "session a: reward 0.75 was accepted, the stream says 0.5"),
+    "an unknown session": (
+        lambda scene: scene.traffic.sessions.append(ClientSession("c", "k")),
+        TRUTH,
+        "session c was opened and is not on the stream",
+    ),
+    "a refused request": (
+        lambda scene: scene.traffic.refused.append("session a, end: 500"),
+        TRUTH,
+        "session a, end: 500",
+    ),
+    "no reward": (
+        unrewarded_was_trained_on,
+        COUNT,
+        "session a was trained on, though it was discarded or has no reward",
+    ),
+    "queued for ever": (lambda scene: ended(scene, "c", submission="s-c"), WAITS, "session c: it is queued"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_finds_what_it_is_there_for(fault: str) -> None:
+    tamper, name, said = FAULTS[fault]
     scene = Scene()
     tamper(scene)
     verdict = scene.verdicts()[name]
@@ -209,7 +218,7 @@ def test_each_finds_what_it_is_there_for(tamper: Callable[[Scene], None], name: 
 
 def test_a_session_whose_batch_says_why_is_left_out_and_counted() -> None:
     scene = Scene()
-    stays_queued(scene)
+    ended(scene, "c", submission="s-c")
     outcome = SubmissionOutcome(
         submission_id="s-c", batch=3, ticket="t3", outcome="failed", completed_runs=0, message="its task was poisoned"
     )
@@ -221,12 +230,7 @@ def test_a_session_whose_batch_says_why_is_left_out_and_counted() -> None:
 
 def test_a_decision_that_contradicts_what_the_client_was_told_is_no_reason() -> None:
     scene = Scene()
-    scene.say(SessionOpened(session="c", opened=0.0, idle_ttl=60, reward_ttl=60))
-    scene.call("c", "c0", [9])
-    scene.say(SessionEnd(session="c", reward=0.5))
-    scene.decide(SessionsDecided(sessions=["c"], dropped="no reward", reason="no reward came within 60 s"))
-    asked = [ClientRequest(tries=1, call="c0", recorded="yes")]
-    scene.traffic.sessions.append(ClientSession("c", "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+    ended(scene, "c", dropped="no reward", reason="no reward came within 60 s")
     [line] = scene.verdicts()[COUNT].evidence
     assert line == "session c: it is dropped (no reward came within 60 s)"
 
@@ -240,7 +244,7 @@ def test_what_a_client_cannot_know_is_not_judged() -> None:
 
 def test_without_clients_of_ours_the_streams_are_judged_and_nothing_else() -> None:
     scene = Scene()
-    in_two_batches(scene)
+    scene.trained(2, ("a", (1, 2, 7)))
     found = {one.name: one.result for one in judge_sessions(None, scene.sessions, scene.record)}
     assert found == {
         TWICE: "violated",
