@@ -78,12 +78,6 @@ def test_the_last_line_is_of_the_end_and_shows_no_gauge_that_is_over() -> None:
     )
 
 
-def test_plain_line_of_nothing() -> None:
-    assert format_status_line(EMPTY, NOW).startswith(
-        "step 0/? | reward - | tokens/s - | policy - | staleness - | left -"
-    )
-
-
 def test_plain_lines_come_while_steps_are_made_and_news_at_once() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, clock=lambda: "12:00:00")

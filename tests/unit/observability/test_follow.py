@@ -9,43 +9,25 @@ from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.follow import MetricsTail, consume_messages
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry import METRICS_FILE, MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 
 
-def test_new_lines_come_once(tmp_path: Path) -> None:
-    tail = MetricsTail(tmp_path)
+def test_each_line_of_metrics_comes_once_also_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
+    path, tail = tmp_path / METRICS_FILE, MetricsTail(tmp_path)
     assert tail.read() == []
     writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
     writer.write(1, {"actor/pg_loss": 0.5, "actor/grad_norm": float("nan")})
+    writer.close()
     (first,) = tail.read()
     assert (first.role, first.id, first.step, first.values) == ("trainer", "trainer-0", 1, {"actor/pg_loss": 0.5})
-    assert tail.read() == []
-    writer.write(2, {})
-    writer.write(3, {})
-    writer.close()
-    assert [message.step for message in tail.read()] == [2, 3]
-
-
-def test_torn_and_unfinished_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    line = b'{"role": "trainer", "agent": "trainer-0", "step": 1}\n'
-    path.write_bytes(
-        b'{"role": "tra\n' + b"[1]\n" + b'{"role": "nobody", "agent": "x", "step": 1}\n' + line + line[:20]
-    )
-    tail = MetricsTail(tmp_path)
-    assert [message.step for message in tail.read()] == [1]
-    with path.open("ab") as file:
-        file.write(line[20:])
-    assert [message.step for message in tail.read()] == [1]
-
-
-def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     line = b'{"role": "trainer", "agent": "trainer-0", "step": %d}\n'
-    path.write_bytes(line % 1 + line % 2)
-    tail = MetricsTail(tmp_path)
-    assert len(tail.read()) == 2
+    with path.open("ab") as file:
+        file.write(b'{"role": "tra\n[1]\n{"role": "nobody", "agent": "x", "step": 1}\n' + line % 2 + line[:20])
+    assert [message.step for message in tail.read()] == [2], "neither torn lines nor one that is not whole yet"
+    with path.open("ab") as file:
+        file.write((line % 3)[20:])
+    assert [message.step for message in tail.read()] == [3]
     path.unlink()
     path.write_bytes(line % 7)
     assert [message.step for message in tail.read()] == [7]

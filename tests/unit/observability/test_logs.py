@@ -145,9 +145,9 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> 
     assert [one.text for one in files.read_appended()[0]] == [line(4)]
 
 
-async def following(folder: Path, *words: str) -> asyncio.subprocess.Process:
+async def following(folder: Path, *words: str, out: int = subprocess.PIPE) -> asyncio.subprocess.Process:
     argv = [sys.executable, "-m", "trinity_mq.cli.main", "logs", str(folder), "--follow", *words]
-    return await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return await asyncio.create_subprocess_exec(*argv, stdout=out, stderr=subprocess.PIPE)
 
 
 async def next_line(process: asyncio.subprocess.Process) -> str:
@@ -194,10 +194,11 @@ async def test_it_follows_until_the_run_is_over(tmp_path: Path) -> None:
 
 async def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     put(tmp_path, "runner-0", line(1))
-    process = await following(tmp_path)
-    await next_line(process)
-    transport: Any = process._transport  # type: ignore[attr-defined]
-    transport.get_pipe_transport(1).close()
+    reader, writer = os.pipe()
+    process = await following(tmp_path, out=writer)
+    os.close(writer)
+    assert await asyncio.to_thread(os.read, reader, 1)
+    os.close(reader)
     deadline = time.monotonic() + 20
     while process.returncode is None and time.monotonic() < deadline:
         put(tmp_path, "runner-0", line(2))

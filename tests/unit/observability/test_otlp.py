@@ -28,7 +28,7 @@ from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TASK, TraceSpan, record, span, start_trace
 from trinity_mq.telemetry.trace_files import READ_BYTES, TraceTail, read_trace
-from trinity_mq.telemetry.trace_ids import Sampled, is_sampled, read_traceparent, trace_id, trace_key
+from trinity_mq.telemetry.trace_ids import is_sampled, trace_id, trace_key
 from trinity_mq.testing.virtual_time import run_virtually
 
 SETTINGS: dict[str, Any] = {"name": "traced", "model": {"tiny": {}}}
@@ -106,17 +106,6 @@ def test_a_batch_is_over_when_its_weights_are_made_and_nothing_comes_any_more() 
     assert [one.name for one in tree.finish() if not one.parent] == ["batch 2"]
 
 
-def test_batches_are_sampled_whole() -> None:
-    kept = {n for n in range(400) if is_sampled(trace_id("key", n), 0.25)}
-    assert 60 < len(kept) < 140
-    tree = TraceTree("traced", "key", 0.25)
-    spans = [replace(one, batch=n) for n in range(400) for one in BATCH_ONE]
-    found = [*tree.add(spans), *tree.finish()]
-    assert {str(one.attributes["tmq.batch"]) for one in found} == set(map(str, kept))
-    assert not any(is_sampled(trace_id("key", n), 0.0) for n in range(100))
-    assert all(is_sampled(trace_id("key", n), 1.0) for n in range(100))
-
-
 def test_what_is_written_comes_once_torn_lines_never_and_new_processes_too(folder: Path) -> None:
     tail = TraceTail(folder)
     assert tail.read() is None
@@ -165,16 +154,6 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     assert all(one.version is not None for one in found if str(one.batch).startswith("weights"))
 
 
-def test_a_reader_of_exported_batches_passes_over_others(folder: Path) -> None:
-    start_trace("runner", "runner-0", folder, on=True)
-    for n in range(100):
-        record("ask engine", float(n), n + 0.5, batch=n)
-    trace.flush_trace()
-    batches = Sampled(trace_key(folder / "trace"), 0.25)
-    found = TraceTail(folder, batches=batches).read() or []
-    assert [one.batch for one in found] == [n for n in range(100) if n in batches]
-
-
 def test_spans_of_a_sync_that_an_earlier_release_wrote_have_a_trace_of_their_weights(folder: Path) -> None:
     (folder / "trace").mkdir()
     who = {"role": "engine", "agent": "engine-0", "clock": "a", "pid": 1, "offset": 1000.0}
@@ -211,14 +190,6 @@ def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: P
     assert spans[taken.parent_span_id.hex()][1].name == "task 0"
     (link,) = taken.links
     assert f"00-{link.trace_id.hex()}-{link.span_id.hex()}-01" == outside
-
-
-@pytest.mark.parametrize(
-    "header",
-    ["", "rubbish", f"ff-{'a' * 32}-{'b' * 16}-01", f"00-{'0' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'0' * 16}-01"],
-)
-def test_what_is_no_traceparent_is_none(header: str) -> None:
-    assert read_traceparent(header) is None
 
 
 def parsed(header: object) -> tuple[str, str, int]:

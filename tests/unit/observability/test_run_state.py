@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.messages import Heartbeat, Mark, Metrics
+from trinity_mq.messages import Heartbeat, Metrics
 from trinity_mq.observability.report.figures import evaluations, format_duration
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
@@ -21,32 +21,6 @@ def trainer(progress: int, seq: int, committed: tuple[int, int] = (1, 0)) -> Hea
 
 def metrics(role: str, step: int, **values: float) -> Metrics:
     return Metrics(role=role, id=f"{role}-0", step=step, values=values)  # type: ignore[arg-type]
-
-
-def test_nothing_is_known_at_first() -> None:
-    view = RunState("r", None)
-    assert (view.step, view.total, view.metrics, view.version) == (0, None, {}, None)
-    assert (view.seconds_left(0.0), view.agents(0.0)) == (None, [])
-
-
-def test_steps_and_version_come_from_the_trainer_total_from_the_explorer() -> None:
-    view = RunState("r", None)
-    view.receive(beat("explorer", "explorer-0", detail={"total_batches": 300}), 0.0)
-    view.receive(trainer(7, 1, (2, 6)), 1.0)
-    assert (view.step, view.total, view.version) == (7, 300, "2.6")
-
-
-def test_metrics_are_kept_until_newer_ones_come() -> None:
-    view = RunState("r", 10)
-    view.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5, "rollout/tokens_per_second": 100.0}), 0.0)
-    view.receive(metrics("trainer", 1, **{"sample/staleness/max": 1.0, "perf/tokens_per_second": 5.0}), 0.0)
-    view.receive(metrics("explorer", 2, **{"rollout/reward/mean": 0.75}), 0.0)
-    assert view.metrics == {
-        "rollout/reward/mean": 0.75,
-        "rollout/tokens_per_second": 100.0,
-        "sample/staleness/max": 1.0,
-        "perf/tokens_per_second": 5.0,
-    }
 
 
 def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
@@ -113,24 +87,6 @@ def test_old_beats_of_the_same_process_are_ignored() -> None:
     assert view.agents(2.0)[0].state == "starting"
 
 
-def test_last_word() -> None:
-    view = RunState("r", 20)
-    assert view.final_state("explorer-0") is None
-    view.receive(beat("explorer", "explorer-0", 1), 0.0)
-    assert view.final_state("explorer-0") is None
-    view.receive(beat("explorer", "explorer-0", 2, state="gone"), 0.0)
-    assert view.final_state("explorer-0") == "gone"
-
-
-def test_new_dead_letters_are_news() -> None:
-    view = RunState("r", 20)
-    view.set_depths({"dead": None, "closed": 1})
-    view.set_depths({"dead": 2, "closed": 0})
-    view.set_depths({"dead": 2, "closed": 0})
-    assert view.take_news() == ["2 dead letters: see `trinity-mq dead list r`"]
-    assert view.depths == {"dead": 2, "closed": 0}
-
-
 def test_process_events_that_matter_are_news() -> None:
     view = RunState("r", 20)
     for event in (
@@ -165,41 +121,6 @@ def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
     assert line.startswith("no progress for 31 s: all agents wait for the broker: memory alarm; what to do: free")
 
 
-def test_other_messages_say_nothing() -> None:
-    view = RunState("r", 20)
-    view.receive(Mark(nonce="x"), 0.0)
-    assert (view.agents(0.0), view.metrics, view.take_news()) == ([], {}, [])
-    view.receive(beat("trainer", "trainer-0"), 0.0)
-    assert (view.step, view.version) == (0, None)
-
-
-GATE = {
-    "version": [1, 7],
-    "members": {
-        "engine-1": {"version": None, "state": "pulling"},
-        "engine-0": {"version": [1, 7], "state": "current", "given": [1, 2]},
-    },
-    "phases": {"wait": 0.1, "pause": 2.0, "transfer": 31.4, "apply": 5},
-    "syncs": 8,
-    "aborts": 0,
-    "canary_failures": 1,
-}
-
-
-def test_members_and_the_last_syncs_phases_come_from_the_trainers_beat() -> None:
-    view = RunState("r", 20)
-    view.receive(beat("trainer", "trainer-0", detail={"progress": 7, "committed": [1, 7], "sync": GATE}), 0.0)
-    assert (view.gate.version, view.gate.syncs) == ((1, 7), 8)
-    assert view.gate.members["engine-1"].state == "pulling"
-
-
-@pytest.mark.parametrize("detail", [{}, {"sync": None}, {"sync": {}}, {"sync": {"members": {}, "phases": {}}}])
-def test_a_trainer_without_a_sync_has_no_row_for_it(detail: dict[str, Any]) -> None:
-    view = RunState("r", 20)
-    view.receive(beat("trainer", "trainer-0", detail=detail), 0.0)
-    assert (view.gate.members, view.gate.phases) == ({}, {})
-
-
 def test_evaluations_take_accuracy_before_reward() -> None:
     values = {
         "eval/ops3/accuracy/mean@1": 0.5,
@@ -225,17 +146,6 @@ def test_duration(seconds: float, text: str) -> None:
 
 def explorer(seq: int, **detail: Any) -> Heartbeat:
     return beat("explorer", "explorer-0", seq, detail=detail)
-
-
-def test_a_kind_of_failure_is_news_once_and_its_count_is_kept() -> None:
-    view = RunState("r", 10)
-    failure = {"text": "KeyError: 'a' (bad.py:7)", "first": "task 2 of batch 1"}
-    view.receive(explorer(1, failures=[{**failure, "count": 1, "failed": 1}]), 0.0)
-    assert view.take_news() == ["1 slice failed: KeyError: 'a' (bad.py:7); first: task 2 of batch 1"]
-    view.receive(explorer(2, failures=[{**failure, "count": 9, "failed": 9}]), 0.0)
-    assert view.take_news() == []
-    view.receive(explorer(3), 0.0)
-    assert [failure.count for failure in view.failures] == [9]
 
 
 def test_each_batch_without_anything_to_train_on_is_news() -> None:

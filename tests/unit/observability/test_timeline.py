@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trinity_mq.cli.main import main
+from trinity_mq.observability import timeline
 from trinity_mq.observability.report.text import make_report
+from trinity_mq.observability.timeline import Span, chrome_trace, spans, tracks
 
 LINES = [
     {"time": 1002.0 + n, "role": "trainer", "agent": "trainer-0", "step": n, "time/batch": 0.5} for n in range(1, 9)
@@ -73,7 +79,7 @@ def test_metrics_without_durations(folder: Path, capsys: pytest.CaptureFixture[s
 def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trace").mkdir()
     who = {"role": "explorer", "agent": "explorer-0", "clock": "a", "pid": 1, "offset": 1000.0}
-    spans = [
+    recorded = [
         span
         for batch in (1, 2)
         for span in (
@@ -81,7 +87,7 @@ def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pyt
             ["make manifest", batch, None, batch * 1_010_000 + 390_000, batch * 1_020_000 + 390_000, None, 1, 0, False],
         )
     ]
-    (folder / "trace" / "explorer-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps(spans)}\n")
+    (folder / "trace" / "explorer-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps(recorded)}\n")
     assert main(["timeline", "smoke", "--batch", "1"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("batch 1: 410 ms, no process worked on it for 390 ms\nstages (ms): rollout 400\n")
@@ -93,3 +99,66 @@ def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pyt
     assert main(["timeline", "smoke", "--batch", "7"]) == 2
     assert "has no span of it; wanted 1 to 2" in capsys.readouterr().err
     assert not (folder / "timeline.json").exists()
+
+
+# -- spans from metrics, as a Chrome trace
+
+
+def line(role: str, step: int, at: float, **values: float) -> dict[str, Any]:
+    return {"time": at, "role": role, "agent": f"{role}-0", "step": step, **values}
+
+
+PERIOD = [
+    line("explorer", 1, 1002.0, **{"time/explore": 2.0, "rollout/reward/mean": 0.5}),
+    line("operator", 1, 1002.5, **{"time/operators": 0.25}),
+    line("trainer", 1, 1004.0, **{"time/batch": 1.5, "time/train_step": 1.4, "sample/skipped_step": 0.0}),
+    line("trainer", 1, 1004.5, **{"time/sync": 0.5, "sync/pause_ms": 3.0, "sync/transfer_ms": 400.0}),
+    line("explorer", 1, 1006.0, **{"time/eval": 1.0}),
+    line("trainer", 2, 1006.5, **{"time/batch": 0.5, "sample/skipped_step": 1.0}),
+    line("trainer", 2, 1007.0, **{"time/save": 0.25}),
+]
+
+
+def test_lines_of_others_and_nonsense_tell_nothing() -> None:
+    odd = [
+        {},
+        line("runner", 1, 1000.0, **{"time/explore": 2.0}),
+        line("trainer", 1, 1000.0, **{"time/explore": 2.0}),
+        line("trainer", 1, 1000.0, **{"time/batch": float("nan")}),
+        line("trainer", 1, 1000.0, **{"time/batch": -1.0}),
+        {**line("trainer", 1, 1000.0, **{"time/batch": 1.0}), "time": "noon"},
+        {**line("trainer", 1, 1000.0, **{"time/batch": 1.0}), "step": None},
+        {**line("trainer", 1, 1000.0), "time/batch": True},
+        {**line("trainer", 1, 1000.0), "time/batch": None},
+    ]
+    assert spans(odd) == []
+
+
+def events(lines: list[dict[str, Any]]) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """``(names of processes, activities)`` of the trace."""
+    every = json.loads(chrome_trace(spans(lines)))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in every if event["name"] == "process_name"}
+    return names, [event for event in every if event["ph"] == "X"]
+
+
+def test_the_trace_has_each_activity_in_microseconds_and_a_sync_with_the_explorer_too() -> None:
+    processes, found = events(PERIOD)
+    assert set(processes.values()) == {"explorer-0", "operator-0", "trainer-0"}
+    shown = {(processes[event["pid"]], event["name"]): event for event in found}
+    assert len(shown) == len(found) == 8
+    explore, train = shown["explorer-0", "explore 1"], shown["trainer-0", "train 1"]
+    assert (explore["ts"], explore["dur"], explore["args"]) == (0, 2_000_000, {"batch": 1})
+    assert (train["ts"], train["dur"], train["args"]) == (2_500_000, 1_500_000, {"progress": 1})
+    theirs, ours = shown["trainer-0", "sync 1"], shown["explorer-0", "sync 1"]
+    assert theirs["args"] == {"progress": 1, "pause_ms": 3.0, "transfer_ms": 400.0}
+    assert (theirs["ts"], theirs["dur"]) == (ours["ts"], ours["dur"]) == (4_000_000, 500_000)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20)), max_size=40))
+def test_no_span_covers_another_in_its_track_and_none_is_lost(times: list[tuple[float, float]]) -> None:
+    every = [Span("a", "explorer", "explore", n, start, start + seconds) for n, (start, seconds) in enumerate(times)]
+    spread = tracks(every)
+    assert sorted(span.step for track in spread for span in track) == list(range(len(times)))
+    for track in spread:
+        for before, after in itertools.pairwise(track):
+            assert before.end <= after.start + timeline.SLACK

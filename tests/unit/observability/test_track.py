@@ -74,20 +74,6 @@ def test_each_line_is_sent_once_also_by_a_later_process(tmp_path: Path) -> None:
     assert service.ids == ["", "one-1"], "the same run goes on"
 
 
-def test_a_line_that_is_still_being_written_comes_later_and_a_torn_one_never(tmp_path: Path) -> None:
-    service = Service()
-    forwarder = Forwarder(tmp_path, [service])
-    forwarder.send()
-    write(tmp_path, 1, end="")
-    forwarder.send()
-    assert service.steps == []
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('\n{"step": 2, "ti\n{"step": 3}\n[]\n')
-    write(tmp_path, 4)
-    forwarder.send()
-    assert service.steps == [1, 4]
-
-
 def test_what_is_no_finite_number_is_left_out(tmp_path: Path) -> None:
     line = {"time": 1.0, "step": 1, "a/x": None, "a/y": "text", "a/z": float("inf"), "a/ok": 2, "plain": 3.0}
     (tmp_path / METRICS_FILE).write_text(json.dumps(line) + "\n")
@@ -131,23 +117,21 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert seed.read_text() == "0"
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
-    folder = folder_of_a_run(tmp_path, trackers=[{"kind": "wandb", "offline": True, "project": "p"}])
+@pytest.mark.parametrize(
+    ("kind", "pattern", "parts"),
+    [
+        ("wandb", "offline-run-*/*.wandb", (b"a/b", b"algorithm", b"tracked")),
+        ("swanlab", "run-*/*.swanlab", (b"a/b",)),
+    ],
+)
+def test_a_service_that_keeps_files(tmp_path: Path, kind: str, pattern: str, parts: tuple[bytes, ...]) -> None:
+    folder = folder_of_a_run(tmp_path, trackers=[{"kind": kind, "offline": True, "project": "p"}])
     done = run_track(folder)
     assert done.returncode == 0, done.stderr
-    assert "for `wandb sync`" in done.stdout
-    (file,) = (folder / "trackers" / "wandb").glob("offline-run-*/*.wandb")
+    assert f"for `{kind} sync`" in done.stdout
+    (file,) = (folder / "trackers" / kind).glob(pattern)
     body = file.read_bytes()
-    assert all(word in body for word in (b"a/b", b"algorithm", b"tracked"))
-
-
-def test_swanlab_offline(tmp_path: Path) -> None:
-    folder = folder_of_a_run(tmp_path, trackers=[{"kind": "swanlab", "offline": True, "project": "p"}])
-    done = run_track(folder)
-    assert done.returncode == 0, done.stderr
-    assert "for `swanlab sync`" in done.stdout
-    (file,) = (folder / "trackers" / "swanlab").glob("run-*/*.swanlab")
-    assert b"a/b" in file.read_bytes()
+    assert all(word in body for word in parts)
 
 
 def run_track(folder: Path, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -184,17 +168,16 @@ def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
         Forwarder(tmp_path, [Service()])
 
 
-def test_a_service_that_is_not_installed_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_is_not_installed_or_named_twice_is_said_before_a_run_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = load_config({**SETTINGS, "monitor": {"trackers": [{"kind": "mlflow"}]}})
     assert check_trackers(config) == []
+    with pytest.raises(ConfigError, match="wanted each kind once"):
+        load_config({**SETTINGS, "monitor": {"trackers": [{"kind": "mlflow"}, {"kind": "mlflow"}]}})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"mlflow is not installed: pip install 'trinity-mq\[mlflow\]'"):
         check_trackers(config)
-
-
-def test_each_kind_at_most_once() -> None:
-    with pytest.raises(ConfigError, match="wanted each kind once"):
-        load_config({**SETTINGS, "monitor": {"trackers": [{"kind": "mlflow"}, {"kind": "mlflow"}]}})
 
 
 def test_nothing_about_the_broker_is_shown() -> None:
@@ -217,12 +200,3 @@ async def test_a_run_whose_service_is_away_ends_and_says_how_to_send_the_rest(
     assert line.startswith("metrics were not all sent to mlflow: the process ended with 2, see ")
     assert line.endswith(f"`trinity-mq track {folder}` sends the rest")
     assert "set MLFLOW_TRACKING_URI to a server" in (folder / "logs" / "track.out").read_text()
-
-
-async def test_without_services_nothing_is_started(tmp_path: Path) -> None:
-    config = load_config({**SETTINGS, "run_dir": str(tmp_path / "run")})
-    process = TrackerProcess(config, RunFolder(config), pytest.fail)
-    await process.start()
-    await process.end()
-    process.kill()
-    assert not (tmp_path / "run" / "logs").exists()

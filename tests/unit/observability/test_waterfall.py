@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.observability.waterfall import batches_of, lay_out, median_waterfall, union
+from trinity_mq.observability.waterfall import batches_of, lay_out, median_waterfall
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, shared_span, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
@@ -98,17 +98,6 @@ def test_many_spans_are_written_before_the_end(folder: Path) -> None:
         record("generate", began, began, batch=1)
     assert len(read_trace(folder)) == trace.BUFFERED
     assert len(recorded(folder)) == trace.BUFFERED + 1
-
-
-def test_a_process_that_was_killed_while_it_wrote_costs_one_line(folder: Path) -> None:
-    start_trace("runner", "runner-0", folder, on=True)
-    record("first", 1.0, 2.0, batch=1)
-    trace.flush_trace()
-    with (folder / "trace" / "runner-0.jsonl").open("a") as file:
-        file.write('[["torn",1,nu')
-    start_trace("runner", "runner-0", folder, on=True)
-    record("second", 3.0, 4.0, batch=1)
-    assert [one.what for one in recorded(folder)] == ["first", "second"]
 
 
 def test_clocks_of_one_host_are_kept_and_of_another_shifted_as_a_whole(tmp_path: Path) -> None:
@@ -199,18 +188,3 @@ def test_medians_of_several_leave_out_what_is_seldom() -> None:
     assert [(row.what, round(row.total)) for row in found.rows] == [("make ticket", 200), ("train step", 400)]
     assert [round(gap.took) for gap in found.gaps] == [1650]  # between the two whose gap no rare span cuts
     assert found.worked["trainer"] == pytest.approx(500)
-
-
-def test_no_stage_is_negative_where_a_reader_is_faster_than_the_confirm() -> None:
-    spans = [one("operator", "confirm batch_ready", 1.0, 1.5), one("trainer", "decode chunks", 1.4, 1.6)]
-    assert lay_out(spans, "1").stages == {"operators": pytest.approx(500), "wait for the trainer": 0.0}
-
-
-def test_a_batch_without_spans() -> None:
-    with pytest.raises(KeyError):
-        lay_out(TRACE, "9")
-
-
-def test_the_union_of_intervals() -> None:
-    assert union([]) == []
-    assert union([(5, 6), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (5, 6)]

@@ -135,12 +135,12 @@ GONE = "is gone, or is another one by now"
 )
 async def test_what_is_another_one_by_now_is_not_touched(program: Fake, answer: Any, said: str) -> None:
     program.answers(answer)
-    container, runner = Victim("runner", "mine-runner-1", RUNNER), Victim("runner", "runner-a", "u1")
+    if program.name == "docker":
+        act = ComposeTargets("mine").strike(Victim("runner", "mine-runner-1", RUNNER), "kill")
+    else:
+        act = KubernetesTargets("rl").strike(Victim("runner", "runner-a", "u1"), "kill")
     with pytest.raises(VictimGoneError, match=said):
-        if program.name == "docker":
-            await ComposeTargets("mine").strike(container, "kill")
-        else:
-            await KubernetesTargets("rl").strike(runner, "kill")
+        await act
     assert program.did("inspect", "get") == []
 
 
