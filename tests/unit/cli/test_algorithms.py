@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from trinity_mq.cli.algorithms import NEEDS, needs_of
 from trinity_mq.cli.main import main
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.config.algorithm.presets import PRESETS
@@ -50,21 +49,3 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean gspo" in capsys.readouterr().err
     assert main(["algorithms", "show", "gspo", "surrogate.lo=1"]) == 2
     assert "lo" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "needs"),
-    [
-        ("grpo", ["runs"]),
-        ("ppo", ["critic", "ref"]),
-        ("rae", ["roles"]),
-        ("decoupled", ["runs", "old"]),
-        ("dpo", ["pairs", "ref"]),
-        ("mix", ["runs", "answers"]),
-        ("on_policy_distill", ["teacher"]),
-    ],
-)
-def test_needs(name: str, needs: list[str]) -> None:
-    found = needs_of(AlgorithmConfig.model_validate({"algorithm_type": name}))
-    assert found == needs
-    assert set(found) <= set(NEEDS)

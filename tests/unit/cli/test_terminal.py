@@ -19,12 +19,9 @@ from trinity_mq.cli import main as cli
 from trinity_mq.cli.dead import paragraph
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import FailureStatus, Heartbeat
-from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, render_table
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.operations.dead_letters import row
-from trinity_mq.operations.review import full_text, summary_lines
-from trinity_mq.reviews.ledger import Review
 from trinity_mq.terminal import (
     EscapingStream,
     escape_and_indent,
@@ -172,19 +169,6 @@ def test_dead_letters() -> None:
     letter = Incoming(body=b"", exchange="", routing_key="", queue="q", message_id=HOSTILE, headers=headers)
     assert is_harmless("".join(row(letter)), allowed="")
     assert is_harmless("\n".join(paragraph(1, row(letter), 100)))
-
-
-def test_reviews() -> None:
-    call = ReviewedCall(prompt=HOSTILE, response=HOSTILE)
-    fields: dict[str, Any] = {
-        "request": "0123456789abcdef",
-        "uid": HOSTILE,
-        "reasons": [HOSTILE],
-        "parts": {HOSTILE: 1.0},
-    }
-    request = ReviewRequest(batch=1, ticket="t", asked=0.0, deadline=1.0, calls=[call], **fields)
-    assert is_harmless("\n".join(summary_lines(Review(request), 0.0)))
-    assert is_harmless(full_text(Review(request), 0.0))
 
 
 def test_the_guard_is_one_however_often_it_is_set() -> None:

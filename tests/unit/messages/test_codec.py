@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgpack
 import pytest
 
@@ -53,11 +51,6 @@ MESSAGES: list[Message] = [
 def test_round_trip(message: Message) -> None:
     assert decode_any(encode(message)) == message
     assert decode(encode(message), type(message)) == message
-
-
-def test_json_is_accepted() -> None:
-    body = json.dumps({"kind": "task_submission", "task": {"raw_task": {"question": "x"}}}).encode()
-    assert decode(body, TaskSubmission, "application/json").task.raw_task == {"question": "x"}
 
 
 def test_unknown_fields_are_ignored_so_that_a_newer_writer_can_be_read() -> None:

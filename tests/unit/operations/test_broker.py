@@ -74,18 +74,6 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
-async def test_one_that_dies_comes_back_where_it_was(tmp_path: Path) -> None:
-    told = asyncio.Event()
-    async with private_broker(tmp_path, SupervisorConfig(), lambda _text: told.set()) as url:
-        bus = create_bus(BrokerConfig(url=url), Topology("t"), "test")
-        await bus.connect()
-        os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
-        async with asyncio.timeout(50):
-            await told.wait()
-            await bus.declare(Topology("t").submitted)
-        await bus.close()
-
-
 async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
     async with asyncio.timeout(50):
         with pytest.RaisesGroup(pytest.RaisesExc(NodeError, match="died 1 times within 600 s")):

@@ -16,8 +16,6 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from trinity_mq.cli import debug
-from trinity_mq.cli import main as cli
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.models.model_folder import ensure_model_folder
@@ -26,13 +24,6 @@ from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
 from trinity_mq.operations.debug.run import find_task
 from trinity_mq.operations.debug.show_call import call_json, choices, show_call
 from trinity_mq.terminal import escape_unsafe
-
-
-def test_the_words_lead_to_functions() -> None:
-    words = ["workflow", "c.yaml", "a.b=c", "--task", "3", "--engine", "http://h", "--json"]
-    arguments = cli.argument_parser().parse_args(["debug", *words])
-    assert arguments.function is debug.workflow
-    assert (arguments.overrides, arguments.task, arguments.engine) == (["a.b=c"], "3", "http://h")
 
 
 @pytest.mark.parametrize(

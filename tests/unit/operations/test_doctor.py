@@ -19,10 +19,7 @@ from trinity_mq.operations.doctor.checks import (
     FLAGS,
     MACHINE_CHECKS,
     DoctorFinding,
-    allows,
     findings,
-    names_of,
-    size,
 )
 from trinity_mq.operations.doctor.facts import (
     API_PATHS,
@@ -211,15 +208,6 @@ def test_a_run_that_is_over_and_one_that_can_go_on(tmp_path: Path) -> None:
     assert Needs.of(config, None).folder_finished is False
     (tmp_path / "finished").touch()
     assert Needs.of(config, None).folder_finished is True
-
-
-def test_all_kinds_of_names_are_asked_about() -> None:
-    assert NEEDS.topology is not None
-    names = names_of(NEEDS.topology)
-    assert all(name.startswith("tmq.x.") for name in names)
-    assert {"tmq.x.tasks", "tmq.x.tasks.train", "tmq.x.lock.trainer"} <= set(names)
-    assert not allows("", "tmq.x.tasks")
-    assert allows("asks", "tmq.x.tasks"), "a pattern matches anywhere"
 
 
 # -- policies
@@ -420,17 +408,6 @@ def test_the_report() -> None:
     assert report[-3] == "-        c   not looked at, because nobody told"
     assert report[-2:] == [" " * 11 + "to look: there", "1 ok, 1 problem, 1 not looked at"]
     assert max(map(len, report)) <= 120
-
-
-def test_sizes() -> None:
-    assert [size(0), size(1023), size(2**20), size(1.5 * GIB), size(3000 * GIB), size(2.0**52)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1 MiB",
-        "1.5 GiB",
-        "2.9 TiB",
-        "4096 TiB",
-    ]
 
 
 def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(

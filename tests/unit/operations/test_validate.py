@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS, PLAIN_WORKFLOWS
+from trinity_mq.operations.validate import GREEDY_WORKFLOWS
 from trinity_mq.runtime import plugins
 from trinity_mq.testing.scripted import byte_codec
-from trinity_mq.workflows import load_workflow
 
 
 def write(folder: Path, text: str) -> str:
@@ -173,11 +172,6 @@ def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: py
     assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 2
 
 
-def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "/no/such.yaml"]) == 2
-    assert capsys.readouterr().err == "trinity-mq validate: /no/such.yaml: cannot be read: No such file or directory\n"
-
-
 def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     queue = "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue}}"
     assert main(["validate", write(tmp_path, queue), f"broker.blob_store={tmp_path}/blobs"]) == 0
@@ -258,19 +252,6 @@ def test_a_workflow_that_cannot_run_is_refused(
 
 
 @pytest.mark.usefixtures("_path_as_before")
-def test_history_that_is_on_is_no_problem(tmp_path: Path) -> None:
-    more = "explorer: {rollout_model: {enable_history: true}}"
-    assert main(["validate", with_workflow(tmp_path, "validated_workflows.Steps", more)]) == 0
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_a_plug_in_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "model: {tiny: {}}\nplugin_dirs: [nowhere]\nbuffer: {taskset: {storage_type: queue}}"
-    assert main(["validate", write(tmp_path, text)]) == 2
-    assert "plugin_dirs: there is no folder 'nowhere'" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("_path_as_before")
 @pytest.mark.parametrize(
     ("name", "said"),
     [("Plain", "Plain.process is a plain function"), ("Awaited", "Awaited.process is an async function"), ("Good", "")],
@@ -290,12 +271,6 @@ def test_an_operator_of_the_wrong_form_is_refused(
 def test_a_greedy_run_is_made_and_used(tmp_path: Path, name: str) -> None:
     given = f"workflow: {name}, workflow_args: {{greedy_baseline: true}}"
     assert main(["validate", write(tmp_path, REMAX.format(given))]) == 0
-
-
-def test_the_plain_workflows_need_no_arguments_and_no_history() -> None:
-    for name in PLAIN_WORKFLOWS:
-        for kind in (load_workflow(name), load_workflow(f"async_{name}")):
-            assert (kind.arguments_kind, kind.needs_history) == (None, False)
 
 
 OWN = """

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.agents.world import experience
 from tests.unit.observability.test_run_state import beat, metrics
-from trinity_mq.experience import DecodeError, ExperienceBatch
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
 from trinity_mq.observability import samples
@@ -93,17 +93,6 @@ def test_the_same_sample_is_shown_once_and_only_what_is_new_is_asked_for() -> No
     assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8]
 
 
-def test_the_oldest_samples_go_first() -> None:
-    store = SampleStore(max_rows=10)
-    first = decoded(body(0), 0, {})
-    store.add(first)
-    for batch in range(1, 20):
-        store.add(decoded(body(batch), batch, {}))
-        assert len(store) <= 10
-    assert store.body_of(next(iter(first.rows))) is None
-    assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
-
-
 def test_what_nobody_looks_at_is_bounded_too() -> None:
     store = SampleStore(max_bytes=5 * len(body(10)))
     for batch in range(10, 30):
@@ -150,11 +139,6 @@ async def test_who_goes_away_while_samples_are_decoded_costs_none(monkeypatch: p
     assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1}
     await store.decode()
     assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1, 2}
-
-
-def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:
-    with pytest.raises(DecodeError):
-        decoded(body(1)[:-20], 1, {})
 
 
 class Observed:
@@ -312,13 +296,6 @@ def test_news_have_the_time_at_which_they_happened() -> None:
         (1007.0, "3 slices failed"),
         (1007.0, "3 dead letters"),
     ]
-
-
-def test_a_failure_right_after_the_start_of_an_agent_has_its_time() -> None:
-    found = Observed()
-    failures = [{"text": "KeyError: 'a'", "count": 1, "failed": 1, "first": "task 2 of batch 1"}]
-    found.receive(beat("explorer", "explorer-0", 1, detail={"failures": failures}))
-    assert found.shown()["news"][0][0] == 1000.0
 
 
 def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:

@@ -2,20 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 from trinity_mq.telemetry.aggregate import best_and_worst, best_of_sizes, pass_at
-
-
-def test_runs_to_task_keeps_the_ends_of_keys() -> None:
-    assert aggregate_runs([{"a": 1, "n:sum": 1}, {"a": 3, "n:sum": 2}]) == {"a": 2.0, "n:sum": 3.0}
 
 
 def test_every_end() -> None:
@@ -81,17 +75,6 @@ def test_durations_of_an_evaluation_are_plain_means() -> None:
     assert aggregate_eval_runs(runs) == durations | {"timely/mean@1": 1.0, "timely/std@1": 0.0}
 
 
-def test_eval_of_one_run_has_no_best_of() -> None:
-    assert aggregate_eval_runs([{"accuracy": 1.0}]) == {"accuracy/mean@1": 1.0, "accuracy/std@1": 0.0}
-
-
-@pytest.mark.parametrize(("n", "wanted"), [(2, {2}), (3, {2, 3}), (8, {2, 4, 8}), (9, {2, 4, 8, 9})])
-def test_eval_sizes(n: int, wanted: set[int]) -> None:
-    found = aggregate_eval_runs([{"a": float(i)} for i in range(n)])
-    assert {int(key.rpartition("@")[2]) for key in found if "best@" in key} == wanted
-    assert all(0 <= found[f"a/worst@{k}"] < found[f"a/mean@{n}"] < found[f"a/best@{k}"] <= n - 1 for k in wanted)
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.integers(1, 4))
 def test_best_and_worst_of_k_are_the_means_over_all_draws(values: list[float], k: int) -> None:
@@ -99,13 +82,6 @@ def test_best_and_worst_of_k_are_the_means_over_all_draws(values: list[float], k
     best, worst = best_and_worst(values, k)
     assert best == pytest.approx(statistics.fmean(map(max, draws)), abs=1e-9)
     assert worst == pytest.approx(statistics.fmean(map(min, draws)), abs=1e-9)
-
-
-def test_a_bootstrap_estimates_best_and_worst() -> None:
-    values = [random.Random(5).random() for _ in range(12)]
-    rows = np.asarray(values)[np.random.default_rng(0).integers(0, 12, size=(200_000, 8))]
-    best, worst = best_and_worst(values, 8)
-    assert (best, worst) == pytest.approx((rows.max(axis=1).mean(), rows.min(axis=1).mean()), abs=2e-3)
 
 
 @settings(deadline=None, max_examples=50)
@@ -125,11 +101,6 @@ def test_many_tasks_at_once_are_each_as_if_aggregated_alone(tasks: list[list[flo
 
 def names(n: int) -> list[str]:
     return [f"mean@{n}", f"std@{n}", *(f"{what}@{k}" for k in best_of_sizes(n) for what in ("best", "worst"))]
-
-
-def test_a_key_that_only_some_runs_have_counts_those_runs() -> None:
-    first, second = aggregate_eval_runs([{"a": 1, "b": 1}, {"a": 3}]), aggregate_eval_runs([{"a": 5}])
-    assert (first["a/mean@2"], first["b/mean@1"], second["a/mean@1"]) == (2.0, 1.0, 5.0)
 
 
 def test_a_value_that_is_not_finite_spoils_its_own_metric_only() -> None:
@@ -161,8 +132,3 @@ def test_eval_tasks_to_evaluation() -> None:
         "eval/x/acc/mean@1/min": 0.0,
         "eval/x/acc/mean@1/std": pytest.approx((0.5 / 3) ** 0.5),
     }
-
-
-def test_nothing_gives_nothing() -> None:
-    assert aggregate_runs([]) == aggregate_tasks([], "x") == aggregate_eval_tasks([], "x") == {}
-    assert aggregate_eval_runs([]) == aggregate_eval_runs([{}]) == {}

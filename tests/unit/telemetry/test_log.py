@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
-from trinity_mq.telemetry import get_logger, mask_passwords, setup_logging, work_for
+from trinity_mq.telemetry import get_logger, setup_logging, work_for
 
 
 @pytest.fixture(autouse=True)
@@ -135,14 +135,6 @@ def test_passwords_are_masked_everywhere(tmp_path: Path, capsys: pytest.CaptureF
     assert lines(tmp_path)[0]["url"] == "amqp://guest:***@localhost:5672/"
 
 
-def test_a_logger_made_before_the_set_up_follows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    early = structlog.get_logger("early")
-    setup_logging("runner", "trainer-0", tmp_path)
-    early.info("hello")
-    assert [(line["event"], line["logger"]) for line in lines(tmp_path)] == [("hello", "early")]
-    assert capsys.readouterr().out == ""
-
-
 def test_level_and_chatty_libraries(tmp_path: Path) -> None:
     setup_logging("runner", "trainer-0", tmp_path, level="warning")
     get_logger("x").info("quiet")
@@ -152,14 +144,6 @@ def test_level_and_chatty_libraries(tmp_path: Path) -> None:
     setup_logging("runner", "trainer-0", tmp_path, level="debug")
     logging.getLogger("httpx").info("GET / again")
     assert [line["event"] for line in lines(tmp_path)] == ["loud", "GET / again"]
-
-
-def test_set_up_again_replaces_the_handlers_and_appends_to_the_file(tmp_path: Path) -> None:
-    setup_logging("runner", "trainer-0", tmp_path)
-    get_logger("x").info("first")
-    setup_logging("runner", "trainer-0", tmp_path)
-    get_logger("x").info("second")
-    assert [line["event"] for line in lines(tmp_path)] == ["first", "second"]
 
 
 WRITER = """
@@ -240,16 +224,3 @@ def test_without_a_run_folder_only_errors_show(tmp_path: Path, capsys: pytest.Ca
     get_logger("x").error("bad", code=3)
     assert capsys.readouterr() == ("", "submit: bad code=3\n")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ("amqp://u:p@h/", "amqp://u:***@h/"),
-        ("see amqps://u:p%2F@h:5671/v now", "see amqps://u:***@h:5671/v now"),
-        ("http://host:8000/v1", "http://host:8000/v1"),
-        ("a@b.c: amqp://u@h", "a@b.c: amqp://u@h"),
-    ],
-)
-def test_mask(text: str, masked: str) -> None:
-    assert mask_passwords(text) == masked

@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from trinity_mq.telemetry import MetricsWriter, read_metrics
 
 
@@ -73,23 +71,6 @@ def test_torn_lines_are_left_out_and_ended(tmp_path: Path) -> None:
     writer.write(3, {})
     writer.close()
     assert [line["step"] for line in read_metrics(path)] == [1, 3]
-
-
-def test_blank_lines_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\n{"step": 2}\n')
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-
-
-def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-def test_close_twice_is_fine(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=True)
-    writer.close()
-    writer.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        writer.write(1, {"a": 1.0})
 
 
 def test_tensorboard_reads_what_was_written_and_no_torch_is_imported(tmp_path: Path) -> None:

@@ -38,15 +38,6 @@ def test_a_reader_follows_what_is_appended(tmp_path: Path, opened: Opened) -> No
     assert [one.step for one in reader.read()] == [3]
 
 
-def test_another_process_goes_on_in_a_segment_of_its_own(tmp_path: Path, opened: Opened) -> None:
-    for step in (1, 2):
-        log = opened(tmp_path, 2**20)
-        log.append(step, b"body")
-        log.close()
-    assert len(segments(tmp_path)) == 2
-    assert [one.step for one in SampleLogReader(tmp_path).read()] == [1, 2]
-
-
 def test_records_of_a_newer_release_are_named_and_those_of_ours_are_read(tmp_path: Path, opened: Opened) -> None:
     for step in (1, 2, 3):
         log = opened(tmp_path, 2**20)

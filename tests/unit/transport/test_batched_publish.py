@@ -3,8 +3,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-import pytest
-
 from trinity_mq.transport.batched_publish import BatchedPublish
 
 
@@ -83,18 +81,6 @@ async def test_a_failure_is_everybodys_who_was_in_that_call_and_nobody_elses() -
     assert await together.publish("k", "d") == "k:d"
 
 
-async def test_one_who_leaves_takes_nobody_along() -> None:
-    calls = Calls()
-    together = made(calls)
-    first, second = (asyncio.ensure_future(together.publish("k", item)) for item in "ab")
-    await turns()
-    first.cancel()
-    await turns()
-    calls.gate.set()
-    assert await second == "k:b"
-    assert first.cancelled()
-
-
 async def test_closing_ends_what_waits_and_leaves_no_task() -> None:
     calls = Calls()
     together = made(calls, max_batch_size=1)
@@ -123,12 +109,3 @@ async def test_lingering_gathers_what_comes_apart_in_time() -> None:
     seconds[0] = 0.0
     await asyncio.gather(together.publish("k", "a"), later())
     assert calls.made[1:] == [("k", ["a"]), ("k", ["b"])]
-
-
-async def test_a_wrong_number_of_answers_is_an_error() -> None:
-    async def short(key: str, items: list[str]) -> list[str]:
-        return items[:-1]
-
-    together: BatchedPublish[str, str, str] = BatchedPublish(short, max_batch_size=10)
-    with pytest.raises(ValueError, match="zip"):
-        await together.publish("k", "a")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,14 +286,6 @@ def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch:
 # -- opening one
 
 
-def test_it_is_opened_where_one_is_configured(tmp_path: Path) -> None:
-    assert open_store(BrokerConfig(), "r") is None
-    store = open_store(BrokerConfig(blob_store=f"{tmp_path}/b/", max_batch_bytes=1 << 21), "r")
-    assert store is not None
-    assert (store.url, store.max_bytes) == (f"file://{tmp_path}/b/r", 1 << 21)
-    assert not (tmp_path / "b").exists()
-
-
 def test_a_store_that_no_library_opens_is_fatal_at_the_start() -> None:
     with pytest.raises(FatalError, match=r"broker\.blob_store: no library opens nosuch:// URLs here"):
         open_store(BrokerConfig(blob_store="nosuch://bucket/x"), "r")
@@ -341,14 +331,6 @@ async def test_a_store_that_hangs_is_given_up() -> None:
     released.set()
 
 
-def test_other_errors_pass_at_once() -> None:
-    def damaged() -> None:
-        raise BlobDamaged("x")
-
-    with pytest.raises(BlobDamaged):
-        run_virtually(run_with_store_retries(damaged))
-
-
 # -- bodies that stand for one
 
 
@@ -373,9 +355,3 @@ def test_how_much_a_body_will_take(store: BlobStore) -> None:
     large = encode(changed(reference, bytes=LIMIT + 1))
     assert resolved_size(store, large, REFERENCE) == len(large)
     assert resolved_size(store, b"junk", REFERENCE) == 4
-
-
-def test_its_library_is_not_imported_before_it_is_needed() -> None:
-    modules = "trinity_mq.transport.batch_blobs, trinity_mq.launch.configured_run"
-    code = f"import sys, {modules}; sys.exit('fsspec' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

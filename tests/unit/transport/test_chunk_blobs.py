@@ -40,12 +40,6 @@ def test_what_the_oldest_kept_checkpoint_has_behind_it_goes(store: BlobStore) ->
     assert left(store) == "f"
 
 
-def test_a_restarted_trainer_removes_what_its_predecessor_left(store: BlobStore) -> None:
-    blobs = ChunkBlobs(store, keep=1)
-    saved(blobs, ["a", "b", "never stored"])
-    assert left(store) == "cdef"
-
-
 def test_a_set_that_comes_after_its_batch_was_consumed_goes_with_the_next_save(store: BlobStore) -> None:
     blobs = ChunkBlobs(store, keep=1)
     saved(blobs, "a")
@@ -65,7 +59,3 @@ def test_a_store_that_is_away_costs_no_more_than_some_seconds(store: BlobStore, 
     (tmp_path / "aside").rename(tmp_path / "blobs")
     saved(blobs, "ab")
     assert left(store) == "cdef"
-
-
-def test_without_a_store_there_is_nothing_to_do() -> None:
-    saved(ChunkBlobs(None, keep=2), "a", last=True)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming
-from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
+from trinity_mq.experience import DecodeError, Experience
 from trinity_mq.messages.batches import Accepted, BatchClosed, Wanted
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import ReceivedPart, decode_parts, requested_parts, shared_part_message
@@ -46,13 +46,6 @@ def test_a_shared_part_says_whose_experiences_it_holds_and_how_old_they_are() ->
     assert mail.kind == "experience_part"
     assert mail.message_id == "a-0+2"
     assert "policy_version" not in shared_part_message(MEMBERS[2:], b"").headers
-
-
-def test_each_attempt_finds_its_own() -> None:
-    incoming = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
-    batch = ExperienceBatch.decode(incoming.body)
-    found = {share.key: [each.eid.run for each in share.of(batch)] for share in attempt_rows_of(incoming)}
-    assert found == {("a", 0): [0, 1], ("b", 0): [4], ("c", 0): [6, 7, 8]}
 
 
 @pytest.mark.parametrize(
@@ -119,19 +112,6 @@ def test_submitters_get_their_own_share_and_no_more() -> None:
     assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
     damaged = received(shared_part_message(MEMBERS, b"no experiences"))
     assert list(requested_parts(manifest, parts_of(damaged))) == []
-
-
-def test_parts_of_several_messages_are_read_in_whatever_order_the_manifest_has() -> None:
-    others = (member("d", 9), member("e", 10, 11))
-    alone = (member("f", 12, 13),)
-    groups = (MEMBERS, others, alone)
-    parts = parts_of(*(received(shared_part_message(group, body_of(*group))) for group in groups))
-    runs = {one.attempt: [each.eid.run for each in one.experiences] for group in groups for one in group}
-
-    for order in (["a", "b", "c", "d", "e", "f"], ["f", "c", "e", "a", "d"], ["e"], ["c", "d", "b"], []):
-        found, bad = decode_parts([parts[name, 0] for name in order], None)
-        assert [each.eid.run for each in found] == [run for name in order for run in runs[name]]
-        assert not bad
 
 
 def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None:

@@ -50,15 +50,6 @@ def test_without_a_store_the_error_names_the_setting_and_the_experience() -> Non
         split_to_size([experience(run=0), experience(run=7, length=100_000)], LIMIT)
 
 
-def test_with_one_only_the_large_one_is_over_the_limit(store: BlobStore) -> None:
-    bodies = split_to_size(
-        [experience(run=run, length=100_000 if run == 2 else 4) for run in range(5)], LIMIT, store=store
-    )
-    assert runs(bodies) == [0, 1, 2, 3, 4]
-    (large,) = [body for body in bodies if len(body) > LIMIT]
-    assert runs([large]) == [2]
-
-
 def test_what_no_reader_would_take_is_refused(store: BlobStore) -> None:
     with pytest.raises(MessageTooLarge, match=r"over broker\.max_batch_bytes 1048576"):
         split_to_size([experience(length=200_000)], LIMIT, store=store)

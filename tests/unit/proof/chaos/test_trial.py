@@ -16,7 +16,6 @@ from trinity_mq.proof.chaos.trial import (
     TrialOutcome,
     _first_steps,
     _points_passed,
-    _rates,
     _recovered,
     _wait_for_further_steps,
 )
@@ -80,17 +79,6 @@ def test_a_run_that_ends_before_the_first_fault_is_said() -> None:
         run_virtually(_first_steps(RunObserver(), 5, lambda: True), limit=1000)
     with pytest.raises(CommandError, match="300 s have passed after 0 train steps"):
         run_virtually(_first_steps(RunObserver(), 5, lambda: False), limit=1000)
-
-
-def test_rates_are_those_before_the_first_fault_and_while_there_were_some() -> None:
-    witness = RunObserver()
-    for number in range(1, 8):
-        step(witness, number, float(number))
-    step(witness, 8, 13.0)
-    step(witness, 9, 19.0)
-    done = [InjectedFault(FAULT, 7.0, recovered=13.0), InjectedFault(FAULT, 14.0, recovered=19.0)]
-    assert _rates(done, witness) == (60.0, 10.0)
-    assert _rates([InjectedFault(FAULT)], witness) == (None, None)
 
 
 def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation() -> None:
