@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgpack
 import pytest
 
-from trinity_mq.messages import DecodeError, Message, codec, decode, decode_any, encode
+from trinity_mq.messages import DecodeError, Message, codec, decode, decode_any
 
 
 class Parcel(Message):
@@ -50,12 +50,6 @@ def parcel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_version_becomes_the_newest(fields: dict[str, Any]) -> None:
     body = msgpack.packb({"kind": "parcel", **fields})
     assert decode_any(body) == decode(body, Parcel) == Parcel(grams=2000, to=["ann"])
-
-
-def test_the_newest_is_written() -> None:
-    message = Parcel(grams=1, to=[], note="n")
-    assert msgpack.unpackb(encode(message))["version_number"] == 3
-    assert decode_any(encode(message)) == message
 
 
 @pytest.mark.parametrize("version", [4, 0, -1, 1.0, "1", True, None, [1]])

@@ -13,17 +13,20 @@ import torch
 
 from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
 from tests.legacy_bodies import trxp
+from tests.unit.agents.world import experience
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
-from trinity_mq.errors import CommandError
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
+from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference
 from trinity_mq.observability.experiences.printer import Printer
+from trinity_mq.observability.experiences.show_experience import as_json, json_fields
 from trinity_mq.observability.experiences.stream import QUIET_SECONDS, ExperienceFilter, ReadyReader, StreamSummary
+from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, select_fields
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationAnswer, EvaluationLog, EvaluationQuestion
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import chunk_message
 
@@ -82,33 +85,6 @@ def play(act: Act, stream: Stream | None = None) -> Any:
     return run_virtually(main(), limit=2000)
 
 
-def test_decided_batches_in_the_order_of_the_stream_and_the_stream_stays() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.put(envelope(Mark(nonce="of somebody else")))
-        await stream.whole(2)
-        await stream.whole(1, made(1), made(1, run=1))
-        await stream.put(envelope(RunEnd(batches=2)))
-        for _ in range(2):
-            seen = await stream.look()
-            assert stream.runs == [(2, 0, 0, 0), (1, 0, 0, 0), (1, 0, 1, 0)]
-            assert (seen.batches, seen.experiences, seen.notes, seen.incomplete) == (["2", "1"], 3, [], [])
-
-    play(act)
-
-
-def test_it_ends_where_the_stream_ends_though_more_may_come() -> None:
-    async def act(stream: Stream) -> None:
-        assert (await stream.look()).batches == []
-        await stream.chunk(1, made(1))
-        seen = await stream.look()
-        assert (stream.runs, seen.incomplete, seen.batches) == ([], ["1"], [])
-        await stream.ready(1)
-        assert (await stream.look()).incomplete == []
-        assert stream.runs == [(1, 0, 0, 0)]
-
-    play(act)
-
-
 @pytest.mark.parametrize(
     ("wanted", "runs"),
     [
@@ -157,16 +133,6 @@ def test_a_failed_batch_that_was_run_again_is_seen() -> None:
         seen = await stream.look()
         assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
         assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
-
-    play(act)
-
-
-def test_enough_is_enough() -> None:
-    async def act(stream: Stream) -> None:
-        for batch in range(5):
-            await stream.whole(batch)
-        stream.enough = 2
-        assert (await stream.look()).batches == ["0", "1"]
 
     play(act)
 
@@ -238,17 +204,6 @@ def test_a_cut_stream_begins_where_it_begins() -> None:
         assert stream.runs == [(9, 0, 0, 0)]
 
     play(act, stream)
-
-
-def test_a_run_that_is_not_there_is_not_made_by_looking() -> None:
-    async def main() -> None:
-        stream = Stream()
-        await stream.bus.connect()
-        with pytest.raises(CommandError, match=r"run 'seen' has no stream of experiences on this broker"):
-            await stream.look()
-        assert await stream.bus.depth(stream.topology.ready.name) is None
-
-    run_virtually(main())
 
 
 def test_a_broker_that_takes_no_messages_is_read_until_it_is_quiet() -> None:
@@ -399,3 +354,117 @@ def test_wrong_words_are_explained(body: str, capsys: pytest.CaptureFixture[str]
     assert "--limit is 0" in capsys.readouterr().err
     assert main(["inspect", body, "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder with three evaluations of two sets."""
+    (tmp_path / "config.yaml").write_text(f"name: r\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}\n")
+    log = EvaluationLog(tmp_path, 2**20)
+    for name, label in (("sums", 0), ("sums", 5), ("words", 5)):
+        questions = [
+            EvaluationQuestion(
+                task=task,
+                question=f"{name} {task}?",
+                expected="7" if task else None,
+                answers=[EvaluationAnswer(run=run, answer=f"{run} at {label}", reward=run / 2) for run in range(2)],
+                failure="run 2: KeyError" if task == 2 else None,
+            )
+            for task in range(3)
+        ]
+        log.append(Evaluation(set=name, label=label, time=9.0, questions=questions))
+    return tmp_path
+
+
+def test_the_last_evaluation_of_each_set_by_question(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder), "--evaluation"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("question 2") == 2
+    for words in (
+        "sums at 5, question 1",
+        "asked  sums 1?",
+        "expected  7",
+        "expected  unknown",
+        "run 1  reward 0.5: 1 at 5",
+    ):
+        assert words in out
+    assert "failure  run 2: KeyError" in out
+    assert "at 0" not in out
+
+
+def test_one_question_of_one_evaluation_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", str(folder), "--evaluation", "sums", "--step", "0", "--task", "1", "--json"]
+    assert main(words) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["set"], found["label"], found["task"], found["expected"]) == ("sums", 0, 1, "7")
+    assert [one["answer"] for one in found["answers"]] == ["0 at 0", "1 at 0"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--limit", "2"], 0, "2 of 6 questions shown"),
+        (["nothing"], 1, "answers are kept of: sums at 0, sums at 5, words at 5"),
+        (["--step", "7"], 1, "no question matches"),
+    ],
+)
+def test_what_is_not_shown_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], code: int, words: str
+) -> None:
+    assert main(["inspect", str(folder), "--evaluation", *more]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_without_answers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: r\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}\n")
+    assert main(["inspect", str(tmp_path), "--evaluation"]) == 1
+    assert "eval_answers_max_bytes" in capsys.readouterr().err
+    assert main(["inspect", "no-such-run", "--evaluation"]) == 2
+    assert "has none here" in capsys.readouterr().err
+
+
+def test_parts_of_a_field_by_a_dot_and_what_is_not_there_as_null() -> None:
+    whole = {"eid": {"batch": 1}, "metrics": {"a.b": 2.0}, "reward": 1.0}
+    assert select_fields(whole, ["reward", "eid.batch", "eid.none", "prompt_text", "reward.x"]) == {
+        "reward": 1.0,
+        "eid.batch": 1,
+        "eid.none": None,
+        "prompt_text": None,
+        "reward.x": None,
+    }
+
+
+def test_every_field_of_an_experience_may_be_chosen() -> None:
+    one = experience(length=5, advantages=[0.0, 0.0, 0.0], response_text="x")
+    assert set(as_json(one, TokenTexts())) <= set(json_fields())
+
+
+def test_each_third_one_over_the_limits_of_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ExperienceLinePrinter(None, ["eid.run"], 3)
+    made = [experience(eid=EID(batch=1, task=0, run=run)) for run in range(10)]
+    for part in (made[:1], made[1:5], made[5:]):
+        assert lines.take([ExperienceBatch.of(part)]) is False
+    shown = [json.loads(line)["eid.run"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [0, 3, 6, 9]
+    assert lines.printed == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "yesterday"], "wanted beginning, now, or the number of a batch"),
+        (["--no-follow"], "--from now with --no-follow shows nothing"),
+        (["--every", "0"], "wanted at least 1"),
+        (["--fields", "reward,advantage"], "wanted names separated by commas, out of: eid"),
+        (["--fields", ","], "wanted names separated by commas"),
+        ([], "no broker is known for run 'nowhere'"),
+    ],
+)
+def test_mistakes_are_told(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["tap", "nowhere", *words]) == 2
+    assert said in capsys.readouterr().err

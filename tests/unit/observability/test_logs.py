@@ -116,12 +116,6 @@ def test_no_line_of_a_log_file_is_a_fault(tmp_path: Path, capsys: pytest.Capture
     assert "runs failed" in capsys.readouterr().out
 
 
-@given(st.text())
-def test_whatever_is_in_a_file_is_a_line_or_none(text: str) -> None:
-    made = parse(text)
-    assert made is None or "\n" not in format_line(made)
-
-
 def test_ages() -> None:
     assert [since(text, lambda: 1000.0) for text in (None, "90", "10m", "0.1h")] == [None, 910.0, 400.0, 640.0]
     with pytest.raises(CommandError, match="such as 10m"):

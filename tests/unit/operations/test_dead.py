@@ -1,4 +1,4 @@
-"""``trinity-mq dead``: how letters are listed, which go back to operators or trainer, and what is said of the others."""
+"""``trinity-mq dead``: how letters are listed, which go back to operators or trainer, and what is said of others."""
 
 from __future__ import annotations
 

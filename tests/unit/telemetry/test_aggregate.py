@@ -120,15 +120,3 @@ def test_no_number_ends_who_aggregates_it(value: float) -> None:
     tasks = [aggregate_eval_runs(runs)] * 2
     assert "a/best@2" in tasks[0]
     assert aggregate_eval_tasks(tasks, "x", detailed=True).keys() >= {"x/a/best@2/std"}
-
-
-def test_eval_tasks_to_evaluation() -> None:
-    tasks = [{"acc/mean@1": 1.0}, {"acc/mean@1": 0.0}, {"acc/mean@1": 0.5}]
-    assert aggregate_eval_tasks(tasks, "eval/x") == {"eval/x/acc/mean@1": 0.5}
-    detailed = aggregate_eval_tasks(tasks, "eval/x", detailed=True)
-    assert detailed == {
-        "eval/x/acc/mean@1/mean": 0.5,
-        "eval/x/acc/mean@1/max": 1.0,
-        "eval/x/acc/mean@1/min": 0.0,
-        "eval/x/acc/mean@1/std": pytest.approx((0.5 / 3) ** 0.5),
-    }

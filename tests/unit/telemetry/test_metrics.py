@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from trinity_mq.telemetry import MetricsWriter, read_metrics
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.telemetry import MetricsWriter, read_metrics, sparkline
+from trinity_mq.telemetry.tail import Tail
 
 
 def test_one_line_a_step(tmp_path: Path) -> None:
@@ -95,3 +100,52 @@ def test_tensorboard_reads_what_was_written_and_no_torch_is_imported(tmp_path: P
         for value in event.summary.value
     ]
     assert scalars == [(1, "actor/pg_loss", 0.5), (2, "actor/pg_loss", 0.25)]
+
+
+def test_rises_with_the_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+
+
+def test_long_series_are_averaged() -> None:
+    assert sparkline([0, 0, 0, 8, 8, 8], width=2) == "▁█"
+
+
+def test_what_is_not_finite_is_left_out_and_constants_are_low() -> None:
+    assert sparkline([0.0, math.nan, 1.0]) == "▁█"
+    assert sparkline([3, 3, 3]) == "▁▁▁"
+    assert sparkline([math.inf]) == ""
+    assert sparkline([]) == ""
+
+
+def test_the_greatest_numbers_there_are() -> None:
+    great = 1.7e308
+    assert sparkline([great, -great]) == "█▁"
+    assert sparkline([great, great, -great, -great], width=2) == "█▁"
+
+
+@given(st.lists(st.floats()), st.integers(1, 80))
+def test_never_wider_than_asked(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width)) == min(width, sum(map(math.isfinite, values)))
+
+
+def test_a_line_whose_handling_fails_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"first\nsecond\nthird\nunfinished")
+    tail = Tail(path)
+    for line in tail.read():
+        if line == b"second\n":
+            break
+    assert tail.offset == len(b"first\n")
+    assert list(tail.read()) == [b"second\n", b"third\n"]
+    assert list(Tail(path, tail.offset).read()) == []
+
+
+def test_of_a_rotated_file_it_reads_only_its_own_inode(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"first\n")
+    tail = Tail(path, inode=path.stat().st_ino)
+    path.rename(tmp_path / "lines.1")
+    path.write_bytes(b"other\n")
+    assert list(tail.read()) == []
+    tail.path = tmp_path / "lines.1"
+    assert list(tail.read()) == [b"first\n"]

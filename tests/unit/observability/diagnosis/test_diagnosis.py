@@ -332,7 +332,6 @@ def test_settings_and_commands_that_a_lever_names_exist(cause: str) -> None:
     assert re.search(r"`|\b\w+\.\w+|see its log", LEVERS[cause]), "it names something to do"
 
 
-TWO_THREADS = {"num_threads": 2}
 PROCESSES = r"engine_num|nproc|num_threads|num_runners|num_operators"
 
 
@@ -365,12 +364,6 @@ def test_no_further_process_is_advised_where_there_is_no_room_for_one(cause: str
 def test_the_free_resources_of_a_machine(settings: dict[str, Any], cores: int, gpus: int, free: set[str]) -> None:
     config = Config.model_validate({"name": "t", "model": {"tiny": {}}, **settings})
     assert free_resources(config, cores, gpus) == free
-
-
-def test_advice_for_an_overdue_train_step_fits_the_machine_too() -> None:
-    step = beat("trainer", doing="the train step on batch 41", doing_seconds=40.0, usual_seconds=2.0)
-    assert "nproc" not in seen(step, room=frozenset()).lever
-    assert "nproc" in seen(step, room=frozenset({"devices"})).lever
 
 
 ROLES = ("explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor")

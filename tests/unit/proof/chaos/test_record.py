@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,15 @@ import pytest
 from tests.unit.agents.gateway.world import World
 from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
+from tests.unit.gateway.serving import Serving, serving, serving_config
+from tests.waiting import until as until_true
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
-from trinity_mq.messages import SessionEnd, SyncEvent, TaskResult
-from trinity_mq.proof.chaos.points import PointWatch
-from trinity_mq.proof.chaos.sessions.stream import read_sessions
+from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.messages import SessionEnd, TaskResult
+from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic, clients_of
+from trinity_mq.proof.chaos.sessions.stream import SessionRecord, read_sessions
+from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
 from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.proof.invariants import (
     Expected,
@@ -126,15 +130,6 @@ def test_a_late_result_and_foreign_messages_change_nothing_and_rubbish_is_told(t
     assert len(again.undecodable) == 1
 
 
-def test_a_sync_passes_its_points_once_each_however_often_its_events_are_repeated() -> None:
-    watch, seen = PointWatch(), []
-    for attempt in (0, 1):
-        for verb in ("join", "prepare", "ready", "prepare", "go", "applied", "applied", "commit", "abort"):
-            event = SyncEvent(verb=verb, sender="s", version=(1, 2), attempt=attempt)  # type: ignore[arg-type]
-            seen += watch.receive(event)
-    assert seen == ["sync_prepare", "sync_go", "sync_applied", "sync_commit"] * 2
-
-
 def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
     async def story() -> None:
         world = World()
@@ -155,3 +150,57 @@ def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
         assert len(world.dead) == 1, "the rubbish alone: reading leaves nothing there that a gateway cannot read"
 
     run_virtually(story())
+
+
+KEY = "a key of sixteen letters"
+
+
+async def ask(enough: Callable[[Traffic], bool], tmp_path: Path, *, key: str = KEY) -> tuple[Traffic, SessionRecord]:
+    """Have clients ask one gateway, and another one that is not there, until they have had enough."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"{key}\n")
+    config = serving_config(gateway={"key_file": str(keys), "num_gateways": 2})
+    async with serving(lambda _: "3", config=config, admin=KEY) as gateway:
+        clients = Clients(config, seed=1, at_once=16)
+        clients.urls = [f"http://127.0.0.1:{free_ports(1)[0]}", gateway.url]
+        working = asyncio.create_task(clients.work())
+        await until_true(lambda: enough(clients.traffic), 60)
+        await clients.finish(working, 2.0)
+        return clients.traffic, gateway_record(gateway)
+
+
+def gateway_record(gateway: Serving) -> SessionRecord:
+    record = SessionRecord(ledger=gateway.store.ledger)
+    for session in record.ledger:
+        record.calls[session.id] |= session.calls
+    return record
+
+
+async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path) -> None:
+    traffic, record = await ask(lambda seen: len(seen.sessions) > 32, tmp_path)
+    verdict: InvariantVerdict = answers_match_stream(traffic, record)
+    assert verdict.result == "holds", verdict
+    counts = traffic.counts
+    assert counts["sessions"] > 32
+    assert counts["recorded"] > counts["repeated"] > 0, "the other gateway is not there"
+    assert traffic.failures["ClientConnectorError"] > 0
+    assert any(told.must_train for told in traffic.sessions)
+    assert {told.discarded for told in traffic.sessions} == {True, False}
+    assert any(told.group for told in traffic.sessions)
+    assert traffic.failures["TimeoutError"] > 0, "some give up at once"
+    assert not traffic.settled, "nobody trains here"
+
+
+async def test_with_another_key_they_are_refused_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.proof.chaos.sessions.clients.UNKNOWN_SECONDS", 0.2)
+    traffic, record = await ask(lambda seen: bool(seen.refused), tmp_path, key="another key of sixteen letters")
+    assert traffic.refused[0].startswith("POST /sessions: 40")
+    assert answers_match_stream(traffic, record).result == "not checked"
+
+
+def test_who_serves_nobody_has_no_clients() -> None:
+    said: list[str] = []
+    assert clients_of(serving_config(), 1, 0, said.append) is None
+    assert clients_of(serving_config(gateway={"port": 0}), 1, 8, said.append) is None
+    assert said == ["gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic"]
+    assert clients_of(serving_config(), 1, 8, said.append) is not None
