@@ -85,6 +85,11 @@ def play(act: Act, stream: Stream | None = None) -> Any:
     return run_virtually(main(), limit=2000)
 
 
+def staged(act: Act) -> Callable[[], None]:
+    """Make a test of what is done with a stream."""
+    return lambda: play(act)
+
+
 @pytest.mark.parametrize(
     ("wanted", "runs"),
     [
@@ -105,85 +110,75 @@ def test_only_what_is_wanted(wanted: dict[str, str], runs: list[Any]) -> None:
     play(act)
 
 
-def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown() -> None:
-    async def act(stream: Stream) -> None:
-        for run_id, task in (("earlier", 1), ("this", 2)):
-            stream.bus.run_id = run_id
-            await stream.whole(1, made(1, task=task))
-        summary = await stream.look()
-        assert [run[1] for run in stream.runs] == [2]
-        assert summary.foreign == 2
-        assert any("earlier runs of this name" in note for note in summary.notes)
-
-    play(act)
+@staged
+async def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown(stream: Stream) -> None:
+    for run_id, task in (("earlier", 1), ("this", 2)):
+        stream.bus.run_id = run_id
+        await stream.whole(1, made(1, task=task))
+    summary = await stream.look()
+    assert [run[1] for run in stream.runs] == [2]
+    assert summary.foreign == 2
+    assert any("earlier runs of this name" in note for note in summary.notes)
 
 
-def test_a_failed_batch_that_was_run_again_is_seen() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.ready(1, 0, state="failed", reason="its operator failed")
-        await stream.whole(2)
-        await stream.chunk(1, made(1), op="half")
-        assert (await stream.look()).incomplete == ["1"]
-        await stream.ready(1, 0, op="y", state="failed", reason="once more")
-        assert (await stream.look()).incomplete == []
-        await stream.chunk(1, made(1, run=1), op="again")
-        await stream.ready(1, op="again")
-        await stream.chunk(1, made(1, run=2), op="third")
-        await stream.ready(1, op="third")
-        seen = await stream.look()
-        assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
-        assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
-
-    play(act)
+@staged
+async def test_a_failed_batch_that_was_run_again_is_seen(stream: Stream) -> None:
+    await stream.ready(1, 0, state="failed", reason="its operator failed")
+    await stream.whole(2)
+    await stream.chunk(1, made(1), op="half")
+    assert (await stream.look()).incomplete == ["1"]
+    await stream.ready(1, 0, op="y", state="failed", reason="once more")
+    assert (await stream.look()).incomplete == []
+    await stream.chunk(1, made(1, run=1), op="again")
+    await stream.ready(1, op="again")
+    await stream.chunk(1, made(1, run=2), op="third")
+    await stream.ready(1, op="third")
+    seen = await stream.look()
+    assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
+    assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
 
 
-def test_only_the_set_that_counts_is_shown() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.chunk(1, made(1, run=5), op="slow")
-        await stream.chunk(1, made(1, run=1), op="fast")
-        await stream.chunk(1, made(1, run=1), op="fast")
-        await stream.chunk(1, made(1, run=2), op="fast", n=1)
-        await stream.ready(1, 2, op="fast")
-        await stream.ready(1, 1, op="slow")
-        await stream.chunk(1, made(1, run=6), op="late")
-        seen = await stream.look()
-        assert [run for _, _, run, _ in stream.runs] == [1, 2]
-        assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
-
-    play(act)
+@staged
+async def test_only_the_set_that_counts_is_shown(stream: Stream) -> None:
+    await stream.chunk(1, made(1, run=5), op="slow")
+    await stream.chunk(1, made(1, run=1), op="fast")
+    await stream.chunk(1, made(1, run=1), op="fast")
+    await stream.chunk(1, made(1, run=2), op="fast", n=1)
+    await stream.ready(1, 2, op="fast")
+    await stream.ready(1, 1, op="slow")
+    await stream.chunk(1, made(1, run=6), op="late")
+    seen = await stream.look()
+    assert [run for _, _, run, _ in stream.runs] == [1, 2]
+    assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
 
 
-def test_batches_without_experiences_say_why() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.ready(1, 0, state="failed", reason="its operator failed")
-        await stream.ready(2, 0, state="empty")
-        seen = await stream.look()
-        assert seen.notes == [
-            "batch 1 has no experiences, it is failed: its operator failed",
-            "batch 2 has no experiences, it is empty",
-        ]
-        assert (await stream.look(batch="2")).notes == seen.notes[1:]
-
-    play(act)
+@staged
+async def test_batches_without_experiences_say_why(stream: Stream) -> None:
+    await stream.ready(1, 0, state="failed", reason="its operator failed")
+    await stream.ready(2, 0, state="empty")
+    seen = await stream.look()
+    assert seen.notes == [
+        "batch 1 has no experiences, it is failed: its operator failed",
+        "batch 2 has no experiences, it is empty",
+    ]
+    assert (await stream.look(batch="2")).notes == seen.notes[1:]
 
 
-def test_what_cannot_be_read_is_said_and_left_out() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.chunk(1, body=b"TMQX nonsense")
-        await stream.chunk(1, made(1), n=1)
-        reference = ExperienceReference(url="s3://b/x", bytes=5, sha256="0" * 64)
-        await stream.chunk(1, body=reference, n=2)
-        await stream.ready(1, 3)
-        await stream.put(Envelope(body=b"\xc1", kind="odd"))
-        await stream.put(Envelope(body=b"TMQX", kind="odd", content_type="application/vnd.trinity-mq.experiences"))
-        seen = await stream.look()
-        assert stream.runs == [(1, 0, 0, 0)]
-        notes = sorted(seen.notes)
-        parts = ("chunk 0 of batch 1", "chunk 2 of batch 1", "does not decode", "without the headers")
-        assert [part for part, note in zip(parts, notes, strict=True) if part not in note] == []
-        assert "blob_store" in notes[1]
-
-    play(act)
+@staged
+async def test_what_cannot_be_read_is_said_and_left_out(stream: Stream) -> None:
+    await stream.chunk(1, body=b"TMQX nonsense")
+    await stream.chunk(1, made(1), n=1)
+    reference = ExperienceReference(url="s3://b/x", bytes=5, sha256="0" * 64)
+    await stream.chunk(1, body=reference, n=2)
+    await stream.ready(1, 3)
+    await stream.put(Envelope(body=b"\xc1", kind="odd"))
+    await stream.put(Envelope(body=b"TMQX", kind="odd", content_type="application/vnd.trinity-mq.experiences"))
+    seen = await stream.look()
+    assert stream.runs == [(1, 0, 0, 0)]
+    notes = sorted(seen.notes)
+    parts = ("chunk 0 of batch 1", "chunk 2 of batch 1", "does not decode", "without the headers")
+    assert [part for part, note in zip(parts, notes, strict=True) if part not in note] == []
+    assert "blob_store" in notes[1]
 
 
 def test_a_cut_stream_begins_where_it_begins() -> None:

@@ -55,15 +55,8 @@ def test_time_left_follows_the_recent_pace() -> None:
     assert view.seconds_left(1000.0) is None, "it is overdue: nobody knows"
     view.receive(trainer(20, 30), 1001.0)
     assert view.seconds_left(2000.0) == 0.0
-
-
-def test_time_left_starts_anew_when_the_trainer_goes_back() -> None:
-    view = RunState("r", 20)
-    for step in range(1, 11):
-        view.receive(trainer(step, step), float(step))
-    view.receive(beat("trainer", "trainer-0", 1, incarnation="b", detail={"progress": 5}), 30.0)
-    assert view.step == 5
-    assert view.seconds_left(30.0) is None
+    view.receive(beat("trainer", "trainer-0", 1, incarnation="b", detail={"progress": 5}), 2001.0)
+    assert (view.step, view.seconds_left(2001.0)) == (5, None), "the trainer went back"
 
 
 def test_agents_are_alive_while_they_beat() -> None:
@@ -80,15 +73,9 @@ def test_agents_are_alive_while_they_beat() -> None:
     assert (rows[1].waits_for, rows[1].waits_seconds) == ("a slice", 6.0)
     silent = view.agents(5.0)[1]
     assert (silent.state, silent.alive) == ("silent", False)
-
-
-def test_old_beats_of_the_same_process_are_ignored() -> None:
-    view = RunState("r", 20)
-    view.receive(beat("runner", "runner-0", 5, state="working"), 0.0)
-    view.receive(beat("runner", "runner-0", 4, state="idle"), 1.0)
-    assert view.agents(1.0)[0].state == "working"
-    view.receive(beat("runner", "runner-0", 1, incarnation="b", state="starting"), 2.0)
-    assert view.agents(2.0)[0].state == "starting"
+    for seq, incarnation, state in ((5, "a", "working"), (4, "a", "working"), (1, "b", "starting")):
+        view.receive(beat("runner", "runner-1", seq, incarnation=incarnation, state="idle" if seq == 4 else state), 6.0)
+        assert view.agents(6.0)[2].state == state, "older beats of the same process are ignored"
 
 
 def test_process_events_that_matter_are_news() -> None:

@@ -49,9 +49,7 @@ def test_by_name_folder_or_file_it_goes_into_the_runs_folder(folder: Path, capsy
         assert capsys.readouterr().out.strip().endswith("timeline.json")
         assert len(activities(folder / "timeline.json")) == 8
     assert "timeline.json" in make_report("smoke", folder)
-
-
-def test_some_batches_to_another_place(folder: Path) -> None:
+    (folder / "timeline.json").unlink()
     assert main(["timeline", "smoke", "--steps", "3-4", "--out", "part.json"]) == 0
     assert activities(folder.parent.parent / "part.json") == ["train 3", "train 4"]
     assert not (folder / "timeline.json").exists()
@@ -67,20 +65,18 @@ def test_some_batches_to_another_place(folder: Path) -> None:
         (["smoke", "--out", "no/such/folder.json"], "cannot be written"),
         (["smoke", "--json"], "add --batch N"),
         (["smoke", "--batch", "3"], "monitor.trace=true"),
+        (["idle"], "no line with the duration"),
     ],
 )
 def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
+    (folder.parent / "idle").mkdir()
+    idle = '{"time": 1.0, "role": "trainer", "agent": "t", "step": 1, "x": 1.0}\n'
+    (folder.parent / "idle" / "metrics.jsonl").write_text(idle)
     assert main(["timeline", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
-
-
-def test_metrics_without_durations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "metrics.jsonl").write_text('{"time": 1.0, "role": "trainer", "agent": "t", "step": 1, "x": 1.0}\n')
-    assert main(["timeline", "smoke"]) == 2
-    assert "no line with the duration" in capsys.readouterr().err
 
 
 def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,11 +216,6 @@ async def test_a_person_reads_the_same(engine: EngineServer, tmp_path: Path) -> 
     assert f"failed at  {__file__}:{line_of('# the place')} in stumble" in out.getvalue()
 
 
-async def test_a_task_that_names_no_workflow(engine: EngineServer, tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="names no workflow"):
-        await _debug(settings(tmp_path), TaskBody(), 0, words(engine.url), JsonReport(io.StringIO()))
-
-
 # -- engines that are given and are none
 
 
@@ -274,25 +269,21 @@ async def test_an_engine_without_our_routes_is_asked_all_the_same(
     assert "404" in events[-1]["message"], "at once: nobody waits for another engine"
 
 
-async def test_weights_are_for_an_engine_of_our_own(tmp_path: Path) -> None:
-    body = TaskBody(workflow=f"{HERE}.Fine")
-    with pytest.raises(CommandError, match="--weights is for an engine that this command starts"):
-        await _debug(settings(tmp_path), body, 0, words("http://127.0.0.1:9", "w"), JsonReport(io.StringIO()))
-
-
 @pytest.mark.parametrize(
-    "module",
-    [
-        "cli.debug",
-        "cli.inspect",
-        "operations.debug.engine",
-        "observability.experiences.token_texts",
-        "observability.experiences.show_experience",
-        "operations.debug.show_call",
-    ],
+    ("workflow", "weights", "words_"),
+    [("Fine", "w", "--weights is for an engine that this command starts"), ("", None, "names no workflow")],
 )
-def test_nothing_heavy_is_loaded_before_it_is_needed(module: str) -> None:
-    program = f"import sys, trinity_mq.{module}; print(*({{'torch', 'transformers', 'openai'}} & set(sys.modules)))"
+async def test_wrong_words(tmp_path: Path, workflow: str, weights: str | None, words_: str) -> None:
+    body = TaskBody(workflow=f"{HERE}.{workflow}" if workflow else "")
+    with pytest.raises(CommandError, match=words_):
+        await _debug(settings(tmp_path), body, 0, words("http://127.0.0.1:9", weights), JsonReport(io.StringIO()))
+
+
+def test_nothing_heavy_is_loaded_before_it_is_needed() -> None:
+    modules = "cli.debug, cli.inspect, operations.debug.engine, operations.debug.show_call, "
+    modules += "observability.experiences.token_texts, observability.experiences.show_experience"
+    program = f"import sys, trinity_mq.{modules.replace(', ', ', trinity_mq.')}"
+    program += "; print(*({'torch', 'transformers', 'openai'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
@@ -313,37 +304,30 @@ def config(tmp_path: Path) -> Config:
     return load_config({"model": {"tiny": {}}, "buffer": buffer})
 
 
-def test_a_record_by_its_number_as_it_lies_there(config: Config) -> None:
+def test_a_task_is_a_record_or_ones_own_completed_from_its_taskset(config: Config) -> None:
     number, body = find_task(config, "3", None)
     assert (number, body.raw_task["question"], body.workflow) == (3, "train 3", "math_workflow")
     assert (body.repeat_times, body.is_eval) == (1, False)
     _, body = find_task(config, "4", "held")
     assert (body.raw_task["question"], body.is_eval, body.rollout_args) == ("held 4", True, {"temperature": 0})
-
-
-@pytest.mark.parametrize("number", ["5", "-1", "+99"])
-def test_a_record_that_is_not_there(config: Config, number: str) -> None:
-    with pytest.raises(CommandError, match=r"has records 0 to 4"):
-        find_task(config, number, None)
-
-
-def test_a_taskset_that_is_not_there(config: Config) -> None:
-    with pytest.raises(CommandError, match=r"'other' is not an evaluation taskset; this configuration has 'held'"):
-        find_task(config, "0", "other")
-
-
-def test_a_task_of_ones_own_is_completed_from_its_taskset(config: Config) -> None:
     _, body = find_task(config, '{"raw_task": {"question": "mine"}, "repeat_times": 7}', None)
-    assert (body.raw_task, body.workflow, body.reward_fn, body.repeat_times) == (
-        {"question": "mine"},
-        "math_workflow",
-        "exact_match",
-        1,
-    )
+    assert (body.raw_task, body.workflow) == ({"question": "mine"}, "math_workflow")
+    assert (body.reward_fn, body.repeat_times) == ("exact_match", 1)
     _, body = find_task(config, '{"workflow": "simple_workflow"}', "held")
     assert (body.workflow, body.rollout_args) == ("simple_workflow", {"temperature": 0})
-    with pytest.raises(CommandError, match="not JSON"):
-        find_task(config, "three", None)
+
+
+@pytest.mark.parametrize(
+    ("task", "taskset", "words"),
+    [
+        *((number, None, r"has records 0 to 4") for number in ("5", "-1", "+99")),
+        ("0", "other", r"'other' is not an evaluation taskset; this configuration has 'held'"),
+        ("three", None, "not JSON"),
+    ],
+)
+def test_a_task_that_is_not_there(config: Config, task: str, taskset: str | None, words: str) -> None:
+    with pytest.raises(CommandError, match=words):
+        find_task(config, task, taskset)
 
 
 def test_a_queue_has_no_records() -> None:
@@ -621,6 +605,7 @@ def looks_around(log_ratio, logprob, advantage):
         ("falls_off", 0, "ok      good tokens become likelier"),
         ("wrong_way", 1, "FAILED  good tokens become likelier: 40 of 40 tokens are pushed against their advantage"),
         ("looks_around", 1, "FAILED  micro-batches add up: the gradient of two halves differs"),
+        ("detached", 2, "returns losses without a gradient: nothing would be learned"),
     ],
 )
 def test_a_loss_of_the_users_own(
@@ -630,14 +615,7 @@ def test_a_loss_of_the_users_own(
     surrogate = f"algorithm.surrogate={{kind: losses_{name}.{name}}}"
     settings = [f"plugin_dirs=[{run_file.parent}]", surrogate, "algorithm.repeat_times=16"]
     assert main(["debug", "algorithm", str(run_file), *settings]) == code
-    assert words in capsys.readouterr().out
-
-
-def test_a_loss_without_a_gradient_is_an_error(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run_file.parent / "losses_detached.py").write_text(LOSS)
-    settings = [f"plugin_dirs=[{run_file.parent}]", "algorithm.surrogate={kind: losses_detached.detached}"]
-    assert main(["debug", "algorithm", str(run_file), *settings]) == 2
-    assert "returns losses without a gradient: nothing would be learned" in capsys.readouterr().err
+    assert words in "".join(capsys.readouterr())
 
 
 def test_what_is_shown(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,17 +135,6 @@ def test_passwords_are_masked_everywhere(tmp_path: Path, capsys: pytest.CaptureF
     assert lines(tmp_path)[0]["url"] == "amqp://guest:***@localhost:5672/"
 
 
-def test_level_and_chatty_libraries(tmp_path: Path) -> None:
-    setup_logging("runner", "trainer-0", tmp_path, level="warning")
-    get_logger("x").info("quiet")
-    setup_logging("runner", "trainer-0", tmp_path, level="info")
-    logging.getLogger("httpx").info("GET /")
-    get_logger("x").info("loud")
-    setup_logging("runner", "trainer-0", tmp_path, level="debug")
-    logging.getLogger("httpx").info("GET / again")
-    assert [line["event"] for line in lines(tmp_path)] == ["loud", "GET / again"]
-
-
 WRITER = """
 import sys
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -22,17 +21,6 @@ from trinity_mq.proof.chaos.targets.local import MARK_VARIABLE, LocalTargets, st
 from trinity_mq.testing.tcp_proxy import FaultProxy
 
 SLEEPS = "import sys; print('up', flush=True); sys.stdin.read()"
-CONNECTS = """
-import socket, sys
-with socket.create_connection(("127.0.0.1", int(sys.argv[-1]))) as connection:
-    print("up", flush=True)
-    try:
-        connection.recv(1)
-    except ConnectionResetError:
-        pass
-    print("cut", flush=True)
-    sys.stdin.read()
-"""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -143,39 +131,6 @@ async def test_an_engine_is_known_by_its_ready_file(tmp_path: Path, start: Start
     ready.write(path)
     await ours.strike(victim, "restart")
     assert process.wait() == -15
-
-
-async def test_a_cut_resets_one_agents_connections_and_keeps_it_out_until_it_is_relieved(
-    tmp_path: Path, start: Start
-) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, FaultProxy(f"amqp://u:p@127.0.0.1:{port}/") as proxy:
-        starting = [
-            asyncio.to_thread(start, *agent(tmp_path, "runner", name), str(proxy.port), program=CONNECTS)
-            for name in ("runner-0", "runner-1")
-        ]
-        cut, spared = await asyncio.gather(*starting)
-        ours = targets(tmp_path, proxy=proxy)
-        assert "cut" in ours.possible["runner"]
-        await ours.strike((await ours.find("runner"))[0], "cut")
-        assert await asyncio.to_thread(cut.stdout.readline) == "cut\n"  # type: ignore[union-attr]
-        assert spared.poll() is None
-        [connection] = [one for one in psutil.Process(spared.pid).net_connections("tcp") if one.raddr]
-        assert not proxy.refuses(connection.laddr.port)
-        [victim, _] = await ours.find("runner")
-        ours._cut_off.add(spared.pid)
-        assert proxy.refuses(connection.laddr.port), "a new connection of one that is cut off"
-        await ours.relieve(replace(victim, identity=f"{spared.pid}@0"), "cut")
-        assert not proxy.refuses(connection.laddr.port)
-        [broker] = await ours.find("broker")
-        await ours.strike(broker, "cut")
-        assert await asyncio.to_thread(spared.stdout.readline) == "cut\n"  # type: ignore[union-attr]
-        await ours.relieve(broker, "cut")
 
 
 async def test_what_is_left_of_a_run_is_found_whoever_its_parent_is(
