@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from trinity_mq.cli.main import main
 from trinity_mq.config import AlgorithmConfig, Config
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.algorithm.reference import RewardKL
-from trinity_mq.config.settings_table import FIRST_SETTINGS, all_settings, page
+from trinity_mq.config.settings_table import all_settings, page
 from trinity_mq.messages import Message
 from trinity_mq.messages.codec import CATALOGUE, UPGRADES
 from trinity_mq.messages.schemas import json_schemas
@@ -29,14 +28,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 def test_the_page_agrees_with_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: trinity-mq settings --out docs/settings.md"
-
-
-def test_the_page_opens_with_twelve_settings_that_there_are() -> None:
-    assert len(FIRST_SETTINGS) == 12
-    assert set(FIRST_SETTINGS) <= {one.key for one in all_settings()}
-    head = page().split("## ")[1]
-    assert head.startswith("Twelve to try first")
-    assert re.findall(r"^\| `([a-z_.]+)` \|", head, re.MULTILINE) == list(FIRST_SETTINGS)
 
 
 def test_each_setting_has_its_meaning_and_stands_once() -> None:

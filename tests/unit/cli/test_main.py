@@ -75,16 +75,15 @@ def test_expected_errors_are_one_line_and_a_code(
     assert "secret" not in err
 
 
-def test_bugs_are_not_hidden(failing: type[Exception]) -> None:
+def test_bugs_are_not_hidden_and_ctrl_c_is_no_traceback(
+    failing: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     failing.error = ValueError("a bug")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["validate", "x.yaml"])
     failing.error = ExceptionGroup("tasks", [FatalError("expected"), ValueError("a bug")])  # type: ignore[attr-defined]
     with pytest.raises(ExceptionGroup):
         cli.main(["validate", "x.yaml"])
-
-
-def test_ctrl_c_is_no_traceback(failing: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     failing.error = KeyboardInterrupt()  # type: ignore[attr-defined]
     assert cli.main(["validate", "x.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -175,22 +174,16 @@ def test_wrong_words_are_explained(words: list[str], capsys: pytest.CaptureFixtu
 
 def test_a_terminal_that_knows_ascii_alone_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "größe.yaml").write_text("model: {tiny: {}, strange: 1}")
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(tmp_path / "größe.yaml")],
-        capture_output=True,
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-        check=False,
-    )
-    assert done.returncode == 2
-    assert b"Traceback" not in done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "status", str(metrics_of_a_run(tmp_path))],
-        capture_output=True,
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-        check=False,
-    )
-    assert b"Traceback" not in done.stderr
-    assert b"reward      0.000 -> 0.667  ???" in done.stdout
+    environ = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        argv = [sys.executable, "-m", "trinity_mq.cli.main", *words]
+        done = subprocess.run(argv, capture_output=True, env=environ, check=False)
+        assert b"Traceback" not in done.stderr
+        return done
+
+    assert run("validate", str(tmp_path / "größe.yaml")).returncode == 2
+    assert b"reward      0.000 -> 0.667  ???" in run("status", str(metrics_of_a_run(tmp_path))).stdout
 
 
 def metrics_of_a_run(folder: Path) -> Path:

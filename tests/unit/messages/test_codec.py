@@ -16,9 +16,7 @@ from trinity_mq.messages import (
     Mark,
     OperatorStatus,
     RunnerStatus,
-    SampledChoice,
     SchedulerStatus,
-    SessionCall,
     TaskBody,
     TaskSlice,
     TrainerStatus,
@@ -73,19 +71,6 @@ def test_every_truncation_is_a_decode_error() -> None:
     for length in range(len(body)):
         with pytest.raises(DecodeError):
             decode_any(body[:length])
-
-
-def test_a_body_with_thousands_of_tokens_is_not_walked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gateway reads gigabytes of them when it starts."""
-    tokens = list(range(100_000, 105_000))
-    choice = SampledChoice(ids=tokens, logprobs=[-0.5] * len(tokens))
-    call = SessionCall(session="s", call="c", at=1.0, prompt=tokens, choices=[choice])
-
-    def walk(document: bytes) -> int:
-        raise AssertionError(f"{len(document)} bytes were walked byte by byte")
-
-    monkeypatch.setattr("trinity_mq.messages.codec.scan", walk)
-    assert decode(encode(call), SessionCall) == call
 
 
 @pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1, 500, 2000])

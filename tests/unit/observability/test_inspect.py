@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
 from tests.legacy_bodies import trxp
@@ -304,20 +303,6 @@ def test_every_type_can_be_shown(
         assert main(["inspect", str(path), *more]) == 0
         out = capsys.readouterr().out
         assert [one for one in experiences if one.eid.suffix not in out] == []
-
-
-def test_a_prompt_that_was_cut_has_values_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut = Experience(
-        tokens=[3, 4, 5], prompt_length=3, logprobs=[0.0], truncate_status="prompt_truncated", info={"t": torch.ones(1)}
-    )
-    path = tmp_path / "cut.tmqx"
-    path.write_bytes(Experience.serialize(cut))
-    assert main(["inspect", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "prompt_truncated" in out
-    assert out.splitlines()[-1].split() == ["3", "-", "-", "0", "0.0000"]
-    assert main(["inspect", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["info"] == {"t": [1.0]}
 
 
 def test_nothing_to_show_says_so(body: str, capsys: pytest.CaptureFixture[str]) -> None:

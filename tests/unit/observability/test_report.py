@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from trinity_mq.cli.main import main
-from trinity_mq.observability.report.curves import downsample
 from trinity_mq.observability.report.text import distinct, loss_counts, make_report, metric_curve, newest_checkpoint
 from trinity_mq.telemetry import METRICS_FILE, MetricsWriter
 
@@ -165,15 +163,6 @@ def test_without_metrics_there_is_no_page(tmp_path: Path, capsys: pytest.Capture
 def test_values_that_cannot_be_drawn_break_nothing(tmp_path: Path, value: Any) -> None:
     folder = run_folder(tmp_path / "run", {"step": 1, "actor/entropy": value}, {"step": 2, "actor/grad_norm": 1.0})
     assert main(["report", str(folder)]) == 0
-
-
-def test_a_long_curve_is_averaged_and_keeps_its_end() -> None:
-    points = [(step, float(step)) for step in range(1000)] + [(1000, math.nan)]
-    found = downsample(points, 10)
-    assert len(found) == 10
-    assert found[0] == (99, 49.5)
-    assert found[-1] == (999, 949.5)
-    assert downsample(points[:5], 10) == points[:5]
 
 
 def test_what_is_missing_is_named(

@@ -159,43 +159,6 @@ def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
     assert view.take_news() == ["a weight sync was aborted, and will be retried: no GPU"] * 2
 
 
-def test_progress_ends_a_standstill() -> None:
-    state = RunState("r")
-    state.trends.begin(10.0)
-    assert state.receive(trainer(1, 1), 11.0)
-    assert state.receive(trainer(2, 2), 13.0)
-    assert state.receive(trainer(2, 3), 19.0)
-    assert not state.receive(trainer(7, 2), 20.0), "older than the heartbeat before"
-    state.receive(metrics("trainer", 2, **{"trainer/idle_frac": 0.5}), 20.0)
-    seen = state.observation(21.0)
-    assert (seen.still, seen.listened, state.trends.moves) == (8.0, 11.0, 1)
-    assert seen.heartbeats["trainer-0"][1] == 2.0
-    assert seen.metrics == {"trainer/idle_frac": 0.5}
-    assert seen.busy == {}, "three samples are too few"
-
-
-def test_metrics_of_stages_are_averaged_over_a_window() -> None:
-    state = RunState("r")
-    state.trends.begin(0.0)
-    for number, value in enumerate((0.9, 0.1, 0.3)):
-        state.receive(metrics("trainer", number, **{"trainer/idle_frac": value, "actor/entropy": 1.0}), 50.0 * number)
-    assert state.observation(101.0).metrics == {"trainer/idle_frac": pytest.approx(0.2)}
-    assert state.observation(5000.0).metrics, "the latest values where a step takes longer"
-
-
-def test_busy_shares_are_measured_over_a_window() -> None:
-    state = RunState("r")
-    for number in range(100):
-        running = {"running": 4 if number < 50 else 16, "slots": 16}
-        doing = {"doing": "the train step on batch 1" if number % 2 else ""}
-        waits_for = "a session" if number % 4 else None
-        state.receive(beat("runner", "runner-0", number, detail=running), 2.0 * number)
-        state.receive(beat("trainer", "trainer-0", number, detail=doing), 2.0 * number)
-        state.receive(beat("gateway", "gateway-0", number, waits_for=waits_for), 2.0 * number)
-    busy = state.observation(200.0).busy
-    assert busy == pytest.approx({"runner": 1.0, "trainer": 0.5, "sync": 0.0, "gateway": 0.25}, abs=0.05)
-
-
 def test_rates_are_increases_of_counters_and_a_restart_is_not_a_decrease() -> None:
     state = RunState("r")
     for second in range(11):

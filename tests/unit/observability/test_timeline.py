@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,9 @@ from trinity_mq.cli.main import main
 from trinity_mq.observability import timeline
 from trinity_mq.observability.report.text import make_report
 from trinity_mq.observability.timeline import Span, chrome_trace, spans, tracks
-from trinity_mq.observability.waterfall import batches_of, lay_out, median_waterfall
+from trinity_mq.observability.waterfall import batches_of, lay_out
 from trinity_mq.telemetry import trace
-from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, shared_span, span, start_trace, works_on
+from trinity_mq.telemetry.trace import TraceSpan, record, shared_span, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
 
 LINES = [
@@ -223,25 +222,6 @@ def test_work_for_several_batches_at_once_is_a_span_of_each(trace_folder: Path) 
     assert first.cpu == pytest.approx(6 * second.cpu, abs=1e-5)
 
 
-def test_the_batch_is_that_of_the_task_else_of_the_process(trace_folder: Path) -> None:
-    start_trace("operator", "operator-0", trace_folder, on=True)
-    works_on(3)
-
-    def in_a_thread() -> None:
-        with span("decode parts"):
-            pass
-
-    thread = threading.Thread(target=in_a_thread)
-    thread.start()
-    thread.join()
-    token = BATCH.set("4")
-    assert trace.trace_headers()["X-TMQ-Batch"] == "4"
-    with span("make request"):
-        pass
-    BATCH.reset(token)
-    assert [one.batch for one in recorded(trace_folder)] == [3, "4"]
-
-
 def test_clocks_of_one_host_are_kept_and_of_another_shifted_as_a_whole(tmp_path: Path) -> None:
     def write(agent: str, clock: str, offset: float, start: float) -> None:
         who = {"role": agent[:-2], "agent": agent, "clock": clock, "pid": 1, "offset": offset}
@@ -314,19 +294,3 @@ def test_gaps_say_who_waited_for_whom_and_what_else_was_done() -> None:
     assert by_start[62].waits == ()
     assert by_start[62].meanwhile == ("trainer: train step",), "the trainer had another batch"
     assert found.idle == pytest.approx(85)
-
-
-def test_medians_of_several_leave_out_what_is_seldom() -> None:
-    def later(seconds: float, batch: int, factor: float) -> list[TraceSpan]:
-        return [
-            one("explorer", "make ticket", 10 + seconds, 10 + seconds + factor, batch),
-            one("trainer", "train step", 12 + seconds, 12 + seconds + 2 * factor, batch),
-        ]
-
-    rare = one("trainer", "save checkpoint", 21.0, 21.1, 2)
-    spans = [*later(0, 1, 0.1), *later(10, 2, 0.2), *later(20, 3, 0.6), rare]
-    found = median_waterfall([lay_out(spans, str(batch)) for batch in (1, 2, 3)])
-    assert found.batch == "1 to 3"
-    assert [(row.what, round(row.total)) for row in found.rows] == [("make ticket", 200), ("train step", 400)]
-    assert [round(gap.took) for gap in found.gaps] == [1650]  # between the two whose gap no rare span cuts
-    assert found.worked["trainer"] == pytest.approx(500)

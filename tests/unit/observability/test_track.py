@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from tests.otlp_receiver import Receiver, receiving, values
-from trinity_agents.simulation import Simulation
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchReady
@@ -31,7 +30,6 @@ from trinity_mq.telemetry import METRICS_FILE, trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, start_trace
 from trinity_mq.telemetry.trace_files import READ_BYTES, TraceTail, read_trace
 from trinity_mq.telemetry.trace_ids import is_sampled, trace_id, trace_key
-from trinity_mq.testing.virtual_time import run_virtually
 
 SETTINGS: dict[str, Any] = {"name": "tracked", "model": {"tiny": {}}}
 
@@ -155,17 +153,6 @@ def run_track(folder: Path, *words: str, **how: Any) -> subprocess.CompletedProc
         check=False,
         **how,
     )
-
-
-def test_a_service_without_a_server_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folder_of_a_run(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    done = run_track(folder, "--to", "mlflow")
-    assert done.returncode == 2
-    assert "set MLFLOW_TRACKING_URI to a server" in done.stderr
-    assert f"is sent by `trinity-mq track {folder}`" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_without_a_service_there_is_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,34 +324,6 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     assert all(one.version is not None for one in found if str(one.batch).startswith("weights"))
 
 
-def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: Path) -> None:
-    outside = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    sim = Simulation(tmp_path, batches=1, taskset=None)
-
-    async def scene() -> None:
-        start_trace("explorer", "explorer-0", tmp_path, on=True)
-        client = await sim.client()
-        await client.declare(*sim.topology.durable)
-        await sim.submit(0, headers={"traceparent": outside})
-        await sim.submit(1, headers={"traceparent": "rubbish"})
-        await sim.run()
-
-    try:
-        run_virtually(scene())
-        trace.flush_trace()
-    finally:
-        trace.stop_trace()
-    tree = TraceTree("sim", trace_key(tmp_path / "trace"))
-    with receiving(Receiver()) as receiver:
-        collector = OtlpClient(receiver.url, "NONE", 5.0)
-        collector.send([*tree.add(read_trace(tmp_path)), *tree.finish()])
-    spans = receiver.batches()["batch 1"]
-    (taken,) = [one for _, one in spans.values() if one.name == "take submission"]
-    assert spans[taken.parent_span_id.hex()][1].name == "task 0"
-    (link,) = taken.links
-    assert f"00-{link.trace_id.hex()}-{link.span_id.hex()}-01" == outside
-
-
 def recorded(folder: Path) -> None:
     start_trace("runner", "runner-0", folder, on=True)
     for n in range(3):
@@ -418,18 +377,6 @@ def test_what_a_collector_refuses_keeps_nothing_from_the_rest(folder: Path) -> N
     assert (forwarder.lost, forwarder.sent) == (3, 2)
 
 
-def test_memory_is_bounded_while_the_collector_is_away(folder: Path) -> None:
-    start_trace("engine", "engine-0", folder, on=True)
-    for n in range(20_000):
-        record("generate", float(n), float(n) + 0.5, batch=n % 7)
-    trace.flush_trace()
-
-    forwarder = SpanForwarder(folder, "traced", OtlpClient("http://127.0.0.1:9", "NONE", 5.0))
-    for _ in range(5):
-        forwarder.finish()
-    assert 0 < len(forwarder._unsent) < 12_000, "what one read brought; the rest waits in the file"
-
-
 def folder_of_a_traced_run(tmp_path: Path, **monitor: Any) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -448,20 +395,6 @@ def test_the_command_sends_a_run_that_is_over(folder: Path, capsys: pytest.Captu
     assert "the run has no monitor.otlp: name a collector with --endpoint" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "otlp", "--endpoint", "localhost"]) == 2
     assert "--endpoint is 'localhost', wanted a URL" in capsys.readouterr().err
-
-
-async def test_a_run_whose_collector_never_comes_ends_and_says_so_once(folder: Path) -> None:
-    run = folder_of_a_traced_run(folder, otlp={"endpoint": "http://127.0.0.1:9"})
-    said: list[str] = []
-    config = load_config(run / "config.yaml", [f"run_dir={run}"])
-    process = TrackerProcess(config, RunFolder(config), said.append)
-    await process.start()
-    await process.end()
-    (line,) = said
-    assert line.startswith("spans were not all sent to http://127.0.0.1:9: the process ended with 2, see ")
-    output = (run / "logs" / "track-spans.out").read_text()
-    assert "is monitor.otlp.endpoint right" in output
-    assert "Traceback" not in output
 
 
 def test_settings_and_headers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

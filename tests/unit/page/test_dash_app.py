@@ -257,17 +257,13 @@ async def test_the_state_comes_as_events() -> None:
             app.renew()
 
 
-def test_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
-    found = Curves()
+def test_curves_are_bounded_and_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
+    found = Curves(max_points=100)
     found.add_all([metrics("explorer", step, **{"rollout/reward/mean": step / 10}) for step in (1, 2, 3)])
     found.add(metrics("explorer", 2, **{"rollout/reward/mean": 0.9}))
     assert found.named("rollout/reward/mean") == [(1, 0.1), (2, 0.9), (3, 0.3)]
     [picture] = found.pictures()
     assert picture["title"] == "Reward"
-
-
-def test_curves_are_bounded() -> None:
-    found = Curves(max_points=100)
     for step in range(1000):
         found.add(metrics("trainer", step, **{"actor/entropy": float(step), "odd": float("nan")}))
     points = found.named("actor/entropy")
@@ -276,22 +272,18 @@ def test_curves_are_bounded() -> None:
     assert "odd" not in found.names
 
 
-def test_equal_observations_are_one_interval() -> None:
+def test_equal_observations_are_one_interval_and_old_ones_are_forgotten() -> None:
     found, runner = RunHistory(), beat("runner", "runner-0")
     for now in range(10):
         row = AgentRow(runner, "working") if now < 5 else AgentRow(runner, "idle", "a slice")
         found.observe([row], float(now))
     [lane] = found.lanes(0.0)
     assert lane["intervals"] == [[0.0, 5.0, "working", None], [5.0, 9.0, "idle", "a slice"]]
-
-
-def test_old_intervals_are_forgotten_and_lanes_are_in_the_order_of_the_flow() -> None:
-    found = RunHistory()
-    for now in (0.0, 1.0, KEPT_SECONDS + 10):
+    for now in (10.0, 11.0, KEPT_SECONDS + 20):
         roles = ("trainer", "explorer", "supervisor")
         found.observe([AgentRow(beat(role, role), f"{now}") for role in roles], now)
-    assert [lane["agent"] for lane in found.lanes(0.0)] == ["explorer", "trainer", "supervisor"]
-    assert found.lanes(0.0)[0]["intervals"][0][0] == 1.0
+    assert [lane["agent"] for lane in found.lanes(10.0)] == ["explorer", "runner-0", "trainer", "supervisor"]
+    assert found.lanes(10.0)[0]["intervals"][0][0] == 11.0
 
 
 def body(batch: int, runs: int = 4, **fields: Any) -> bytes:
@@ -313,14 +305,9 @@ def test_rows_tell_what_the_table_shows() -> None:
     kept = store.body_of(first["uid"])
     assert kept is not None
     assert experience_at(*kept).eid.uid == first["uid"]
-
-
-def test_the_same_sample_is_shown_once_and_only_what_is_new_is_asked_for() -> None:
-    store = SampleStore()
-    assert store.add(decoded(body(1), 1, {})) == 4
-    assert store.add(decoded(body(1), 2, {})) == 0
-    assert store.add(decoded(body(2), 2, {})) == 4
-    assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8]
+    assert store.add(decoded(body(7), 9, {})) == 0, "the same sample is shown once"
+    assert store.add(decoded(body(8), 9, {})) == 4
+    assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8], "only what is new"
 
 
 def test_what_nobody_looks_at_is_bounded_too() -> None:

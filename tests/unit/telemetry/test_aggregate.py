@@ -12,27 +12,16 @@ from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggr
 from trinity_mq.telemetry.aggregate import best_and_worst, best_of_sizes, pass_at
 
 
-def test_every_end() -> None:
+def test_runs_to_task_and_tasks_to_batch() -> None:
     runs = [
-        {"x:max": 1, "x:min": 1, "x:last": 5, "x:mean": 1, "x:other": 1},
-        {"x:max": 4, "x:min": 0, "x:last": 2, "x:mean": 3, "x:other": 3},
+        {"x": 1, "n:sum": 1, "x:max": 1, "x:min": 1, "x:last": 5, "x:mean": 1, "x:other": 1, "ok": True, "why": "x"},
+        {"x": 3, "n:sum": 2, "x:max": 4, "x:min": 0, "x:last": 2, "x:mean": 3, "x:other": 3, "ok": False, "why": None},
     ]
-    assert aggregate_runs(runs) == {"x:max": 4.0, "x:min": 0.0, "x:last": 2.0, "x:mean": 2.0, "x:other": 2.0}
-
-
-def test_what_is_no_number_is_left_out_and_a_bool_counts() -> None:
-    assert aggregate_runs([{"ok": True, "why": "x"}, {"ok": False, "why": None}, {}]) == {"ok": 0.5}
-
-
-def test_tasks_to_batch() -> None:
+    ends = {"x:max": 4.0, "x:min": 0.0, "x:last": 2.0, "x:mean": 2.0, "x:other": 2.0}
+    assert aggregate_runs(runs) == {"x": 2.0, "n:sum": 3.0, **ends, "ok": 0.5}, "what is no number is left out"
     tasks = [{"accuracy": 1.0, "tokens:sum": 10.0, "n:max": 3}, {"accuracy": 0.0, "tokens:sum": 5.0, "n:max": 7}]
-    assert aggregate_tasks(tasks, "rollout") == {
-        "rollout/accuracy/mean": 0.5,
-        "rollout/accuracy/max": 1.0,
-        "rollout/accuracy/min": 0.0,
-        "rollout/tokens/sum": 15.0,
-        "rollout/n/max": 7.0,
-    }
+    accuracy = {"rollout/accuracy/mean": 0.5, "rollout/accuracy/max": 1.0, "rollout/accuracy/min": 0.0}
+    assert aggregate_tasks(tasks, "rollout") == {**accuracy, "rollout/tokens/sum": 15.0, "rollout/n/max": 7.0}
 
 
 def test_eval_runs_have_mean_deviation_best_and_worst() -> None:

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,29 +22,16 @@ def test_one_line_a_step(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
     writer.write(1, {"actor/pg_loss": 0.5, "sample/staleness/max": 1})
     writer.write(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
+    writer.write(3, {"a": np.float32(0.5), "b": np.int64(3), "c": True})  # type: ignore[dict-item]
     writer.close()
-    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    first, second, third = read_metrics(tmp_path / "metrics.jsonl")
     assert list(first)[:4] == ["time", "role", "agent", "step"]
     assert before - 1 <= first.pop("time") <= time.time() + 1
-    assert first == {
-        "role": "trainer",
-        "agent": "trainer-0",
-        "step": 1,
-        "actor/pg_loss": 0.5,
-        "sample/staleness/max": 1,
-    }
+    fields = {"role": "trainer", "agent": "trainer-0", "step": 1}
+    assert first == {**fields, "actor/pg_loss": 0.5, "sample/staleness/max": 1}
+    assert (third["a"], third["b"], third["c"]) == (0.5, 3, 1)
     assert (second["actor/pg_loss"], second["actor/grad_norm"]) == (None, None)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
-    import numpy as np
-
-    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
-    writer.write(1, {"a": np.float32(0.5), "b": np.int64(3), "c": True})  # type: ignore[dict-item]
-    writer.close()
-    (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert (line["a"], line["b"], line["c"]) == (0.5, 3, 1)
 
 
 def _write_many(run_dir: Path, agent: str) -> None:
@@ -102,25 +91,22 @@ def test_tensorboard_reads_what_was_written_and_no_torch_is_imported(tmp_path: P
     assert scalars == [(1, "actor/pg_loss", 0.5), (2, "actor/pg_loss", 0.25)]
 
 
-def test_rises_with_the_values() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+GREAT = 1.7e308
 
 
-def test_long_series_are_averaged() -> None:
-    assert sparkline([0, 0, 0, 8, 8, 8], width=2) == "▁█"
-
-
-def test_what_is_not_finite_is_left_out_and_constants_are_low() -> None:
-    assert sparkline([0.0, math.nan, 1.0]) == "▁█"
-    assert sparkline([3, 3, 3]) == "▁▁▁"
-    assert sparkline([math.inf]) == ""
-    assert sparkline([]) == ""
-
-
-def test_the_greatest_numbers_there_are() -> None:
-    great = 1.7e308
-    assert sparkline([great, -great]) == "█▁"
-    assert sparkline([great, great, -great, -great], width=2) == "█▁"
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], 80, "▁▂▃▄▅▆▇█", id="it rises with the values"),
+        pytest.param([0, 0, 0, 8, 8, 8], 2, "▁█", id="long series are averaged"),
+        pytest.param([0.0, math.nan, 1.0], 80, "▁█", id="what is not finite is left out"),
+        pytest.param([3, 3, 3], 80, "▁▁▁", id="constants are low"),
+        pytest.param([math.inf], 80, "", id="nothing"),
+        pytest.param([GREAT, GREAT, -GREAT, -GREAT], 2, "█▁", id="the greatest numbers there are"),
+    ],
+)
+def test_a_sparkline(values: list[float], width: int, line: str) -> None:
+    assert sparkline(values, width) == line
 
 
 @given(st.lists(st.floats()), st.integers(1, 80))

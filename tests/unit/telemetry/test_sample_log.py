@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from trinity_mq.telemetry.evaluations import log as evaluation_log
 from trinity_mq.telemetry.evaluations.log import (
     Evaluation,
     EvaluationAnswer,
@@ -135,14 +134,6 @@ def test_the_log_is_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
     found = read_evaluations(tmp_path)
     assert [one.label for one in found] == list(range(60 - len(found), 60))
     assert 3 <= len(found) < 20
-
-
-def test_small_ones_are_bounded_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_log, "MOST_EVALUATIONS", 5)
-    log = EvaluationLog(tmp_path, 2**20)
-    for label in range(9):
-        log.append(evaluation(label))
-    assert [one.label for one in read_evaluations(tmp_path)] == [4, 5, 6, 7, 8]
 
 
 def test_a_large_set_is_kept_as_far_as_there_is_room_and_the_rest_is_counted(tmp_path: Path) -> None:

@@ -135,35 +135,21 @@ def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        "/../../../../etc/passwd",
-        "/batch/../../other/x",
-        "/batch/t1/..%2f..%2fx",
-        "//etc/passwd",
-        "/",
-        "",
-        "-2/batch/t1/a-0.tmqx",
-        "/batch/t1/.hidden",
-        "/batch/t1/a\n-0.tmqx",
-        "/batch/t1/a-0.tmqx\n",
-        "/batch\\t1",
-        "/batch/t1/a-0.tmqx?versionId=1",
-        "/batch/*",
-    ],
-)
-def test_a_reference_that_leads_elsewhere_is_refused_unopened(
-    store: BlobStore, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = store.put(NAME, BODY)
-    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
-    with pytest.raises(DecodeError, match=r"broker\.blob_store"):
-        store.get(changed(reference, url=store.url + end))
-
-
-@pytest.mark.parametrize(
     "url",
     [
+        "{store}/../../../../etc/passwd",
+        "{store}/batch/../../other/x",
+        "{store}/batch/t1/..%2f..%2fx",
+        "{store}//etc/passwd",
+        "{store}/",
+        "{store}",
+        "{store}-2/batch/t1/a-0.tmqx",
+        "{store}/batch/t1/.hidden",
+        "{store}/batch/t1/a\n-0.tmqx",
+        "{store}/batch/t1/a-0.tmqx\n",
+        "{store}/batch\\t1",
+        "{store}/batch/t1/a-0.tmqx?versionId=1",
+        "{store}/batch/*",
         "http://127.0.0.1:9/run-1/batch/t1/a-0.tmqx",
         "file:///etc/passwd",
         "/etc/passwd",
@@ -172,10 +158,13 @@ def test_a_reference_that_leads_elsewhere_is_refused_unopened(
         "x" * 100_000,
     ],
 )
-def test_another_place_is_refused(local: BlobStore, url: str) -> None:
-    reference = local.put(NAME, BODY)
-    with pytest.raises(BlobRefused) as caught:
-        local.get(changed(reference, url=url))
+def test_a_reference_that_leads_elsewhere_is_refused_unopened(
+    store: BlobStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = store.put(NAME, BODY)
+    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
+    with pytest.raises(DecodeError, match=r"broker\.blob_store") as caught:
+        store.get(changed(reference, url=url.replace("{store}", store.url)))
     assert len(str(caught.value)) < 1000
 
 

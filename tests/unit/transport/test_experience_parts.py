@@ -279,22 +279,3 @@ async def test_closing_ends_what_waits_and_leaves_no_task() -> None:
     await asyncio.wait(asked)
     assert all(each.cancelled() for each in asked)
     assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-async def test_lingering_gathers_what_comes_apart_in_time() -> None:
-    calls = Calls()
-    calls.gate.set()
-    seconds = [0.05]
-    together: BatchedPublish[str, str, str] = BatchedPublish(
-        calls, max_batch_size=10, linger_seconds=lambda: seconds[0]
-    )
-
-    async def later() -> str:
-        await asyncio.sleep(0.005)
-        return await together.publish("k", "b")
-
-    assert await asyncio.gather(together.publish("k", "a"), later()) == ["k:a", "k:b"]
-    assert calls.made == [("k", ["a", "b"])]
-    seconds[0] = 0.0
-    await asyncio.gather(together.publish("k", "a"), later())
-    assert calls.made[1:] == [("k", ["a"]), ("k", ["b"])]

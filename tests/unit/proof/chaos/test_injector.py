@@ -19,7 +19,6 @@ from trinity_mq.proof.chaos.trial import (
     Plan,
     TrialOutcome,
     _first_steps,
-    _points_passed,
     _recovered,
     _wait_for_further_steps,
 )
@@ -331,19 +330,3 @@ def test_a_run_that_ends_before_the_first_fault_is_said() -> None:
         run_virtually(_first_steps(RunObserver(), 5, lambda: True), limit=1000)
     with pytest.raises(CommandError, match="300 s have passed after 0 train steps"):
         run_virtually(_first_steps(RunObserver(), 5, lambda: False), limit=1000)
-
-
-def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation() -> None:
-    faults = [
-        Fault(number=number, wait=0.0, role="gateway", kind="kill", pick=0.0, point=point)
-        for number, point in enumerate(("decision_confirmed", "decision_confirmed", "task_confirmed"), 1)
-    ]
-    done = [InjectedFault(faults[0], 1.0), InjectedFault(faults[1], 2.0, is_inside=True), InjectedFault(faults[2], 3.0)]
-    verdict = _points_passed(TrialOutcome(ChaosSchedule(faults), "a test", RunObserver(), done))
-    assert verdict.result == "violated"
-    assert verdict.evidence == ("task_confirmed (a session's task is confirmed): asked for 1 times",)
-    done[2].is_inside = True
-    assert (
-        _points_passed(TrialOutcome(ChaosSchedule(faults), "a test", RunObserver(), done)).text
-        == "2 points, 2 of 3 faults"
-    )

@@ -17,7 +17,7 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import SessionEnd, TaskResult
-from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic, clients_of
+from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord, read_sessions
 from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
 from trinity_mq.proof.chaos.witness import RunObserver, watch
@@ -189,18 +189,3 @@ async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path)
     assert any(told.group for told in traffic.sessions)
     assert traffic.failures["TimeoutError"] > 0, "some give up at once"
     assert not traffic.settled, "nobody trains here"
-
-
-async def test_with_another_key_they_are_refused_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_mq.proof.chaos.sessions.clients.UNKNOWN_SECONDS", 0.2)
-    traffic, record = await ask(lambda seen: bool(seen.refused), tmp_path, key="another key of sixteen letters")
-    assert traffic.refused[0].startswith("POST /sessions: 40")
-    assert answers_match_stream(traffic, record).result == "not checked"
-
-
-def test_who_serves_nobody_has_no_clients() -> None:
-    said: list[str] = []
-    assert clients_of(serving_config(), 1, 0, said.append) is None
-    assert clients_of(serving_config(gateway={"port": 0}), 1, 8, said.append) is None
-    assert said == ["gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic"]
-    assert clients_of(serving_config(), 1, 8, said.append) is not None

@@ -60,15 +60,6 @@ def test_tokens_of_other_weights_are_found(config: Config, weights: dict[Version
     assert "names version 1.4" in line
 
 
-def test_what_cannot_be_told_apart_is_not_called_proven(config: Config, weights: dict[Version, Path]) -> None:
-    samples = {OLD: [sampled(weights[OLD], 0)]}
-    alike = check_tokens(config, {OLD: weights[OLD], NEW: weights[OLD]}, samples)
-    assert alike.result == "not checked"
-    assert "would also fit the weights of another version" in alike.text
-    assert check_tokens(config, weights, {}).result == "not checked"
-    assert check_tokens(config, {}, samples).result == "not checked"
-
-
 def checkpoint(folder: Path, step: int) -> Path:
     """Write a checkpoint as far as it is looked at."""
     path = folder / f"progress-{step:06}"
