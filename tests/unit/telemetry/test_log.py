@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import structlog
 
-from trinity_mq.telemetry import get_logger, setup_logging, work_for
+from trinity_mq.telemetry import get_logger, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -53,28 +52,6 @@ def test_one_json_line_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert line["logger"] == "trinity_mq.test"
     assert line["time"].endswith("Z")
     assert capsys.readouterr() == ("", "")
-
-
-async def test_lines_carry_the_run_and_each_task_its_batch(tmp_path: Path) -> None:
-    setup_logging("runner", "trainer-0", tmp_path, run="maths")
-    log, begun = get_logger("x"), asyncio.Barrier(3)
-
-    async def work(batch: int) -> None:
-        with work_for(batch, f"t{batch}"):
-            await begun.wait()
-            log.info("structured")
-            await asyncio.to_thread(logging.getLogger("some.library").warning, "foreign %s", "line")
-            log.info("another", batch=9)
-        log.info("outside")
-
-    await asyncio.gather(*map(work, (1, 2, 3)))
-    found = lines(tmp_path)
-    assert {line["run"] for line in found} == {"maths"}
-    for event in ("structured", "foreign line"):
-        of_event = [(line["batch"], line["ticket"]) for line in found if line["event"] == event]
-        assert sorted(of_event) == [(1, "t1"), (2, "t2"), (3, "t3")]
-    assert [line["batch"] for line in found if line["event"] == "another"] == [9, 9, 9], "its own wins"
-    assert not any("batch" in line or "ticket" in line for line in found if line["event"] == "outside")
 
 
 def test_errors_are_short_on_stderr_and_whole_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
-from trinity_mq.messages import DecodeError, ExperienceReference, encode
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.messages import DecodeError, ExperienceReference
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import (
@@ -27,7 +26,6 @@ from trinity_mq.transport.batch_blobs import (
     ChunkBlobs,
     delete_blobs,
     part_name,
-    store_large_bodies,
 )
 from trinity_mq.transport.blobs import (
     MARK,
@@ -37,7 +35,6 @@ from trinity_mq.transport.blobs import (
     BlobStore,
     StoreUnavailable,
     open_store,
-    resolve_body,
     run_with_store_retries,
 )
 
@@ -258,18 +255,6 @@ def test_a_missing_blob_is_gone_only_where_the_store_is_there(store: BlobStore) 
         store.get(reference)
 
 
-def test_a_disk_that_comes_back_has_lost_nothing(local: BlobStore, tmp_path: Path) -> None:
-    reference = local.put(NAME, BODY)
-    (tmp_path / "blobs").rename(tmp_path / "aside")
-    for _ in range(2):
-        with pytest.raises(StoreUnavailable):
-            local.get(reference)
-        (tmp_path / "blobs").mkdir(exist_ok=True)  # an empty mount point
-    (tmp_path / "blobs").rmdir()
-    (tmp_path / "aside").rename(tmp_path / "blobs")
-    assert local.get(reference) == BODY
-
-
 def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = store.put(NAME, BODY)
 
@@ -332,18 +317,6 @@ async def test_a_store_that_hangs_is_given_up() -> None:
 
 
 # -- bodies that stand for one
-
-
-def test_a_body_is_itself_or_what_it_refers_to(store: BlobStore) -> None:
-    reference = store.put(NAME, BODY)
-    assert resolve_body(store, b"TMQX", EXPERIENCES) == b"TMQX"
-    assert resolve_body(None, b"TMQX", None) == b"TMQX"
-    assert resolve_body(store, encode(reference), REFERENCE) == BODY
-    with pytest.raises(DecodeError, match=r"broker\.blob_store is not set here"):
-        resolve_body(None, encode(reference), REFERENCE)
-    for junk in (b"", b"TMQX", b"\x80", encode(changed(reference, sha256="no"))):
-        with pytest.raises(DecodeError):
-            resolve_body(store, junk, REFERENCE)
 
 
 Act = Callable[[MemoryBus, BlobStore], Coroutine[Any, Any, None]]
@@ -417,17 +390,6 @@ def test_a_store_that_is_down_for_a_while_ends_no_sweep(tmp_path: Path) -> None:
     assert "sweep_failed" in {line["event"] for line in play(tmp_path, act)}
 
 
-def test_only_what_no_message_takes_is_stored(tmp_path: Path) -> None:
-    store = BlobStore(f"file://{tmp_path}", "r", 1 << 20)
-    bodies = [b"x" * 10, b"y" * 11, b"z" * 10]
-    contents = run_virtually(store_large_bodies(store, bodies, 10, lambda n: part_name("t", "a", n)))
-    assert [contents[0], contents[2]] == [bodies[0], bodies[2]]
-    assert isinstance(contents[1], ExperienceReference)
-    assert contents[1].url.endswith("/r/batch/t/a-1.tmqx")
-    assert store.get(contents[1]) == bodies[1]
-    assert run_virtually(store_large_bodies(None, bodies, 20, lambda n: "x")) == bodies
-
-
 def test_a_deletion_that_fails_is_left_to_the_sweep(tmp_path: Path) -> None:
     (tmp_path / "blobs").write_bytes(b"")
     store = BlobStore(f"file://{tmp_path}/blobs", "r", 1 << 20)
@@ -452,17 +414,6 @@ def left(chunks: BlobStore) -> str:
 
 def saved(blobs: ChunkBlobs, consumed: Iterable[str], *, last: bool = False) -> None:
     run_virtually(blobs.saved(consumed, last=last))
-
-
-def test_what_the_oldest_kept_checkpoint_has_behind_it_goes(chunks: BlobStore) -> None:
-    blobs = ChunkBlobs(chunks, keep=3)
-    seen = []
-    for consumed in ("a", "ab", "abc", "abcd", "abcde"):
-        saved(blobs, consumed)
-        seen.append(left(chunks))
-    assert seen == ["abcdef", "abcdef", "bcdef", "cdef", "def"]
-    saved(blobs, "abcde", last=True)
-    assert left(chunks) == "f"
 
 
 def test_a_store_that_is_away_costs_no_more_than_some_seconds(chunks: BlobStore, tmp_path: Path) -> None:

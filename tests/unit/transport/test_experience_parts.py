@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,18 +9,11 @@ import pytest
 from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.experience import DecodeError, Experience, encode
-from trinity_mq.messages import BatchClosed, ExperienceReference, decode
-from trinity_mq.messages.batches import Accepted, Wanted
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
-from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import (
     ReceivedPart,
-    chunk_message,
     decode_parts,
-    part_message,
-    requested_parts,
     shared_part_message,
     split_to_size,
 )
@@ -49,15 +40,6 @@ def test_they_are_cut_until_each_body_fits(store: BlobStore) -> None:
     assert split_to_size([], LIMIT) == []
 
 
-def test_exactly_at_the_limit_is_a_message_and_one_byte_more_is_not(store: BlobStore) -> None:
-    one = [experience(length=5000)]
-    size = len(encode(one))
-    assert split_to_size(one, size) == [encode(one)]
-    with pytest.raises(MessageTooLarge, match=rf"takes {size} bytes, over broker\.max_message_bytes {size - 1}"):
-        split_to_size(one, size - 1)
-    assert split_to_size(one, size - 1, store=store) == [encode(one)]
-
-
 def test_without_a_store_the_error_names_the_setting_and_the_experience() -> None:
     with pytest.raises(MessageTooLarge, match=r"1/0/7.*broker\.blob_store"):
         split_to_size([experience(run=0), experience(run=7, length=100_000)], LIMIT)
@@ -74,19 +56,6 @@ def test_compression_comes_before_the_limit(store: BlobStore) -> None:
     (body,) = split_to_size(one, LIMIT, compression="zstd")
     assert len(body) <= LIMIT
     assert runs([body]) == [0]
-
-
-def test_a_reference_travels_under_the_name_and_headers_of_its_body() -> None:
-    reference = ExperienceReference(url="s3://b/r/batch/t1/a-0.tmqx", bytes=9, sha256="0" * 64)
-    plain, stands = (part_message(a_slice(), "a", 0, 1, one, (1, 3)) for one in (b"body", reference))
-    assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
-    assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
-    assert decode(stands.body, ExperienceReference) == reference
-    closed = BatchClosed(batch=1, ticket="t1")
-    plain, stands = (chunk_message(closed, "o", 0, one) for one in (b"body", reference))
-    assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
-    assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
-    assert len(stands.body) < 300
 
 
 def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> PartMember:
@@ -153,18 +122,6 @@ def test_an_attempt_may_have_none_and_its_name_may_hold_a_colon() -> None:
     assert attempt_rows_of(incoming) == [AttemptRows(("a:b", 0), slice(0, 0), 2), AttemptRows(("c", 0), slice(0, 2), 2)]
 
 
-def test_the_manifest_takes_and_drops_members_like_parts_of_their_own_in_its_order() -> None:
-    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
-    alone = received(
-        Envelope(body=body_of(member("d", 9)), kind="experience_part", headers={"attempt": "d", "part": 0, "parts": 1})
-    )
-    parts = parts_of(shared, alone)
-    wanted = [parts["c", 0], parts["d", 0], parts["a", 0]]
-    experiences, bad = decode_parts(wanted, None)
-    assert [each.eid.run for each in experiences] == [6, 7, 8, 9, 0, 1]
-    assert bad == []
-
-
 def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> None:
     shared = received(shared_part_message(MEMBERS[:2], body_of(*MEMBERS)))
     experiences, bad = decode_parts(parts_of(shared).values(), None)
@@ -172,23 +129,6 @@ def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> 
     assert [(one is shared, reason) for one, reason in bad] == [
         (True, "does not decode: header attempts lists 3 experiences, the body holds 6")
     ]
-
-
-def test_submitters_get_their_own_share_and_no_more() -> None:
-    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
-    manifest = BatchClosed(
-        batch=1,
-        ticket="t1",
-        accepted=[
-            Accepted(task_id=task, run_base=0, attempt=name, runs=[0], parts=1) for task, name in enumerate("abc")
-        ],
-        wanted=[Wanted(task_id=1, reply_to="me", correlation_id="c")],
-    )
-    ((reply_to, mail),) = requested_parts(manifest, parts_of(shared))
-    assert (reply_to, mail.headers["attempt"], mail.headers["part"], mail.headers["parts"]) == ("me", "b", 0, 1)
-    assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
-    damaged = received(shared_part_message(MEMBERS, b"no experiences"))
-    assert list(requested_parts(manifest, parts_of(damaged))) == []
 
 
 def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None:
@@ -202,80 +142,3 @@ def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None
 
     assert [each.eid.run for each in found] == [4, 12, 0, 1]
     assert [incoming for incoming, _ in bad] == [damaged]
-
-
-class Calls:
-    """Answers each item by itself and its key, when let."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, list[str]]] = []
-        self.gate = asyncio.Event()
-        self.failing: Exception | None = None
-
-    async def __call__(self, key: str, items: list[str]) -> Sequence[str]:
-        self.made.append((key, list(items)))
-        await self.gate.wait()
-        if self.failing is not None:
-            raise self.failing
-        return [f"{key}:{item}" for item in items]
-
-
-def made(
-    calls: Calls, *, max_batch_size: int = 100, size_of: Callable[[str], int] = len
-) -> BatchedPublish[str, str, str]:
-    return BatchedPublish(calls, max_batch_size=max_batch_size, size_of=size_of)
-
-
-async def turns(count: int = 3) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-async def test_what_comes_during_a_call_goes_along_with_the_next_key_by_key() -> None:
-    calls = Calls()
-    together = made(calls)
-    asked = [asyncio.ensure_future(together.publish("k", "a"))]
-    await turns()
-    asked += [
-        asyncio.ensure_future(together.publish(key, item)) for key, item in [("k", "b"), ("other", "c"), ("k", "d")]
-    ]
-    await turns()
-    assert calls.made == [("k", ["a"]), ("other", ["c"])]
-    calls.gate.set()
-    assert await asyncio.gather(*asked) == ["k:a", "k:b", "other:c", "k:d"]
-    assert calls.made[2:] == [("k", ["b", "d"])]
-
-
-async def test_no_call_weighs_more_than_it_may_but_a_single_item_may() -> None:
-    calls = Calls()
-    together = made(calls, max_batch_size=3)
-    asked = [asyncio.ensure_future(together.publish("k", item)) for item in ("aa", "b", "cc", "dd", "eeeee", "f")]
-    calls.gate.set()
-    await asyncio.gather(*asked)
-    assert [items for _, items in calls.made] == [["aa", "b"], ["cc"], ["dd"], ["eeeee"], ["f"]]
-
-
-async def test_a_failure_is_everybodys_who_was_in_that_call_and_nobody_elses() -> None:
-    calls = Calls()
-    together = made(calls, max_batch_size=2)
-    asked = [asyncio.ensure_future(together.publish("k", item)) for item in "abc"]
-    await turns()
-    calls.failing = ValueError("no")
-    calls.gate.set()
-    await asyncio.wait(asked[:2])
-    calls.failing = None
-    answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert [type(answer) for answer in answers[:2]] == [ValueError, ValueError]
-    calls.gate.set()
-    assert await together.publish("k", "d") == "k:d"
-
-
-async def test_closing_ends_what_waits_and_leaves_no_task() -> None:
-    calls = Calls()
-    together = made(calls, max_batch_size=1)
-    asked = [asyncio.ensure_future(together.publish("k", item)) for item in "abc"]
-    await turns()
-    await together.close()
-    await asyncio.wait(asked)
-    assert all(each.cancelled() for each in asked)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
