@@ -24,7 +24,6 @@ from trinity_mq.gateway.session_store import MemorySessionStore, OutsideEvent
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.sse import SurrogateRepairer
 from trinity_mq.testing import scripted
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
 from trinity_mq.transport.event_log import EventEffect
@@ -514,24 +513,6 @@ async def test_a_character_whose_bytes_are_several_tokens_is_streamed_whole(path
         pieces = [texts[path](event) for event in events]
         assert "".join(pieces) == said
         assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_a_mender_joins_halves_of_each_choice_and_replaces_what_stays_alone() -> None:
-    mender = SurrogateRepairer()
-
-    def mended(index: int, piece: str, finish: str | None = None) -> str:
-        chunk: dict[str, Any] = {"choices": [{"index": index, "delta": {"content": piece}, "finish_reason": finish}]}
-        mender.mend(chunk)
-        return str(chunk["choices"][0]["delta"]["content"])
-
-    assert [mended(0, "a\ud83d"), mended(1, "b\ud83d"), mended(0, "\ude00c"), mended(1, "d")] == [
-        "a",
-        "b",
-        "\U0001f600c",
-        "\ufffdd",
-    ]
-    assert [mended(0, "\ud83d"), mended(0, ""), mended(0, "\ude00")] == ["", "", "\U0001f600"]
-    assert [mended(0, "\ude00"), mended(0, "\ud83d", "stop")] == ["\ufffd", "\ufffd"]
 
 
 async def test_halves_of_a_pair_from_another_server_make_one_character() -> None:

@@ -87,18 +87,6 @@ def submission_of(decided: list[Body]) -> str:
     return one.submission
 
 
-def test_a_reward_before_the_end_and_one_that_ends() -> None:
-    stream = Stream()
-    for session in ("a", "b"):
-        stream.open(session)
-        stream.ask(session)
-    stream.reward("a")
-    assert stream.act() == [], "it may still ask"
-    stream.end("a")
-    stream.reward("b", final=True)
-    assert sorted(session for one in stream.act() for session in one.sessions) == ["a", "b"]  # type: ignore[union-attr]
-
-
 def test_rewards_replace_or_add_and_count_once_by_their_id() -> None:
     stream = Stream()
     stream.open("a")

@@ -44,25 +44,16 @@ async def test_an_answer_tells_the_state_to_those_who_may_read() -> None:
         assert answer["labels"] == {"who": "secret"}
 
 
+TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "")
 FORGED = [
-    ({"Host": "evil.example:8710"}, 403),
-    ({"Host": "127.0.0.1.evil.example"}, 403),
-    ({"Host": ""}, 403),
-    ({"Host": "0.0.0.0:8710"}, 403),
-    ({"Origin": "https://evil.example"}, 403),
-    ({"Origin": "null"}, 403),
+    *(({"Host": host}, 403) for host in ("evil.example:8710", "127.0.0.1.evil.example", "", "0.0.0.0:8710")),
+    *(({"Origin": origin}, 403) for origin in ("https://evil.example", "null")),
     ({"Sec-Fetch-Site": "cross-site"}, 403),
-    ({"Content-Type": "text/plain"}, 415),
-    ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
-    ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
-    ({"Content-Type": ""}, 415),
+    *(({"Content-Type": name}, 415) for name in TYPES),
 ]
 OWN = [
     {},
-    {"Host": "localhost:8710"},
-    {"Host": "[::1]:8710"},
-    {"Host": "GATEWAY.local"},
-    {"Host": "public.example"},
+    *({"Host": host} for host in ("localhost:8710", "[::1]:8710", "GATEWAY.local", "public.example")),
     {"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"},
     {"Sec-Fetch-Site": "none"},
     {"Content-Type": "application/json; charset=utf-8"},
@@ -182,22 +173,14 @@ async def test_the_time_of_an_answer_does_not_tell_which_ids_exist() -> None:
         assert asked == [], "who has the key of a session that is known here waits for nothing"
 
 
+OF_THE_RUN = ("reward", "reward:sum", "time/run_execution", "session_calls", "response_tokens:sum", "slices/finished")
+
+
 @pytest.mark.parametrize(
     "metrics",
     [
-        {"reward": 1.0},
-        {"reward:sum": 1.0},
-        {"time/run_execution": 1.0},
-        {"session_calls": 1.0},
-        {"response_tokens:sum": 1.0},
-        {"slices/finished": 1.0},
-        {"": 1.0},
-        {"x" * 101: 1.0},
-        {"a b": 1.0},
-        {"\x1b[2J": 1.0},
-        {"tries": "nan"},
-        {"tries": "inf"},
-        {"tries": 1e31},
+        *({name: 1.0} for name in (*OF_THE_RUN, "", "x" * 101, "a b", "\x1b[2J")),
+        *({"tries": value} for value in ("nan", "inf", 1e31)),
         {f"m{number}": 1.0 for number in range(MAX_METRICS + 1)},
     ],
 )
@@ -292,26 +275,17 @@ async def _send(at: Serving, path: str, body: bytes) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-HEADERS = [
-    {"Authorization": "\udcff"},
-    {"Authorization": "Bearer \udced\udca0\udc80"},
-    {"Authorization": "Bearer " + "x" * 8000},
-    {"Authorization": "Bearer"},
-    {"x-api-key": "\udcff"},
-    {"X-Session-Key": f"{KEY_BEGINS}\udcff"},
-    {"X-Session-ID": "\udcff"},
-    {"X-Session-ID": "../" * 50},
-    {"traceparent": "\udcff"},
-    {"x-stainless-retry-count": "\udcff"},
-    {"Host": "\udcff"},
-    {"Host": "[::1"},
-    {"Origin": "http://[\udcff"},
-    {"Content-Type": "\udcff"},
-    {"Content-Encoding": "gzip"},
-    {"Content-Encoding": "br"},
-    {"Content-Encoding": "\udcff"},
-    {"Expect": "\udcff"},
-]
+BYTE = "\udcff"
+FIELD_VALUES = {
+    "Authorization": [BYTE, "Bearer \udced\udca0\udc80", "Bearer " + "x" * 8000, "Bearer"],
+    "X-Session-Key": [f"{KEY_BEGINS}{BYTE}"],
+    "X-Session-ID": [BYTE, "../" * 50],
+    "Host": [BYTE, "[::1"],
+    "Origin": [f"http://[{BYTE}"],
+    "Content-Encoding": ["gzip", "br", BYTE],
+    **{name: [BYTE] for name in ("x-api-key", "traceparent", "x-stainless-retry-count", "Content-Type", "Expect")},
+}
+HEADERS = [{name: value} for name, values in FIELD_VALUES.items() for value in values]
 PATHS = ["/s/%FF", "/s/%00", "/s/" + "x" * 4000, "/s/%ED%A0%80/v1/models", "/sessions?%FF=%FF&limit=" + "9" * 100]
 PATHS += [f"/s/%2Fv1%2F{path}" for path in PROTOCOLS]
 PATHS += ["/sessions?group=x&limit=" + "9" * 5000]

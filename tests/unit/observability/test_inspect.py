@@ -21,7 +21,7 @@ from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference
 from trinity_mq.observability.experiences.printer import Printer
 from trinity_mq.observability.experiences.show_experience import as_json, json_fields
-from trinity_mq.observability.experiences.stream import QUIET_SECONDS, ExperienceFilter, ReadyReader, StreamSummary
+from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader, StreamSummary
 from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, select_fields
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.runtime.deliveries import envelope
@@ -198,21 +198,6 @@ def test_a_cut_stream_begins_where_it_begins() -> None:
         assert stream.runs == [(9, 0, 0, 0)]
 
     play(act, stream)
-
-
-def test_a_broker_that_takes_no_messages_is_read_until_it_is_quiet() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.whole(1)
-
-        async def refuses(*_: Any, **__: Any) -> bool:
-            return False
-
-        stream.bus.publish = refuses  # type: ignore[method-assign]
-        seen = await stream.look()
-        assert (stream.runs, seen.notes) == ([(1, 0, 0, 0)], [])
-
-    play(act)
-    assert QUIET_SECONDS > 1.0
 
 
 # -- printing

@@ -12,12 +12,11 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent, Heartbeat, Metrics
-from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
+from trinity_mq.observability.display import PlainDisplay, format_status_line, render_table
 from trinity_mq.observability.follow import MetricsTail, consume_messages
-from trinity_mq.observability.report.figures import evaluations, format_duration
+from trinity_mq.observability.report.figures import evaluations
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.telemetry import METRICS_FILE, MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -78,22 +77,6 @@ def test_agents_are_alive_while_they_beat() -> None:
         assert view.agents(6.0)[2].state == state, "older beats of the same process are ignored"
 
 
-def test_process_events_that_matter_are_news() -> None:
-    view = RunState("r", 20)
-    for event in (
-        ProcessEvent(name="runner-0", role="runner", what="started", pid=1),
-        ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2, output="no disk"),
-        ProcessEvent(name="runner-0", role="runner", what="killed", code=137),
-        ProcessEvent(name="runner-0", role="runner", what="failed", code=78, reason="no"),
-    ):
-        view.add_event(event)
-    assert view.take_news() == [
-        "runner-0 died and restarts in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
-        "runner-0 did not end in time and was killed",
-        "runner-0 failed permanently (exit code 78): no",
-    ]
-
-
 def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
     """Agents load for a while; a broker with an alarm lets no heartbeat through."""
     view = RunState("r", 20)
@@ -127,14 +110,6 @@ def test_evaluations_take_accuracy_before_reward() -> None:
     assert evaluations(values) == {"ops3": 0.5, "deep/set": 0.2, "detailed": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (3600, "1 h 00 min"), (7265, "2 h 01 min"), (-3, "0 s")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
 def explorer(seq: int, **detail: Any) -> Heartbeat:
     return beat("explorer", "explorer-0", seq, detail=detail)
 
@@ -150,22 +125,6 @@ def test_each_batch_without_anything_to_train_on_is_news() -> None:
     view.receive(explorer(3), 0.0)
     view.receive(explorer(4, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
     assert len(view.take_news()) == 1
-
-
-def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
-    view = RunState("r", 10)
-    for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
-        view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
-    assert view.take_news() == ["a weight sync was aborted, and will be retried: no GPU"] * 2
-
-
-def test_rates_are_increases_of_counters_and_a_restart_is_not_a_decrease() -> None:
-    state = RunState("r")
-    for second in range(11):
-        done = 5 * second if second < 6 else 5 * (second - 6)
-        state.receive(beat("runner", "runner-0", second + 1, detail={"done": done}), 1000.0 + second)
-        state.receive(beat("runner", "runner-1", second + 1, detail={"done": 2 * second}), 1000.0 + second)
-    assert state.trends.rate("slices", 1010.0) == pytest.approx(7.0)
 
 
 NOW = 100.0
@@ -192,11 +151,6 @@ def heard(
 
 
 EMPTY = RunState("arithmetic", None)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def drawn(view: RunState) -> str:
@@ -271,17 +225,6 @@ def test_picture_shows_members_versions_and_the_last_syncs_phases() -> None:
         "last sync 1.119: wait 0 ms, pause 2 ms, transfer 31 ms, apply 5 ms, resume 1 ms (8 syncs, 1 canary failures)"
     )
     assert "last sync" not in drawn(full())
-
-
-def test_terminal_or_not() -> None:
-    assert isinstance(open_display(io.StringIO()), PlainDisplay)
-    terminal = Terminal()
-    display = open_display(terminal)
-    assert isinstance(display, LiveDisplay)
-    display.show(full(), ["[news] with brackets"], NOW)
-    display.close()
-    assert "[news] with brackets" in terminal.getvalue()
-    assert "120/300" in terminal.getvalue()
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

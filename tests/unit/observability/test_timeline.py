@@ -19,7 +19,7 @@ from trinity_mq.observability.report.text import make_report
 from trinity_mq.observability.timeline import Span, chrome_trace, spans, tracks
 from trinity_mq.observability.waterfall import batches_of, lay_out
 from trinity_mq.telemetry import trace
-from trinity_mq.telemetry.trace import TraceSpan, record, shared_span, span, start_trace, works_on
+from trinity_mq.telemetry.trace import TraceSpan, record, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
 
 LINES = [
@@ -205,21 +205,6 @@ def test_a_span_has_its_times_its_processor_time_and_its_batch(trace_folder: Pat
     assert 0.0099 <= work.cpu <= work.end - work.start + 0.001
     assert -0.01 <= work.start - began < 1
     assert (wait.wait, wait.cpu) == (True, None)
-
-
-def test_work_for_several_batches_at_once_is_a_span_of_each(trace_folder: Path) -> None:
-    start_trace("engine", "engine-0", trace_folder, on=True)
-    with shared_span("generate", {1: 24, None: 4, 2: 4}):
-        began = time.process_time()
-        while time.process_time() - began < 0.032:
-            pass
-    first, second = recorded(trace_folder)
-    assert [(first.batch, first.count), (second.batch, second.count)] == [(1, 24), (2, 4)]
-    assert (first.start, first.end) == (second.start, second.end)
-    assert first.cpu is not None
-    assert second.cpu is not None
-    assert first.cpu >= 0.0239, "24 of 32 parts"
-    assert first.cpu == pytest.approx(6 * second.cpu, abs=1e-5)
 
 
 def test_clocks_of_one_host_are_kept_and_of_another_shifted_as_a_whole(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from trinity_mq.cli.doctor import doctor, lines
+from trinity_mq.cli.doctor import doctor
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
 from trinity_mq.messages import Heartbeat
@@ -158,19 +158,6 @@ def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, ver
     assert words in f"{finding.seen} {finding.do}"
     others = {one.verdict for name, one in judged(healthy(**changes)).items() if name != subject}
     assert "problem" not in others
-
-
-def test_an_unknown_fact_is_not_guessed_and_a_healthy_broker_is_well() -> None:
-    assert {finding.verdict for finding in judged(healthy()).values()} == {"ok"}
-    facts = DoctorFacts(urls=(), tls_verified=True, user="u", vhost="/", server=OLD)
-    facts.missing("nobody at home", "limits", "policies")
-    facts.missing("nobody at home", "limits")
-    found = judged(facts)
-    unseen = {subject for subject, finding in found.items() if finding.verdict == "not looked at"}
-    over_amqp = {"connection", "version", "queues of the run", "releases", "dead letters"}
-    assert unseen == set(found) - over_amqp
-    assert found["consumer timeout"].seen == "nobody at home"
-    assert all(found[subject].do.startswith("to look: ") for subject in unseen)
 
 
 def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
@@ -364,22 +351,6 @@ async def test_names_in_the_question_are_no_code() -> None:
 
 
 # -- the report
-
-
-def test_the_report() -> None:
-    found = [
-        DoctorFinding("a", "ok", "fine", wanted="w"),
-        DoctorFinding("bb", "problem", "bad", wanted="good", do="something " * 30),
-        DoctorFinding("c", "not looked at", "nobody told", do="to look: there"),
-    ]
-    report = lines(found)
-    assert report[0] == "ok       a   fine"
-    assert report[1] == "PROBLEM  bb  bad"
-    assert report[2].strip() == "wanted: good"
-    assert report[3].strip().startswith("do: something")
-    assert report[-3] == "-        c   not looked at, because nobody told"
-    assert report[-2:] == [" " * 11 + "to look: there", "1 ok, 1 problem, 1 not looked at"]
-    assert max(map(len, report)) <= 120
 
 
 def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(

@@ -182,11 +182,3 @@ def test_processes_that_share_a_log_begin_it_anew_once(tmp_path: Path) -> None:
     assert len(found) > 100, "each file that was begun anew was full"
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["isolated.1.jsonl", "isolated.jsonl"]
     assert (tmp_path / "logs" / "isolated.1.jsonl").stat().st_size >= 20_000
-
-
-def test_without_a_run_folder_only_errors_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("submit", "submit", None)
-    get_logger("x").warning("hm")
-    get_logger("x").error("bad", code=3)
-    assert capsys.readouterr() == ("", "submit: bad code=3\n")
-    assert list(tmp_path.iterdir()) == []

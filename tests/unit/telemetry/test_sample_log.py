@@ -34,17 +34,6 @@ def opened() -> Iterator[Opened]:
         log.close()
 
 
-def test_a_reader_follows_what_is_appended(tmp_path: Path, opened: Opened) -> None:
-    reader, log = SampleLogReader(tmp_path / "samples"), opened(tmp_path / "samples", 2**20)
-    assert list(reader.read()) == []
-    log.append(1, b"first")
-    log.append(2, b"second")
-    assert [(one.step, one.body) for one in reader.read()] == [(1, b"first"), (2, b"second")]
-    assert list(reader.read()) == []
-    log.append(3, b"third")
-    assert [one.step for one in reader.read()] == [3]
-
-
 def test_records_of_a_newer_release_are_named_and_those_of_ours_are_read(tmp_path: Path, opened: Opened) -> None:
     for step in (1, 2, 3):
         log = opened(tmp_path, 2**20)

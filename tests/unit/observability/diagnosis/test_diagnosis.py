@@ -19,7 +19,7 @@ from trinity_mq.observability.diagnosis import (
     diagnose,
     free_resources,
 )
-from trinity_mq.observability.diagnosis.levers import LEVERS, MORE, lever
+from trinity_mq.observability.diagnosis.levers import LEVERS, lever
 from trinity_mq.observability.diagnosis.records import BROKER
 
 ENGINE = "explorer-0-engine"
@@ -267,17 +267,6 @@ def test_settings_and_commands_that_a_lever_names_exist(cause: str) -> None:
     for command in re.findall(r"`trinity-mq ([a-z]+)", LEVERS[cause]):
         assert command in {name for name, _, _ in COMMANDS}
     assert re.search(r"`|\b\w+\.\w+|see its log", LEVERS[cause]), "it names something to do"
-
-
-PROCESSES = r"engine_num|nproc|num_threads|num_runners|num_operators"
-
-
-@pytest.mark.parametrize("cause", [cause for cause in LEVERS if cause.startswith("slow_") or cause in MORE])
-def test_no_further_process_is_advised_where_there_is_no_room_for_one(cause: str) -> None:
-    assert not re.search(PROCESSES, lever(cause, room=frozenset()))
-    if cause in MORE:
-        assert MORE[cause][1] in lever(cause, room=frozenset({MORE[cause][0]}))
-        assert f"where the machine has free cores{'' if MORE[cause][0] == 'cores' else ' or GPUs'}, " in lever(cause)
 
 
 THREADS = {"trainer": {"num_threads": 2}, "explorer": {"rollout_model": {"num_threads": 2}}}
