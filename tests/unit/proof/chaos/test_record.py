@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.unit.agents.gateway.world import World
 from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
-from tests.unit.gateway.serving import Serving, serving, serving_config
+from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until as until_true
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
@@ -24,7 +24,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import SessionEnd, TaskResult, Version
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic
+from trinity_mq.proof.chaos.sessions.clients import Clients
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord, read_sessions
 from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
 from trinity_mq.proof.chaos.tokens import MOST_KEPT, WeightArchive, check_tokens
@@ -163,32 +163,22 @@ def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
 KEY = "a key of sixteen letters"
 
 
-async def ask(enough: Callable[[Traffic], bool], tmp_path: Path, *, key: str = KEY) -> tuple[Traffic, SessionRecord]:
-    """Have clients ask one gateway, and another one that is not there, until they have had enough."""
-    keys = tmp_path / "keys"
-    keys.write_text(f"{key}\n")
-    config = serving_config(gateway={"key_file": str(keys), "num_gateways": 2})
+async def test_what_clients_note_agrees_with_what_the_gateway_keeps(tmp_path: Path) -> None:
+    """They ask one gateway, and another one that is not there."""
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    config = serving_config(gateway={"key_file": str(tmp_path / "keys"), "num_gateways": 2})
     async with serving(lambda _: "3", config=config, admin=KEY) as gateway:
         clients = Clients(config, seed=1, at_once=16)
         clients.urls = [f"http://127.0.0.1:{free_ports(1)[0]}", gateway.url]
         working = asyncio.create_task(clients.work())
-        await until_true(lambda: enough(clients.traffic), 60)
+        await until_true(lambda: len(clients.traffic.sessions) > 32, 60)
         await clients.finish(working, 2.0)
-        return clients.traffic, gateway_record(gateway)
-
-
-def gateway_record(gateway: Serving) -> SessionRecord:
-    record = SessionRecord(ledger=gateway.store.ledger)
-    for session in record.ledger:
-        record.calls[session.id] |= session.calls
-    return record
-
-
-async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path) -> None:
-    traffic, record = await ask(lambda seen: len(seen.sessions) > 32, tmp_path)
+        record = SessionRecord(ledger=gateway.store.ledger)
+        for session in record.ledger:
+            record.calls[session.id] |= session.calls
+    traffic, counts = clients.traffic, clients.traffic.counts
     verdict: InvariantVerdict = answers_match_stream(traffic, record)
     assert verdict.result == "holds", verdict
-    counts = traffic.counts
     assert counts["sessions"] > 32
     assert counts["recorded"] > counts["repeated"] > 0, "the other gateway is not there"
     assert traffic.failures["ClientConnectorError"] > 0
@@ -225,18 +215,16 @@ def sampled(folder: Path, number: int, temperature: float = 0.7) -> Experience:
     )
 
 
-def test_tokens_of_the_weights_they_name_fit(config: Config, weights: dict[Version, Path]) -> None:
+def test_tokens_of_the_weights_they_name_fit_and_those_of_others_are_found(
+    config: Config, weights: dict[Version, Path]
+) -> None:
     samples = {version: [sampled(folder, n) for n in range(3)] for version, folder in weights.items()}
     verdict = check_tokens(config, weights, samples)
     assert verdict.result == "holds", verdict
     assert "6 experiences of 2 versions" in verdict.text
     assert "of another version's weights 6 would be told" in verdict.text
-
-
-def test_tokens_of_other_weights_are_found(config: Config, weights: dict[Version, Path]) -> None:
     wrong = sampled(weights[OLD], 1)
-    samples = {OLD: [sampled(weights[OLD], 0)], NEW: [sampled(weights[NEW], 0), wrong]}
-    verdict = check_tokens(config, weights, samples)
+    verdict = check_tokens(config, weights, {OLD: samples[OLD][:1], NEW: [samples[NEW][0], wrong]})
     assert verdict.result == "violated"
     [line] = verdict.evidence
     assert wrong.eid.uid in line
