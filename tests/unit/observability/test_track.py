@@ -155,11 +155,6 @@ def run_track(folder: Path, *words: str, **how: Any) -> subprocess.CompletedProc
     )
 
 
-def test_without_a_service_there_is_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["track", str(folder_of_a_run(tmp_path))]) == 2
-    assert "the run has no monitor.trackers: name a service with --to" in capsys.readouterr().err
-
-
 def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "sent.json").write_text('{"one": 3}')
@@ -391,6 +386,8 @@ def test_the_command_sends_a_run_that_is_over(folder: Path, capsys: pytest.Captu
         assert main(["track", str(run), "--to", "otlp", "--endpoint", receiver.url]) == 0
     assert list(receiver.batches()) == ["batch 1"]
     assert f"5 spans to {receiver.url}/v1/traces" in capsys.readouterr().out
+    assert main(["track", str(run)]) == 2
+    assert "the run has no monitor.trackers: name a service with --to" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "otlp"]) == 2
     assert "the run has no monitor.otlp: name a collector with --endpoint" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "otlp", "--endpoint", "localhost"]) == 2

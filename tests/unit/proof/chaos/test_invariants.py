@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -43,20 +44,12 @@ from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 BATCHES, TASKS, RUNS = 4, 3, 2
 EXPECTED = Expected(tasks=TASKS)
-Tamper = Callable[[Record], object]
+Judge = Callable[[Record], InvariantVerdict]
 
 
-def result(batch: int, task: int, attempt: str = "first", runs: range | list[int] = range(RUNS)) -> TaskResult:
-    return TaskResult(
-        batch=batch,
-        ticket=f"t{batch}",
-        task_id=task,
-        repeat_times=RUNS,
-        attempt=attempt,
-        outcome="finished",
-        runs=list(runs),
-        parts=1,
-    )
+def result(batch: int, task: int, attempt: str = "first", **more: Any) -> TaskResult:
+    ids = {"batch": batch, "ticket": f"t{batch}", "task_id": task, "attempt": attempt, "parts": 1}
+    return TaskResult(**{**ids, "repeat_times": RUNS, "outcome": "finished", "runs": list(range(RUNS)), **more})
 
 
 def processed(batch: int, version: Version, *, first: bool = True, op: str = "op") -> ProcessedSet:
@@ -66,11 +59,9 @@ def processed(batch: int, version: Version, *, first: bool = True, op: str = "op
     return ProcessedSet(ready, batch, first, uids, runs, frozenset({version}))
 
 
-def progress(number: int, generation: int, *, step: int | None = None, batch: int | None = None) -> Progress:
-    found = batch or number
-    return Progress(
-        progress=number, generation=generation, step=step or number, batch=found, ticket=f"t{found}", outcome="trained"
-    )
+def progress(number: int, generation: int = 1, **more: Any) -> Progress:
+    ids = {"generation": generation, "step": number, "batch": number, "ticket": f"t{number}", "outcome": "trained"}
+    return Progress(progress=number, **{**ids, **more})
 
 
 @pytest.fixture
@@ -109,16 +100,9 @@ def test_a_second_attempt_and_a_second_processing_are_no_second_outcome(record: 
     assert trained_once(record).result == "holds"
 
 
-def _set(record: Record, place: int, **change: object) -> None:
-    record.sets[place] = replace(record.sets[place], **change)  # type: ignore[arg-type]
-
-
-def _result(record: Record, place: int, **change: object) -> None:
-    record.results[place] = record.results[place].model_copy(update=change)
-
-
-def _progress(record: Record, place: int, **change: object) -> None:
-    record.progress[place] = record.progress[place].model_copy(update=change)
+def change(items: list[Any], place: int, **fields: object) -> None:
+    before = items[place]
+    items[place] = replace(before, **fields) if is_dataclass(before) else before.model_copy(update=fields)
 
 
 def violated(verdict: InvariantVerdict, said: str) -> None:
@@ -126,54 +110,63 @@ def violated(verdict: InvariantVerdict, said: str) -> None:
     assert any(said in line for line in verdict.evidence), verdict
 
 
-OVERLAPPING = result(2, 1).model_copy(update={"run_base": 1, "runs": [1], "repeat_times": 1})
-OUTCOMES: dict[str, tuple[Tamper, str]] = {
+def outcomes(record: Record) -> InvariantVerdict:
+    return one_outcome(record, EXPECTED)
+
+
+OVERLAPPING = result(2, 1, run_base=1, runs=[1], repeat_times=1)
+TAMPERED: dict[str, tuple[Judge, Callable[[Record], object], str]] = {
     "a lost run": (
-        lambda record: _set(record, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1]),
+        outcomes,
+        lambda record: change(record.sets, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1]),
         "batch 2: finished runs (task, run) that are not in it: ('2', 1)",
     ),
     "an unreported run": (
-        lambda record: _set(record, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0))),
+        outcomes,
+        lambda record: change(record.sets, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0))),
         "no first result reports them: ('9', 0)",
     ),
-    "a task without a result": (lambda record: record.results.pop(4), "batch 2: 2 tasks have an outcome, wanted 3"),
+    "no result": (outcomes, lambda record: record.results.pop(4), "batch 2: 2 tasks have an outcome, wanted 3"),
     "overlapping slices": (
+        outcomes,
         lambda record: record.results.append(OVERLAPPING),
         "runs (task, run) that two slices report: ('1', 1)",
     ),
     "a result with too few runs": (
-        lambda record: _result(record, 0, runs=[0]),
+        outcomes,
+        lambda record: change(record.results, 0, runs=[0]),
         "batch 1, task 0 from run 0: finished with 1 runs",
     ),
-}
-TRAINED: dict[str, tuple[Tamper, str]] = {
-    "a batch twice": (lambda record: record.progress.append(progress(5, 2, batch=3)), "ticket t3 was consumed 2 times"),
+    "a batch trained on twice": (
+        trained_once,
+        lambda record: record.progress.append(progress(5, 2, batch=3, ticket="t3")),
+        "ticket t3 was consumed 2 times",
+    ),
     "an experience twice": (
-        lambda record: _set(record, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0])),
+        trained_once,
+        lambda record: change(record.sets, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0])),
         "experience 1/0/0/0/op is in 2 places",
     ),
     "a run twice": (
-        lambda record: _set(record, 2, runs=(*record.sets[2].runs, record.sets[2].runs[0])),
+        trained_once,
+        lambda record: change(record.sets, 2, runs=(*record.sets[2].runs, record.sets[2].runs[0])),
         "batch 3: task 0, run 0, step 0 is in it 2 times",
     ),
-    "no set": (lambda record: record.sets.pop(2), "batch 3 was trained on, and no complete set of it"),
-    "a gap": (lambda record: record.progress.pop(4), "progress without a message of the trainer: 3"),
-    "a batch passed over": (lambda record: _progress(record, 5, batch=5, ticket="t5"), "batches that were skipped: 4"),
+    "no set": (trained_once, lambda record: record.sets.pop(2), "batch 3 was trained on, and no complete set of it"),
+    "a gap": (trained_once, lambda record: record.progress.pop(4), "progress without a message of the trainer: 3"),
+    "a batch passed over": (
+        trained_once,
+        lambda record: change(record.progress, 5, batch=5, ticket="t5"),
+        "batches that were skipped: 4",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_an_outcome_that_is_missing_or_double_is_found(record: Record, name: str) -> None:
-    tamper, said = OUTCOMES[name]
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_missing_or_double_is_found(record: Record, name: str) -> None:
+    judge, tamper, said = TAMPERED[name]
     tamper(record)
-    violated(one_outcome(record, EXPECTED), said)
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_what_is_trained_on_twice_or_not_at_all_is_found(record: Record, name: str) -> None:
-    tamper, said = TRAINED[name]
-    tamper(record)
-    violated(trained_once(record), said)
+    violated(judge(record), said)
 
 
 def seen(*versions: Version, who: str = "trainer-0") -> list[VersionSeen]:
@@ -195,7 +188,7 @@ def test_a_version_that_goes_back_is_found(record: Record) -> None:
 
 @pytest.mark.parametrize("version", [(1, 7), (3, 5), (2, 9)])
 def test_a_version_that_no_trainer_had_is_found(record: Record, version: Version) -> None:
-    _set(record, 3, versions=frozenset({(2, 3), version}))
+    change(record.sets, 3, versions=frozenset({(2, 3), version}))
     violated(versions_existed(record), f"batch 4 names version {version[0]}.{version[1]}, which no trainer had")
 
 
@@ -247,32 +240,29 @@ class Scene:
         self.sessions, self.traffic = SessionRecord(), Traffic()
         self.offset = 0
         self.record = Record()
-        self.session("a", [("a0", [5, 6]), ("a1", [7])], told=("a0", "a1"), number=1)
+        self.session("a", [("a0", [5, 6]), ("a1", [7])], 1, told=("a0", "a1"))
         # the answer of b's first try was recorded too; its client only knows that of the second
-        self.session("b", [(LOST, [5]), ("b0", [8])], told=("b0",), number=2, supersedes={"b0": LOST})
+        self.session("b", [(LOST, [5]), ("b0", [8])], 2, told=("b0",), repeats=LOST)
 
     def session(
-        self,
-        name: str,
-        answers: list[tuple[str, list[int]]],
-        *,
-        told: tuple[str, ...],
-        number: int,
-        supersedes: dict[str, str] | None = None,
+        self, name: str, answers: list[tuple[str, list[int]]], number: int, *, told: tuple[str, ...], repeats: str = ""
     ) -> None:
         self.say(SessionOpened(session=name, opened=0.0, idle_ttl=60, reward_ttl=60))
         for call, ids in answers:
-            self.call(name, call, ids, (supersedes or {}).get(call, ""))
+            self.call(name, call, ids, repeats if call in told else "")
         self.say(SessionReward(session=name, reward=0.5))
         self.say(SessionEnd(session=name))
         self.decide(SessionsDecided(sessions=[name], submission=f"s-{name}"))
-        self.outcome(name, number)
-        ticket = f"t{number}"
+        self.outcome(name, number, "finished", 1)
         trained = [(name, (1, 2, *ids)) for call, ids in answers if call in told]
-        ready = BatchReady(batch=number, ticket=ticket, op="op", chunks=1, experiences=len(trained))
+        ready = BatchReady(batch=number, ticket=f"t{number}", op="op", chunks=1, experiences=len(trained))
         self.record.sets.append(ProcessedSet(ready, number, is_first=True, sessions=tuple(trained)))
-        self.record.progress.append(trained_on(number))
-        asked = [recorded(call) for call in told]
+        self.record.progress.append(progress(number))
+        self.tell(name, *told)
+
+    def tell(self, name: str, *calls: str) -> None:
+        """Have a client know of a session with these answers."""
+        asked = [recorded(call) for call in calls]
         self.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
 
     def call(self, session: str, call: str, ids: list[int], supersedes: str = "") -> None:
@@ -281,14 +271,12 @@ class Scene:
         self.sessions.calls[session][call] = made
         self.say(made)
 
-    def outcome(self, name: str, number: int) -> None:
-        ledger, ticket = self.sessions.ledger, f"t{number}"
-        ledger.apply_outcome(
-            SubmissionOutcome(
-                submission_id=f"s-{name}", batch=number, ticket=ticket, outcome="finished", completed_runs=1
-            )
-        )
-        ledger.apply_trained(SessionsTrained(ticket=ticket, outcome="trained", generation=1, step=number))
+    def outcome(self, name: str, number: int, outcome: str, runs: int, message: str = "") -> None:
+        fields = {"batch": number, "ticket": f"t{number}", "outcome": outcome, "completed_runs": runs}
+        self.sessions.ledger.apply_outcome(SubmissionOutcome(submission_id=f"s-{name}", message=message, **fields))
+        if runs:
+            trained = SessionsTrained(ticket=f"t{number}", outcome="trained", generation=1, step=number)
+            self.sessions.ledger.apply_trained(trained)
 
     def say(self, body: Body) -> None:
         self.offset += 1
@@ -300,19 +288,10 @@ class Scene:
 
     def trained(self, number: int, *more: tuple[str, tuple[int, ...]]) -> None:
         """Add experiences to a batch."""
-        before = self.record.sets[number - 1]
-        self.record.sets[number - 1] = ProcessedSet(
-            before.ready, before.offset, is_first=True, sessions=(*before.sessions, *more)
-        )
+        change(self.record.sets, number - 1, sessions=(*self.record.sets[number - 1].sessions, *more))
 
     def verdicts(self) -> dict[str, InvariantVerdict]:
         return {one.name: one for one in judge_sessions(self.traffic, self.sessions, self.record)}
-
-
-def trained_on(number: int, outcome: str = "trained") -> Progress:
-    return Progress(
-        progress=number, generation=1, step=number, batch=number, ticket=f"t{number}", outcome=outcome, reason=""
-    )
 
 
 def told(scene: Scene, name: str) -> ClientSession:
@@ -338,7 +317,7 @@ def answer_left_out(scene: Scene) -> None:
 
 def lost_batch(scene: Scene) -> None:
     """The batch was passed over and the ledger says trained: nobody says why it was not."""
-    scene.record.progress[1] = trained_on(2, "skipped")
+    scene.record.progress[1] = progress(2, outcome="skipped")
 
 
 def other_reward(scene: Scene) -> None:
@@ -355,8 +334,7 @@ def ended(scene: Scene, name: str, **decision: object) -> None:
     scene.call(name, f"{name}0", [9])
     scene.say(SessionEnd(session=name, reward=0.5))
     scene.decide(SessionsDecided(sessions=[name], **decision))  # type: ignore[arg-type]
-    asked = [recorded(f"{name}0")]
-    scene.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+    scene.tell(name, f"{name}0")
 
 
 FAULTS: dict[str, tuple[Callable[[Scene], object], str, str]] = {
@@ -425,10 +403,7 @@ def test_each_finds_what_it_is_there_for(fault: str) -> None:
 def test_a_session_whose_batch_says_why_is_left_out_and_counted() -> None:
     scene = Scene()
     ended(scene, "c", submission="s-c")
-    outcome = SubmissionOutcome(
-        submission_id="s-c", batch=3, ticket="t3", outcome="failed", completed_runs=0, message="its task was poisoned"
-    )
-    scene.sessions.ledger.apply_outcome(outcome)
+    scene.outcome("c", 3, "failed", 0, "its task was poisoned")
     found = scene.verdicts()
     assert {one.result for one in found.values()} == {"holds"}, found
     assert found[COUNT].text == "2 of 3 rewarded sessions, 1 left out: its task was poisoned"
