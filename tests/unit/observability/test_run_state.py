@@ -34,13 +34,20 @@ def metrics(role: str, step: int, **values: float) -> Metrics:
     return Metrics(role=role, id=f"{role}-0", step=step, values=values)  # type: ignore[arg-type]
 
 
-def test_an_evaluation_is_news_once() -> None:
+def test_evaluations_and_batches_without_anything_to_train_on_are_news_once() -> None:
     view = RunState("r", 10)
     view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert view.results == {"held_out": (50, 0.25)}
     assert view.take_news() == ["evaluation at step 50: held_out accuracy 0.250"]
     view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert view.take_news() == []
+    empty = {"reason": "no slice gave an experience: 4 failed", "limit": 3, "batch": 1, "in_a_row": 1}
+    news = "batch 1 had nothing to train on (1 in a row, the run ends at 3): no slice gave an experience: 4 failed"
+    for seq, detail, wanted in ((1, {"empty": empty}, [news]), (2, {"empty": empty}, []), (3, {}, [])):
+        view.receive(beat("explorer", "explorer-0", seq, detail=detail), 0.0)
+        assert view.take_news() == wanted
+    view.receive(beat("explorer", "explorer-0", 4, detail={"empty": empty}), 0.0)
+    assert view.take_news() == [news], "a restarted explorer's"
 
 
 def test_time_left_follows_the_recent_pace() -> None:
@@ -108,23 +115,6 @@ def test_evaluations_take_accuracy_before_reward() -> None:
         "eval/text/accuracy/mean@1": "x",
     }
     assert evaluations(values) == {"ops3": 0.5, "deep/set": 0.2, "detailed": 0.25}
-
-
-def explorer(seq: int, **detail: Any) -> Heartbeat:
-    return beat("explorer", "explorer-0", seq, detail=detail)
-
-
-def test_each_batch_without_anything_to_train_on_is_news() -> None:
-    view = RunState("r", 10)
-    empty = {"reason": "no slice gave an experience: 4 failed", "limit": 3}
-    view.receive(explorer(1, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
-    view.receive(explorer(2, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
-    assert view.take_news() == [
-        "batch 1 had nothing to train on (1 in a row, the run ends at 3): no slice gave an experience: 4 failed"
-    ]
-    view.receive(explorer(3), 0.0)
-    view.receive(explorer(4, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
-    assert len(view.take_news()) == 1
 
 
 NOW = 100.0
