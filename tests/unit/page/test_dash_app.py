@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -21,8 +20,7 @@ from tests.unit.agents.world import experience
 from tests.unit.observability.test_run_state import beat, metrics
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config import BrokerConfig, load_config
-from trinity_mq.errors import CommandError
+from trinity_mq.config import load_config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
@@ -165,18 +163,6 @@ async def test_dead_letters_of_a_run_that_is_over_are_read_once(
         os.utime(tmp_path / "lock", ns=(1, 1))  # another process has had the run's folder
         assert len((await (await client.get("/api/dead")).json())["letters"]) == 1
         assert starts == [2]
-
-
-async def test_a_run_that_is_started_meanwhile_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.asynccontextmanager
-    async def in_use(of: Target, who: str) -> AsyncIterator[None]:
-        raise CommandError("run folder is in use by process 5")
-        yield
-
-    monkeypatch.setattr(actions, "open_bus", in_use)
-    async with served(stopped=lambda: Target("r", BrokerConfig())) as (client, _, _, _):
-        answer = await client.get("/api/dead")
-        assert (answer.status, (await answer.json())["error"]) == (409, "run folder is in use by process 5")
 
 
 async def test_errors_say_what_was_wrong() -> None:
@@ -330,32 +316,6 @@ def test_only_what_the_table_has_room_for_is_decoded() -> None:
     assert problem.startswith("samples of step 20 cannot be read")
     assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
     assert asyncio.run(store.decode()) == []
-
-
-async def test_who_goes_away_while_samples_are_decoded_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, go_on = threading.Event(), threading.Event()
-
-    def slow(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
-        began.set()
-        assert go_on.wait(30)
-        return decoded(body, step, workflows)
-
-    monkeypatch.setattr(samples, "decoded", slow)
-    store = SampleStore()
-    store.put(body(1), 1)
-    asking = asyncio.create_task(store.decode())
-    await asyncio.to_thread(began.wait, 30)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asking
-    go_on.set()
-    again = asyncio.create_task(store.decode())
-    await asyncio.sleep(0)
-    store.put(body(2), 2)  # while the first is decoded: the next call's
-    await again
-    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1}
-    await store.decode()
-    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1, 2}
 
 
 class Observed:

@@ -133,23 +133,6 @@ def test_a_full_log_begins_anew_and_keeps_the_file_before(tmp_path: Path) -> Non
     assert sum(path.stat().st_size for path in (tmp_path / "logs").iterdir()) < 20_400
 
 
-def test_a_new_file_that_cannot_be_opened_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    setup_logging("trainer", "trainer-0", tmp_path, max_bytes=1000)
-    log, whole = get_logger("here"), logging.FileHandler._open
-    full = OSError(28, "No space left on device")
-
-    def refuse(self: logging.FileHandler) -> Any:
-        raise full
-
-    for number in range(40):
-        monkeypatch.setattr(logging.FileHandler, "_open", refuse if 10 <= number < 20 else whole)
-        log.info("counted", number=number)
-    assert [line["number"] for line in lines(tmp_path)][-1] == 39
-    assert capsys.readouterr().err.count("cannot be written: No space left on device") == 1
-
-
 def test_a_file_that_another_process_is_moving_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process finds the file full just before this one moves it: moved twice, its lines would be lost."""
     setup_logging("runner", "isolated", tmp_path, max_bytes=20_000)
