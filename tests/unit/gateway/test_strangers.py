@@ -81,24 +81,29 @@ async def test_a_gateway_without_keys_refuses_what_a_web_page_can_send() -> None
 async def _raw(at: Serving, verb: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
     """Send exactly these headers (an empty one is left out, but for Host); return status and answer."""
     sent = {"Host": at.url.removeprefix("http://"), **headers}
-    lines = [
-        f"{verb} {path} HTTP/1.1",
-        *(f"{name}: {value}" for name, value in sent.items() if value or name == "Host"),
-    ]
-    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Connection: close", "", ""])
-    return await _exchange(at, head.encode("utf-8", "surrogateescape") + body)
+    fields = [f"{name}: {value}" for name, value in sent.items() if value or name == "Host"]
+    ends = (f"Content-Length: {len(body)}", "Connection: close", "", "")
+    head = "\r\n".join([f"{verb} {path} HTTP/1.1", *fields, *ends])
+    return await _answered(at, head.encode("utf-8", "surrogateescape") + body)
 
 
-async def _exchange(at: Serving, data: bytes) -> tuple[int, str]:
+async def _answered(at: Serving, data: bytes, *, closes: bool = True) -> tuple[int, str]:
+    answer = await _exchange(at, data, closes=closes)
+    return int(answer.split()[1]), answer
+
+
+async def _exchange(at: Serving, data: bytes, *, closes: bool = True) -> str:
+    """Send bytes as they are; return the answer: all until the connection is closed, or its first piece."""
     host, _, port = at.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(data)
         async with asyncio.timeout(10):
-            answer = await reader.read()
+            answer = b"" if closes else await reader.readuntil(b"\r\n\r\n")
+            answer += await reader.read(-1 if closes else 65536)
     finally:
         writer.close()
-    return int(answer.split()[1]), answer.decode(errors="replace")
+    return answer.decode(errors="replace")
 
 
 ROUTES = [
@@ -117,19 +122,14 @@ ROUTES = [
 async def test_strangers_are_refused_before_their_body_comes(expects: bool) -> None:
     async with serving(say, admin=ADMIN) as at:
         made = await at.open(key=ADMIN)
-        host, _, port = at.url.removeprefix("http://").partition(":")
         for verb, path in ROUTES:
             for key in ("", "Authorization: Bearer wrong\r\n", f"Authorization: Bearer {KEY_BEGINS}wrong\r\n"):
                 head = f"{verb} {path.format(id=made['id'])} HTTP/1.1\r\nHost: x\r\n{key}"
                 head += "Expect: 100-continue\r\n" if expects else ""
                 head += "Content-Type: application/json\r\nContent-Length: 8000000\r\n\r\n"
-                reader, writer = await asyncio.open_connection(host, int(port))
-                writer.write(head.encode() + (b"" if expects else b'"aaa'))
-                async with asyncio.timeout(5):
-                    answer = await reader.readuntil(b"\r\n\r\n")
-                writer.close()
-                assert answer.startswith(b"HTTP/1.1 401 "), (verb, path, key, answer)
-                assert b"Connection: close" in answer
+                status, answer = await _answered(at, head.encode() + (b"" if expects else b'"aaa'), closes=False)
+                assert status == 401, (verb, path, key, answer)
+                assert "Connection: close" in answer
 
 
 async def test_a_client_that_asks_before_it_sends_is_told_to_go_on() -> None:
@@ -310,10 +310,10 @@ async def test_no_byte_in_a_head_is_a_fault(admin: str, caplog: pytest.LogCaptur
                 assert status < 500, (path, answer)
         twice = f"GET /sessions HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n{_line(known)}"
         twice += "Connection: close\r\n\r\n"
-        assert (await _exchange(at, twice.encode()))[0] in ({200, 400} if admin else {400, 403})
+        assert (await _answered(at, twice.encode()))[0] in ({200, 400} if admin else {400, 403})
         chunked = f"POST /sessions HTTP/1.1\r\nHost: localhost\r\n{_line(known)}Content-Type: application/json\r\n"
         chunked += "Transfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n"
-        assert (await _exchange(at, chunked.encode()))[0] == 400
+        assert (await _answered(at, chunked.encode()))[0] == 400
     assert _faults(caplog) == []
 
 
@@ -346,36 +346,22 @@ async def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("trinity_mq.runtime.http.BODY_SECONDS", 0.2)
     async with serving(say) as at:
         head = "POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
-        status, answer = await _exchange_open(at, (head + "\r\n{").encode())
+        status, answer = await _answered(at, (head + "\r\n{").encode(), closes=False)
         assert status == 408, answer
         assert "the body was not complete within 0.2 s" in answer
 
 
-async def _exchange_open(at: Serving, data: bytes) -> tuple[int, str]:
-    """Return the head and body of an answer without waiting for the end of the connection."""
-    host, _, port = at.url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
-    async with asyncio.timeout(5):
-        head = await reader.readuntil(b"\r\n\r\n")
-        answer = head + await reader.read(65536)
-    writer.close()
-    return int(answer.split()[1]), answer.decode()
-
-
 async def test_a_reward_with_a_long_key_counts_once_too() -> None:
     """An id of more than 255 bytes has no place in a message."""
-    async with serving(say) as at:
-        made = await at.open()
-        ids: list[str] = []
-        say_before = at.store.report
+    ids: list[str] = []
 
-        async def noting(event: Any, message_id: str) -> Any:
+    class Noting(MemorySessionStore):
+        async def report(self, event: Any, message_id: str) -> Any:
             ids.append(message_id)
-            return await say_before(event, message_id)
+            return await super().report(event, message_id)
 
-        at.store.report = noting  # type: ignore[method-assign]
-        repeated = []
+    async with serving(say, store=Noting()) as at:
+        made, repeated = await at.open(), []
         for key in ("\u00e9" * 200, "\u00e9" * 200, "k" * 200):
             _, shown = await at.post(f"/s/{made['id']}/reward", {"reward": 1, "how": "add", "key": key})
             repeated.append(shown["repeated"])
@@ -387,14 +373,9 @@ async def test_a_reward_with_a_long_key_counts_once_too() -> None:
 async def test_connections_without_a_whole_head_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity_mq.runtime.http.HEAD_SECONDS", 0.3)
     async with serving(say) as at:
-        host, _, port = at.url.removeprefix("http://").partition(":")
         whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for data in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-a: ", whole, whole + b"GET /health HTTP/1.1\r\nX:"):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            async with asyncio.timeout(5):
-                await reader.read()
-            writer.close()
+            await _exchange(at, data)
         async with aiohttp.ClientSession() as http, http.get(f"{at.url}/health") as response:
             assert response.status == 200
 
