@@ -26,6 +26,7 @@ from trinity_mq.targets.private_broker import broker_folder, private_broker
 from trinity_mq.transport.blobs import BlobStore
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.broker
 private = pytest.mark.skipif(find_rabbitmq() is None, reason="a private node needs an installed RabbitMQ")
 
 
@@ -47,7 +48,6 @@ async def can_connect(url: str, run: str = "t") -> None:
     await bus.close()
 
 
-@pytest.mark.broker
 @private
 def test_start_status_stop(tmp_path: Path) -> None:
     folder = tmp_path / "b"
@@ -69,7 +69,6 @@ def test_start_status_stop(tmp_path: Path) -> None:
     assert command("stop", str(folder)) == (0, f"no broker runs in {folder}\n", "")
 
 
-@pytest.mark.broker
 @private
 def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
@@ -81,7 +80,6 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.broker
 @private
 async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
     async with asyncio.timeout(50):
@@ -91,12 +89,6 @@ async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
                 await asyncio.Event().wait()
 
 
-def test_without_a_broker_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["broker", "clean", "some-run"]) == 2
-    assert "give --broker URL" in capsys.readouterr().err
-
-
-@pytest.mark.broker
 def test_what_a_run_left_goes(
     broker_url: str, unique_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,9 +131,12 @@ def test_what_a_run_left_goes(
     assert "0 queues deleted" in capsys.readouterr().out
 
 
-@pytest.mark.broker
 def test_by_name_it_leaves_nothing_either_also_after_a_deletion_that_was_interrupted(
-    broker_url: str, unique_run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    broker_url: str,
+    unique_run: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without the run folder the batch queues are known by the messages on the broker alone."""
     topology = Topology(unique_run)
@@ -154,7 +149,11 @@ def test_by_name_it_leaves_nothing_either_also_after_a_deletion_that_was_interru
         ("batches", "closed", envelope(BatchClosed(batch=1, ticket="closed"))),
         ("dead", "closed", envelope(BatchClosed(batch=1, ticket="failed"))),
     )
+    assert main(["broker", "clean", unique_run]) == 2
+    assert "give --broker URL" in capsys.readouterr().err
     words = ["broker", "clean", unique_run, "--broker", broker_url]
+    store = BlobStore(f"file://{tmp_path}", unique_run, 1 << 20)
+    store.put("batch/t/a-0.tmqx", b"x")
     delete, deleted = RabbitBus.delete, []
 
     async def interrupted(self: RabbitBus, name: str) -> None:
@@ -172,16 +171,13 @@ def test_by_name_it_leaves_nothing_either_also_after_a_deletion_that_was_interru
         await bus.close()
 
     async def left() -> list[str]:
-        connection = await aiormq.connect(broker_url)
-        found = []
-        for name in [queue.name for queue in (*topology.durable, *batches.values())]:
-            with contextlib.suppress(aiormq.exceptions.ChannelNotFoundEntity):
-                await (await connection.channel()).queue_declare(name, passive=True)
-                found.append(name)
-        for name in topology.exchanges:
-            with contextlib.suppress(aiormq.exceptions.ChannelNotFoundEntity):
-                await (await connection.channel()).exchange_declare(name, passive=True)
-                found.append(name)
+        connection, found = await aiormq.connect(broker_url), []
+        queues = [queue.name for queue in (*topology.durable, *batches.values())]
+        for kind, names in (("queue", queues), ("exchange", topology.exchanges)):
+            for name in names:
+                with contextlib.suppress(aiormq.exceptions.ChannelNotFoundEntity):
+                    await getattr(await connection.channel(), f"{kind}_declare")(name, passive=True)
+                    found.append(name)
         await connection.close()
         return found
 
@@ -192,16 +188,6 @@ def test_by_name_it_leaves_nothing_either_also_after_a_deletion_that_was_interru
     assert len(asyncio.run(left())) > 3
     assert main(words) == 0
     assert asyncio.run(left()) == []
-
-
-@pytest.mark.broker
-def test_by_name_it_needs_to_be_told_where_the_blobs_are(
-    broker_url: str, unique_run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = BlobStore(f"file://{tmp_path}", unique_run, 1 << 20)
-    store.put("batch/t/a-0.tmqx", b"x")
-    words = ["broker", "clean", unique_run, "--broker", broker_url]
-    assert main(words) == 0
     assert "no blob store is known" in capsys.readouterr().out
     assert store.folders("batch") == ["t"]
     assert main([*words, "--blob-store", str(tmp_path)]) == 0

@@ -57,11 +57,7 @@ def test_listing_leaves_them_where_they_are(
         out = capsys.readouterr().out
         head, *rows = [line.split("\t") for line in out.splitlines()]
         assert head == list(COLUMNS)
-        assert [(cells[2], cells[6]) for cells in rows] == [
-            ("because of it", "m0"),
-            ("because of it", "m1"),
-            ("because of it", "m2"),
-        ]
+        assert [(cells[2], cells[6]) for cells in rows] == [("because of it", f"m{n}") for n in range(3)]
     assert main([*words, "--limit", "2"]) == 0
     assert capsys.readouterr().err == "2 of 3 shown (--limit)\n"
 
@@ -147,11 +143,7 @@ def test_without_operators_queue_the_letter_stays(
     do(broker_url, unique_run, before)
     assert main(["dead", "replay", unique_run, "--broker", broker_url]) == 2
     assert "does not exist: start the run" in capsys.readouterr().err
-
-    async def after(bus: Bus, topology: Topology) -> None:
-        await left(bus, topology, 1)
-
-    do(broker_url, unique_run, after)
+    do(broker_url, unique_run, lambda bus, topology: left(bus, topology, 1))
 
 
 @pytest.mark.broker
@@ -187,10 +179,8 @@ def test_a_batch_that_trainers_did_not_survive_goes_back_to_the_ready_stream(
         assert (ready.batch, ready.ticket, ready.chunks, ready.state) == (1, "t1", 2, "ready")
         assert ready.op != "o"
         assert [chunk.body for chunk in chunks] == [b"TMQX0", b"TMQX1"]
-        assert [(one.headers["ticket"], one.headers["op"], one.headers["n"]) for one in chunks] == [
-            ("t1", ready.op, 0),
-            ("t1", ready.op, 1),
-        ]
+        of_chunks = [(one.headers["ticket"], one.headers["op"], one.headers["n"]) for one in chunks]
+        assert of_chunks == [("t1", ready.op, 0), ("t1", ready.op, 1)]
         assert {one.run_id for one in (*chunks, last)} == {"r"}
         assert {one.content_type for one in chunks} == {EXPERIENCES}
 
