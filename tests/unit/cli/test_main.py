@@ -22,15 +22,20 @@ from trinity_mq.config import ConfigError
 from trinity_mq.data import TasksetError
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import FailureStatus, Heartbeat
+from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, render_table
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.operations.dead_letters import row
+from trinity_mq.operations.review import full_text, summary_lines
+from trinity_mq.reviews.ledger import Review
 from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.terminal import (
+    EscapingStream,
     escape_and_indent,
     escape_to_one_line,
     escape_unsafe,
     open_console,
+    unguarded,
 )
 
 
@@ -332,3 +337,24 @@ def test_dead_letters() -> None:
     letter = Incoming(body=b"", exchange="", routing_key="", queue="q", message_id=HOSTILE, headers=headers)
     assert is_harmless("".join(row(letter)), allowed="")
     assert is_harmless("\n".join(paragraph(1, row(letter), 100)))
+
+
+def test_reviews() -> None:
+    call = ReviewedCall(prompt=HOSTILE, response=HOSTILE)
+    fields: dict[str, Any] = {
+        "request": "0123456789abcdef",
+        "uid": HOSTILE,
+        "reasons": [HOSTILE],
+        "parts": {HOSTILE: 1.0},
+    }
+    request = ReviewRequest(batch=1, ticket="t", asked=0.0, deadline=1.0, calls=[call], **fields)
+    assert is_harmless("\n".join(summary_lines(Review(request), 0.0)))
+    assert is_harmless(full_text(Review(request), 0.0))
+
+
+def test_what_is_written_as_lines_is_visible_too() -> None:
+    out = io.StringIO()
+    guard: Any = EscapingStream(out)
+    assert unguarded(guard) is out
+    guard.writelines(["\x1b", "a\n"])
+    assert out.getvalue() == "\\u001ba\n"

@@ -42,7 +42,8 @@ def lines(run_dir: Path, agent: str = "trainer-0") -> list[dict[str, Any]]:
 
 
 def test_one_json_line_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    setup_logging("trainer", "trainer-0", tmp_path)
+    for _ in range(2):  # the second one replaces the first
+        setup_logging("trainer", "trainer-0", tmp_path)
     get_logger("trinity_mq.test").bind(ticket="t1").info("step_done", step=3, loss=float("nan"))
     (line,) = lines(tmp_path)
     assert list(line)[:5] == ["time", "level", "role", "agent", "event"]
@@ -131,6 +132,23 @@ def test_a_full_log_begins_anew_and_keeps_the_file_before(tmp_path: Path) -> Non
     assert [line["number"] for line in kept] == list(range(500 - len(kept), 500))
     assert 50 < len(kept) < 200
     assert sum(path.stat().st_size for path in (tmp_path / "logs").iterdir()) < 20_400
+
+
+def test_a_new_file_that_cannot_be_opened_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("trainer", "trainer-0", tmp_path, max_bytes=1000)
+    log, whole = get_logger("here"), logging.FileHandler._open
+    full = OSError(28, "No space left on device")
+
+    def refuse(self: logging.FileHandler) -> Any:
+        raise full
+
+    for number in range(40):
+        monkeypatch.setattr(logging.FileHandler, "_open", refuse if 10 <= number < 20 else whole)
+        log.info("counted", number=number)
+    assert [line["number"] for line in lines(tmp_path)][-1] == 39
+    assert capsys.readouterr().err.count("cannot be written: No space left on device") == 1
 
 
 def test_a_file_that_another_process_is_moving_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

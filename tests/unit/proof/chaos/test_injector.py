@@ -12,7 +12,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.messages import Heartbeat, Progress, SyncEvent
 from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
 from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
-from trinity_mq.proof.chaos.targets.base import Victim
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
 from trinity_mq.proof.chaos.trial import (
     Plan,
@@ -176,6 +176,12 @@ def test_a_point_that_does_not_come_is_said_and_the_fault_is_done_all_the_same()
     run, done, _ = play(fault(1, "runner", point="evaluating"))
     assert [act[1:] for act in run.acts] == [("kill", "runner-0")]
     assert done[0].note == "its point was not reached"
+
+
+def test_another_victim_takes_the_place_of_one_that_has_ended() -> None:
+    run, done, _ = play(fault(1, "runner"), refuse=[VictimGoneError("it has ended")])
+    assert len(run.acts) == 1
+    assert done[0].victim is not None
 
 
 def test_what_cannot_be_done_is_noted_and_the_others_are_done() -> None:

@@ -24,7 +24,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import SessionEnd, TaskResult, Version
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.proof.chaos.sessions.clients import Clients
+from trinity_mq.proof.chaos.sessions.clients import Clients, clients_of
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord, read_sessions
 from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
 from trinity_mq.proof.chaos.tokens import MOST_KEPT, WeightArchive, check_tokens
@@ -189,6 +189,13 @@ async def test_what_clients_note_agrees_with_what_the_gateway_keeps(tmp_path: Pa
     assert not traffic.settled, "nobody trains here"
 
 
+def test_who_serves_nobody_has_no_clients() -> None:
+    said: list[str] = []
+    for config, at_once in ((serving_config(), 0), (serving_config(gateway={"port": 0}), 8)):
+        assert clients_of(config, 1, at_once, said.append) is None
+    assert said == ["gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic"]
+
+
 OLD, NEW = (1, 3), (1, 4)
 
 
@@ -229,6 +236,15 @@ def test_tokens_of_the_weights_they_name_fit_and_those_of_others_are_found(
     [line] = verdict.evidence
     assert wrong.eid.uid in line
     assert "names version 1.4" in line
+
+
+def test_what_cannot_be_told_apart_is_not_called_proven(config: Config, weights: dict[Version, Path]) -> None:
+    samples = {OLD: [sampled(weights[OLD], 0)]}
+    alike = check_tokens(config, {OLD: weights[OLD], NEW: weights[OLD]}, samples)
+    assert alike.result == "not checked"
+    assert "would also fit the weights of another version" in alike.text
+    assert check_tokens(config, weights, {}).result == "not checked"
+    assert check_tokens(config, {}, samples).result == "not checked"
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -13,7 +13,7 @@ from trinity_mq.cli import chaos as command
 from trinity_mq.cli.main import argument_parser, main
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.injector import InjectedFault
-from trinity_mq.proof.chaos.points import POINTS
+from trinity_mq.proof.chaos.points import INSIDE, POINTS
 from trinity_mq.proof.chaos.report import as_json, lines
 from trinity_mq.proof.chaos.schedule import ENDS, KINDS, ROLES, ChaosSchedule, Fault, draw, load, save
 from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
@@ -109,6 +109,20 @@ def test_what_is_no_schedule_is_said(tmp_path: Path, text: str) -> None:
         load(tmp_path / "schedule.json")
     with pytest.raises(CommandError, match="cannot be read"):
         load(tmp_path / "none.json")
+
+
+def test_points_inside_agents_are_drawn_evenly_and_change_nothing_else() -> None:
+    plain, moved = draw(5, 600, EVERYTHING, 1.0).faults, draw(5, 600, EVERYTHING, 1.0, inside=0.5).faults
+    assert draw(5, 600, EVERYTHING, 1.0, inside=0.5).faults == moved
+    for before, after in zip(plain, moved, strict=True):
+        assert replace(after, point=before.point, occurrence=before.occurrence) == before
+    inside = [one for one in moved if one.point in INSIDE]
+    assert {one.point for one in inside} == set(INSIDE)
+    assert all(INSIDE[str(one.point)].role == one.role for one in inside)
+    of_gateways = Counter(one.point for one in inside if one.role == "gateway")
+    assert max(of_gateways.values()) - min(of_gateways.values()) <= 1
+    with_some = [one for one in plain if one.role in {point.role for point in INSIDE.values()}]
+    assert 0.4 < len(inside) / len(with_some) < 0.55
 
 
 @pytest.mark.parametrize(
