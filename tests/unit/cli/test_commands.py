@@ -50,16 +50,13 @@ def test_type_default_unit_and_limits() -> None:
     assert known["buffer.eval_tasksets"].type == "list of section as `buffer.taskset`"
 
 
-def test_a_section_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_on_the_screen_and_the_page_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings", "supervisor"]) == 0
     out = capsys.readouterr().out
     assert "supervisor.grace  (float, > 0, seconds, default `30.0`)\n    Seconds in which a process drains" in out
     assert "trainer." not in out
     assert main(["settings", "bufer"]) == 2
     assert "no section or setting 'bufer'; known sections: algorithm, " in capsys.readouterr().err
-
-
-def test_the_page_goes_to_a_file(tmp_path: Path) -> None:
     assert main(["settings", "--out", str(tmp_path / "s.md")]) == 0
     assert (tmp_path / "s.md").read_text(encoding="utf-8") == page()
     assert main(["settings", "--out", str(tmp_path / "no" / "s.md")]) == 2
@@ -84,41 +81,30 @@ def test_a_schema_says_what_its_model_takes(key: tuple[str, int], cls: type[Mess
     assert "``" not in json.dumps(made)
 
 
-def test_it_writes_and_then_finds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schemas_are_written_and_what_drifted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "new" / "folder"
     assert main(["schema", "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{len(CATALOGUE)} schemas in {out}\n"
     assert json.loads((out / "mark.v1.schema.json").read_text()) == json_schemas()["mark.v1"]
-    assert main(["schema", "--out", str(out), "--check"]) == 0
-
-
-def test_check_names_what_drifted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["schema", "--out", str(tmp_path)])
+    (out / "mark.v0.schema.json").write_text("as it was")
+    monkeypatch.setitem(UPGRADES, ("mark", 0), dict)
+    assert main(["schema", "--out", str(out), "--check"]) == 0, "those of old versions stay"
     capsys.readouterr()
-    (tmp_path / "mark.v1.schema.json").write_text("{}")
-    (tmp_path / "beat.v1.schema.json").unlink()
-    (tmp_path / "mark.v7.schema.json").write_text("{}")
-    assert main(["schema", "--out", str(tmp_path), "--check"]) == 1
-    assert (tmp_path / "mark.v1.schema.json").read_text() == "{}"
+    (out / "mark.v1.schema.json").write_text("{}")
+    (out / "beat.v1.schema.json").unlink()
+    (out / "mark.v7.schema.json").write_text("{}")
+    assert main(["schema", "--out", str(out), "--check"]) == 1
+    assert (out / "mark.v1.schema.json").read_text() == "{}"
     lines = capsys.readouterr().err.splitlines()
     assert sorted(lines[:-1]) == [
-        f"{tmp_path}/beat.v1.schema.json: missing",
-        f"{tmp_path}/mark.v1.schema.json: differs from the models",
-        f"{tmp_path}/mark.v7.schema.json: not the schema of a known message body",
+        f"{out}/beat.v1.schema.json: missing",
+        f"{out}/mark.v1.schema.json: differs from the models",
+        f"{out}/mark.v7.schema.json: not the schema of a known message body",
     ]
     assert "trinity-mq schema --out" in lines[-1]
-
-
-def test_schemas_of_old_versions_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    main(["schema", "--out", str(tmp_path)])
-    (tmp_path / "mark.v0.schema.json").write_text("as it was")
-    monkeypatch.setitem(UPGRADES, ("mark", 0), dict)
-    assert command.schema_differences(tmp_path) == []
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["schema", "--out", str(tmp_path / "file")]) == 2
+    assert main(["schema", "--out", str(out / "mark.v1.schema.json")]) == 2
     assert "cannot be written: File exists" in capsys.readouterr().err
 
 
@@ -144,45 +130,33 @@ def test_what_is_shown_of_one_can_be_pasted(capsys: pytest.CaptureFixture[str]) 
     words, _, text = capsys.readouterr().out.partition("\nalgorithm:\n")
     assert "needs: a reference model" in words
     assert AlgorithmConfig.model_validate(yaml.safe_load(text)).reward_kl == RewardKL(coef=0.1)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_each_can_be_shown_and_pasted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["algorithms", "show", name]) == 0
-    text = capsys.readouterr().out.partition("\nalgorithm:\n")[2]
-    assert AlgorithmConfig.model_validate(yaml.safe_load(text)) == AlgorithmConfig.model_validate(
-        {"algorithm_type": name}
-    )
-
-
-def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "show", "gsp"]) == 2
     assert "did you mean gspo" in capsys.readouterr().err
     assert main(["algorithms", "show", "gspo", "surrogate.lo=1"]) == 2
     assert "lo" in capsys.readouterr().err
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    calls: list[tuple[str, str]] = []
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_can_be_shown_and_pasted(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", "show", name]) == 0
+    text = capsys.readouterr().out.partition("\nalgorithm:\n")[2]
+    shown = AlgorithmConfig.model_validate(yaml.safe_load(text))
+    assert shown == AlgorithmConfig.model_validate({"algorithm_type": name})
+
+
+def test_engines_only_hosts_under_a_name_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, str]] = []
 
     def note(what: str) -> Any:
-        return lambda config, agent_id: calls.append((what, agent_id)) or 0
+        return lambda config, agent_id: started.append((what, agent_id)) or 0
 
     monkeypatch.setattr(trinity_agents.explorer.agent, "main", note("schedules"))
     monkeypatch.setattr(trinity_agents.explorer.engine_hosting, "host_engines", note("hosts"))
-    return calls
-
-
-def test_engines_only_hosts_under_a_name_of_this_machine(
-    tmp_path: Path, started: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://x")
     config = tmp_path / "run.yaml"
     config.write_text("name: r\nmodel: {tiny: {}}\n")
-    assert main(["explorer", str(config)]) == 0
-    assert main(["explorer", str(config), "--engines-only"]) == 0
-    assert main(["explorer", str(config), "--engines-only", "--id", "engines-7"]) == 0
+    for words in ([], ["--engines-only"], ["--engines-only", "--id", "engines-7"]):
+        assert main(["explorer", str(config), *words]) == 0
     assert started == [("schedules", "explorer-0"), ("hosts", agent_id("engines-{host}")), ("hosts", "engines-7")]
 
 

@@ -351,11 +351,7 @@ def tasks(ledger: Ledger) -> dict[str, list[str]]:
 
 
 def test_of_two_decisions_about_a_session_the_first_counts_and_the_second_as_a_whole_does_not() -> None:
-    stream = Stream()
-    for name in "abc":
-        over(stream, name, group="g", group_size=2)
-    assert decide(stream, "a", "b") == "new"
-    assert decide(stream, "b", "c") == "refused", "by a gateway that was frozen"
+    stream = contested()
     assert tasks(stream.ledger) == {"task-a-b": ["a", "b"]}
     assert (stream.state("c"), stream.ledger.waiting) == ("parked", 2)
     assert decide(stream, "a", "b") == "repeated"
@@ -364,14 +360,19 @@ def test_of_two_decisions_about_a_session_the_first_counts_and_the_second_as_a_w
     assert tasks(stream.ledger) == {"task-a-b": ["a", "b"], "task-c-d": ["c", "d"]}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) -> None:
+def contested() -> Stream:
+    """Three sessions of a group: one decision about two of them, and another one by a gateway that was frozen."""
     stream = Stream()
     for name in "abc":
         over(stream, name, group="g", group_size=2)
-    decide(stream, "a", "b")
-    late = decide(stream, "b", "c")
-    assert late == "refused"
+    assert decide(stream, "a", "b") == "new"
+    assert decide(stream, "b", "c") == "refused"
+    return stream
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) -> None:
+    stream = contested()
     events = [event for event in stream.events if isinstance(event, Event)]
     second = events.pop()
     copies = list("abc")
@@ -385,11 +386,7 @@ def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) 
 
 
 def test_a_decision_whose_other_sessions_are_settled_and_cut_does_not_count() -> None:
-    stream = Stream()
-    for name in "abc":
-        over(stream, name, group="g", group_size=2)
-    decide(stream, "a", "b")
-    decide(stream, "b", "c")
+    stream = contested()
     second = stream.events[-1]
     stream.outcome("task-a-b")
     stream.train("task-a-b")
