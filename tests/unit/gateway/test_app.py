@@ -98,6 +98,7 @@ async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(streams:
         ("/s/{id}/v1/responses", {"previous_response_id": "r", "input": "x"}, 400, "send the whole conversation"),
         ("/s/{id}/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "is of type 'computer_call'; taken are"),
         ("/s/{id}/v1/messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "wanted user or assistant"),
+        ("/s/{id}/v1/messages", {"messages": [{"role": "user", "content": 3}]}, 400, "wanted text or a list of blocks"),
         ("/s/{id}/v1/embeddings", {}, 404, "Not Found"),
         ("/feedback", {"reward": 1, "msg_ids": ["m"]}, 404, "1 answers are not known"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from trinity_mq.telemetry.evaluations import log as evaluation_log
 from trinity_mq.telemetry.evaluations.log import (
     Evaluation,
     EvaluationAnswer,
@@ -139,3 +140,17 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     strange.append(1, b'{"set": "s", "label": 1, "questions": [], "of_a_later_release": 5}')
     strange.close()
     assert [(one.set, one.label) for one in read_evaluations(tmp_path)] == [("s", 1)]
+
+
+def test_small_ones_are_bounded_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_log, "MOST_EVALUATIONS", 5)
+    log = EvaluationLog(tmp_path, 2**20)
+    for label in range(9):
+        log.append(evaluation(label))
+    assert [one.label for one in read_evaluations(tmp_path)] == [4, 5, 6, 7, 8]
+
+
+def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
+    EvaluationLog(tmp_path, 0).append(evaluation(0))
+    assert not (tmp_path / "evaluations").exists()
+    assert read_evaluations(tmp_path) == []

@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
-from trinity_mq.messages import DecodeError, ExperienceReference
+from trinity_mq.messages import DecodeError, ExperienceReference, encode
+from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import (
@@ -35,6 +36,7 @@ from trinity_mq.transport.blobs import (
     BlobStore,
     StoreUnavailable,
     open_store,
+    resolved_size,
     run_with_store_retries,
 )
 
@@ -317,6 +319,13 @@ async def test_a_store_that_hangs_is_given_up() -> None:
 
 
 # -- bodies that stand for one
+
+
+def test_how_much_a_body_will_take(store: BlobStore) -> None:
+    reference = store.put(NAME, BODY)
+    assert resolved_size(store, encode(reference), REFERENCE) == len(BODY)
+    for body in (encode(changed(reference, bytes=LIMIT + 1)), b"junk"):
+        assert resolved_size(store, body, REFERENCE) == len(body), "it will be refused"
 
 
 Act = Callable[[MemoryBus, BlobStore], Coroutine[Any, Any, None]]

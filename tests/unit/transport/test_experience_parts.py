@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,15 @@ import pytest
 from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.experience import DecodeError, Experience, encode
+from trinity_mq.messages import BatchClosed
+from trinity_mq.messages.batches import Accepted, Wanted
+from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import (
     ReceivedPart,
     decode_parts,
+    requested_parts,
     shared_part_message,
     split_to_size,
 )
@@ -131,6 +136,23 @@ def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> 
     ]
 
 
+def test_submitters_get_their_own_share_and_no_more() -> None:
+    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
+    manifest = BatchClosed(
+        batch=1,
+        ticket="t1",
+        accepted=[
+            Accepted(task_id=task, run_base=0, attempt=name, runs=[0], parts=1) for task, name in enumerate("abc")
+        ],
+        wanted=[Wanted(task_id=1, reply_to="me", correlation_id="c")],
+    )
+    ((reply_to, mail),) = requested_parts(manifest, parts_of(shared))
+    assert (reply_to, mail.headers["attempt"], mail.headers["part"], mail.headers["parts"]) == ("me", "b", 0, 1)
+    assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
+    damaged = received(shared_part_message(MEMBERS, b"no experiences"))
+    assert list(requested_parts(manifest, parts_of(damaged))) == []
+
+
 def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None:
     whole = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
     others = (member("d", 9), member("e", 10, 11))
@@ -142,3 +164,15 @@ def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None
 
     assert [each.eid.run for each in found] == [4, 12, 0, 1]
     assert [incoming for incoming, _ in bad] == [damaged]
+
+
+async def test_a_call_that_fails_fails_for_all_who_were_in_it_and_is_no_error_of_who_left() -> None:
+    async def fail(key: str, items: list[str]) -> list[str]:
+        raise ValueError(key)
+
+    together: BatchedPublish[str, str, str] = BatchedPublish(fail, max_batch_size=10)
+    asked = [asyncio.ensure_future(together.publish("k", item)) for item in "abc"]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [ValueError, asyncio.CancelledError, ValueError]
