@@ -20,12 +20,12 @@ AGAIN = {"x-stainless-retry-count": "1"}
 
 
 class Hold:
-    """Makes the n-th use of a coroutine function wait until its caller gives up, behind its effect or before it."""
+    """Makes the n-th use of a coroutine function wait for its release, behind its effect or before it."""
 
     def __init__(self, work: Callable[..., Awaitable[Any]], number: int, *, behind: bool) -> None:
         self._work, self._number, self._behind = work, number, behind
         self._uses = 0
-        self.entered, self.left = asyncio.Event(), asyncio.Event()
+        self.entered, self.release, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def __call__(self, *args: Any) -> Any:
         self._uses += 1
@@ -35,9 +35,10 @@ class Hold:
             await self._work(*args)
         self.entered.set()
         try:
-            await asyncio.Event().wait()
+            await self.release.wait()
         finally:
             self.left.set()
+        return await self._work(*args)
 
 
 async def ask(at: Serving, session: str, headers: dict[str, str] | None = None) -> str:
@@ -115,20 +116,11 @@ async def test_parallel_equal_requests_are_all_trained_on() -> None:
 async def test_a_repeat_does_not_replace_the_answer_to_a_request_that_was_under_way_beside_it() -> None:
     async with serving(lambda prompt: "same") as at:
         name = (await at.open())["id"]
-        entered, release = asyncio.Event(), asyncio.Event()
-        engine = at.calls.ask
-
-        async def slowly(*args: Any) -> Any:
-            entered.set()
-            await release.wait()
-            return await engine(*args)
-
-        at.calls.ask = slowly  # type: ignore[method-assign, assignment]
+        hold = hold_engine(at, 1)
         repeat = asyncio.create_task(ask(at, name, AGAIN))  # its first try was lost before any gateway got it
-        await entered.wait()
-        at.calls.ask = engine  # type: ignore[method-assign, assignment]
+        await hold.entered.wait()
         await ask(at, name)
-        release.set()
+        hold.release.set()
         await repeat
         assert len(trained_on(at, name)) == 2
 

@@ -46,6 +46,11 @@ async def scraped(view: RunState, accept: str = "text/plain", *, now: float = 1.
         return await answer.text()
 
 
+def value_of(name: str, collector: RunCollector) -> float:
+    [family] = [one for one in collector.collect() if one.name == name]
+    return float(family.samples[0].value)
+
+
 def series(text: str) -> Series:
     return {
         (sample.name, ",".join(value for name, value in sorted(sample.labels.items()) if name != "run")): sample.value
@@ -80,8 +85,7 @@ def test_totals_never_fall_and_a_restart_counts_on() -> None:
     totals = []
     for seq, (incarnation, done) in enumerate([("a", 5), ("a", 9), ("b", 0), ("b", 4)], 1):
         view.receive(beat("runner", "runner-0", seq, incarnation=incarnation, detail={"done": done}), 0.0)
-        [family] = [one for one in collector.collect() if one.name == "tmq_slices_done"]
-        totals.append(family.samples[0].value)
+        totals.append(value_of("tmq_slices_done", collector))
     assert totals == [5, 9, 9, 13]
 
 
@@ -90,14 +94,10 @@ def test_wanted_runners_are_those_of_the_busiest_moment_of_late() -> None:
     assert wanted_runners(3, 0, 0) == 3, "slots that are not known count as one"
     view = seen()
     collector = RunCollector(view, lambda: 1.0)
-
-    def wanted() -> float:
-        [family] = [one for one in collector.collect() if one.name == "tmq_wanted_runners"]
-        return float(family.samples[0].value)
-
-    assert wanted() == 3
+    assert value_of("tmq_wanted_runners", collector) == 3
     view.set_depths({"tasks.train": 0})
-    assert [wanted() for _ in range(families.SMOOTHED)] == [3] * (families.SMOOTHED - 1) + [1]
+    later = [value_of("tmq_wanted_runners", collector) for _ in range(families.SMOOTHED)]
+    assert later == [3] * (families.SMOOTHED - 1) + [1]
 
 
 def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_there_is_one() -> None:
@@ -105,8 +105,7 @@ def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_t
     view.set_depths({"tasks.train": 64})
 
     def wanted(slots: int | None) -> float:
-        [family] = [one for one in RunCollector(view, lambda: 1.0, slots).collect() if one.name == "tmq_wanted_runners"]
-        return float(family.samples[0].value)
+        return value_of("tmq_wanted_runners", RunCollector(view, lambda: 1.0, slots))
 
     assert (wanted(None), wanted(16)) == (64, 4)
     view.receive(beat("runner", "runner-0", detail={"running": 16, "slots": 32}), 0.0)

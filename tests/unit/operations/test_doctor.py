@@ -14,13 +14,7 @@ from trinity_mq.cli.doctor import doctor
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
 from trinity_mq.messages import Heartbeat
-from trinity_mq.operations.doctor.checks import (
-    BROKER_CHECKS,
-    FLAGS,
-    MACHINE_CHECKS,
-    DoctorFinding,
-    findings,
-)
+from trinity_mq.operations.doctor.checks import BROKER_CHECKS, FLAGS, MACHINE_CHECKS, DoctorFinding, findings
 from trinity_mq.operations.doctor.facts import (
     API_PATHS,
     DoctorFacts,
@@ -69,23 +63,11 @@ def beats(*releases: str, **fields: Any) -> dict[str, Heartbeat]:
 
 def healthy(**changes: Any) -> DoctorFacts:
     """A broker with nothing wrong."""
-    answers: dict[str, Any] = {
-        "urls": ("amqp://u:p@127.0.0.1/",),
-        "tls_verified": True,
-        "user": "guest",
-        "vhost": "/",
-        "server": server(),
-        "limits": limits(),
-        "nodes": node(),
-        "policies": [],
-        "operator_policies": [],
-        "permissions": patterns(r"^tmq\.x\.", r"^tmq\.x\.", r"^tmq\.x\."),
-        "feature_flags": [{"name": name, "state": "enabled"} for name in FLAGS],
-        "clock": (0.3, 0.5),
-        "depths": {},
-        "beats": {},
-        **changes,
-    }
+    access = {"urls": ("amqp://u:p@127.0.0.1/",), "tls_verified": True, "user": "guest", "vhost": "/"}
+    policies: dict[str, Any] = {"policies": [], "operator_policies": [], "permissions": patterns(*[r"^tmq\.x\."] * 3)}
+    flags = [{"name": name, "state": "enabled"} for name in FLAGS]
+    state = {"server": server(), "limits": limits(), "nodes": node(), "feature_flags": flags, "clock": (0.3, 0.5)}
+    answers = {**access, **policies, **state, "depths": {}, "beats": {}, **changes}
     return DoctorFacts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
 
 

@@ -20,14 +20,7 @@ from trinity_mq.messages import DecodeError, ExperienceReference, encode
 from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.batch_blobs import (
-    GRACE,
-    SWEEP_INTERVAL,
-    BlobSweep,
-    ChunkBlobs,
-    delete_blobs,
-    part_name,
-)
+from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL, BlobSweep, ChunkBlobs, delete_blobs, part_name
 from trinity_mq.transport.blobs import (
     MARK,
     BlobDamaged,

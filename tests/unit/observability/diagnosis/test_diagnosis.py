@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from trinity_mq.config import Config
 from trinity_mq.config.settings_table import all_settings
 from trinity_mq.messages import Heartbeat
-from trinity_mq.observability.diagnosis import (
-    Observation,
-    RunFinding,
-    bottleneck,
-    diagnose,
-    free_resources,
-)
+from trinity_mq.observability.diagnosis import Observation, RunFinding, bottleneck, diagnose, free_resources
 from trinity_mq.observability.diagnosis.levers import LEVERS, lever
 from trinity_mq.observability.diagnosis.records import BROKER
 

@@ -14,13 +14,7 @@ from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
 from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
 from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
-from trinity_mq.proof.chaos.trial import (
-    Plan,
-    TrialOutcome,
-    _first_steps,
-    _recovered,
-    _wait_for_further_steps,
-)
+from trinity_mq.proof.chaos.trial import Plan, TrialOutcome, _first_steps, _recovered, _wait_for_further_steps
 from trinity_mq.proof.chaos.witness import RunObserver
 from trinity_mq.testing.virtual_time import run_virtually
 
