@@ -321,7 +321,7 @@ def _line(headers: dict[str, str]) -> str:
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
 
 
-async def test_agents_never_hear_the_engines_address() -> None:
+async def test_agents_hear_that_an_engine_is_lost_and_never_its_address() -> None:
     async with serving(say, timeout=0.2) as at:
         made = await at.open(record="eval")
         address = at.engines.models[0].url.removeprefix("http://")
@@ -339,7 +339,11 @@ async def test_agents_never_hear_the_engines_address() -> None:
             for streams in (False, True):
                 body = {**BASE[f"/s/{{id}}{path}"], "stream": streams}
                 async with at.http.post(f"{at.url}/s/{made['id']}{path}", json=body) as response:
-                    assert "127.0.0.1" not in await response.text()
+                    assert (response.status, response.headers["Retry-After"]) == (502, "1")
+                    text = await response.text()
+                assert "is lost" in text
+                assert "127.0.0.1" not in text
+        assert at.session(made["id"]).asked == 0
 
 
 async def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
