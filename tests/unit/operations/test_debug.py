@@ -546,6 +546,14 @@ def test_every_preset_passes_its_checks(name: str, run_file: Path, capsys: pytes
     assert "ok      masked tokens do not affect the loss" in out
 
 
+def test_a_kl_in_the_rewards_is_in_what_is_shown(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for more in ([], ["algorithm.reward_kl={coef: 0.5}"]):
+        assert main(["debug", "algorithm", str(run_file), "algorithm.algorithm_type=reinforceplusplus", *more]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
+
+
 LOSS = """
 import torch
 
