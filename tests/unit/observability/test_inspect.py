@@ -42,6 +42,7 @@ class Stream:
         self.topology, self.broker = Topology("seen", max_bytes), MemoryBroker()
         self.bus = MemoryBus(self.broker, self.topology, config=BrokerConfig())
         self.taken: list[Experience] = []
+        self.enough = 10**6
 
     async def put(self, mail: Envelope) -> None:
         assert await self.bus.publish(self.topology.exchange("ready"), "x", mail)
@@ -60,7 +61,7 @@ class Stream:
     async def look(self, **wanted: str) -> StreamSummary:
         def take(batches: Any) -> bool:
             self.taken += [one for batch in batches for one in batch]
-            return False
+            return len(self.taken) >= self.enough
 
         self.taken = []
         reader = ReadyReader(self.bus, self.topology, ExperienceFilter(**wanted), None, take)
@@ -127,6 +128,14 @@ async def test_a_failed_batch_that_was_run_again_is_seen(stream: Stream) -> None
     seen = await stream.look()
     assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
     assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
+
+
+@staged
+async def test_enough_is_enough(stream: Stream) -> None:
+    for batch in range(5):
+        await stream.whole(batch)
+    stream.enough = 2
+    assert (await stream.look()).batches == ["0", "1"]
 
 
 @staged

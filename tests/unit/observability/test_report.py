@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from trinity_mq.cli.main import main
+from trinity_mq.observability.report.curves import downsample
 from trinity_mq.observability.report.text import distinct, loss_counts, make_report, metric_curve, newest_checkpoint
 from trinity_mq.telemetry import METRICS_FILE, MetricsWriter
 
@@ -135,7 +137,10 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[dict[str, Any]] = [
         {"step": step, "rollout/reward/mean": step / 4, "time/batch": 1.0} for step in range(1, 5)
     ]
-    lines += [{"step": step, "eval/held/accuracy/mean@4": step / 4, "eval/held/pass@4": 1.0} for step in (0, 4)]
+    lines += [
+        {"step": step, "eval/held/accuracy/mean@4": step / 4, "eval/held/pass@4": 1.0, "eval/b/accuracy/mean@4": 0.5}
+        for step in (0, 4)
+    ]
     lines.append({"step": 4, "sample/dropped_stale_groups": 3.0, "odd/<script>alert(1)</script>": 1.0})
     folder = run_folder(tmp_path / "run", *lines)
     assert main(["report", str(folder)]) == 0
@@ -163,6 +168,15 @@ def test_without_metrics_there_is_no_page(tmp_path: Path, capsys: pytest.Capture
 def test_values_that_cannot_be_drawn_break_nothing(tmp_path: Path, value: Any) -> None:
     folder = run_folder(tmp_path / "run", {"step": 1, "actor/entropy": value}, {"step": 2, "actor/grad_norm": 1.0})
     assert main(["report", str(folder)]) == 0
+
+
+def test_a_long_curve_is_averaged_and_keeps_its_end() -> None:
+    points = [(step, float(step)) for step in range(1000)] + [(1000, math.nan)]
+    found = downsample(points, 10)
+    assert len(found) == 10
+    assert found[0] == (99, 49.5)
+    assert found[-1] == (999, 949.5)
+    assert downsample(points[:5], 10) == points[:5]
 
 
 def test_what_is_missing_is_named(

@@ -12,11 +12,12 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent, Heartbeat, Metrics
-from trinity_mq.observability.display import PlainDisplay, format_status_line, render_table
+from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
 from trinity_mq.observability.follow import MetricsTail, consume_messages
-from trinity_mq.observability.report.figures import evaluations
+from trinity_mq.observability.report.figures import evaluations, format_duration
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.telemetry import METRICS_FILE, MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -34,7 +35,7 @@ def metrics(role: str, step: int, **values: float) -> Metrics:
     return Metrics(role=role, id=f"{role}-0", step=step, values=values)  # type: ignore[arg-type]
 
 
-def test_evaluations_and_batches_without_anything_to_train_on_are_news_once() -> None:
+def test_evaluations_empty_batches_and_aborted_syncs_are_news_once() -> None:
     view = RunState("r", 10)
     view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert view.results == {"held_out": (50, 0.25)}
@@ -48,6 +49,17 @@ def test_evaluations_and_batches_without_anything_to_train_on_are_news_once() ->
         assert view.take_news() == wanted
     view.receive(beat("explorer", "explorer-0", 4, detail={"empty": empty}), 0.0)
     assert view.take_news() == [news], "a restarted explorer's"
+    for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
+        view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
+    assert view.take_news() == ["a weight sync was aborted, and will be retried: no GPU"] * 2
+
+
+def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
+    view = RunState("r", 10)
+    values = {"rollout/reward/mean": 0.5, "perf/tokens_per_second": 100.0, "sample/staleness/max": 1.0}
+    view.receive(metrics("trainer", 1, **values), 0.0)
+    view.clear_momentary_metrics()
+    assert view.metrics == {"rollout/reward/mean": 0.5}
 
 
 def test_time_left_follows_the_recent_pace() -> None:
@@ -63,6 +75,7 @@ def test_time_left_follows_the_recent_pace() -> None:
     assert view.seconds_left(2000.0) == 0.0
     view.receive(beat("trainer", "trainer-0", 1, incarnation="b", detail={"progress": 5}), 2001.0)
     assert (view.step, view.seconds_left(2001.0)) == (5, None), "the trainer went back"
+    assert [format_duration(seconds) for seconds in (-3, 59.4, 7265)] == ["0 s", "59 s", "2 h 01 min"]
 
 
 def test_agents_are_alive_while_they_beat() -> None:
@@ -82,6 +95,22 @@ def test_agents_are_alive_while_they_beat() -> None:
     for seq, incarnation, state in ((5, "a", "working"), (4, "a", "working"), (1, "b", "starting")):
         view.receive(beat("runner", "runner-1", seq, incarnation=incarnation, state="idle" if seq == 4 else state), 6.0)
         assert view.agents(6.0)[2].state == state, "older beats of the same process are ignored"
+
+
+def test_process_events_that_matter_are_news() -> None:
+    view = RunState("r", 20)
+    for event in (
+        ProcessEvent(name="runner-0", role="runner", what="started", pid=1),
+        ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2, output="no disk"),
+        ProcessEvent(name="runner-0", role="runner", what="killed", code=137),
+        ProcessEvent(name="runner-0", role="runner", what="failed", code=78, reason="no"),
+    ):
+        view.add_event(event)
+    assert view.take_news() == [
+        "runner-0 died and restarts in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
+        "runner-0 did not end in time and was killed",
+        "runner-0 failed permanently (exit code 78): no",
+    ]
 
 
 def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
@@ -215,6 +244,22 @@ def test_picture_shows_members_versions_and_the_last_syncs_phases() -> None:
         "last sync 1.119: wait 0 ms, pause 2 ms, transfer 31 ms, apply 5 ms, resume 1 ms (8 syncs, 1 canary failures)"
     )
     assert "last sync" not in drawn(full())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_or_not() -> None:
+    assert isinstance(open_display(io.StringIO()), PlainDisplay)
+    terminal = Terminal()
+    display = open_display(terminal)
+    assert isinstance(display, LiveDisplay)
+    display.show(full(), ["[news] with brackets"], NOW)
+    display.close()
+    assert "[news] with brackets" in terminal.getvalue()
+    assert "120/300" in terminal.getvalue()
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:

@@ -207,6 +207,15 @@ def test_a_span_has_its_times_its_processor_time_and_its_batch(trace_folder: Pat
     assert (wait.wait, wait.cpu) == (True, None)
 
 
+def test_many_spans_are_written_before_the_end(trace_folder: Path) -> None:
+    start_trace("engine", "engine-0", trace_folder, on=True)
+    began = time.monotonic()
+    for _ in range(trace.BUFFERED + 1):
+        record("generate", began, began, batch=1)
+    assert len(read_trace(trace_folder)) == trace.BUFFERED
+    assert len(recorded(trace_folder)) == trace.BUFFERED + 1
+
+
 def test_clocks_of_one_host_are_kept_and_of_another_shifted_as_a_whole(tmp_path: Path) -> None:
     def write(agent: str, clock: str, offset: float, start: float) -> None:
         who = {"role": agent[:-2], "agent": agent, "clock": clock, "pid": 1, "offset": offset}

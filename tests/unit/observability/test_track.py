@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.otlp_receiver import Receiver, receiving, values
+from trinity_agents.simulation import Simulation
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchReady
@@ -30,6 +31,7 @@ from trinity_mq.telemetry import METRICS_FILE, trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, start_trace
 from trinity_mq.telemetry.trace_files import READ_BYTES, TraceTail, read_trace
 from trinity_mq.telemetry.trace_ids import is_sampled, trace_id, trace_key
+from trinity_mq.testing.virtual_time import run_virtually
 
 SETTINGS: dict[str, Any] = {"name": "tracked", "model": {"tiny": {}}}
 
@@ -86,7 +88,8 @@ def test_each_line_is_sent_once_also_by_a_later_process(tmp_path: Path) -> None:
 
 def test_what_is_no_finite_number_is_left_out(tmp_path: Path) -> None:
     line = {"time": 1.0, "step": 1, "a/x": None, "a/y": "text", "a/z": float("inf"), "a/ok": 2, "plain": 3.0}
-    (tmp_path / METRICS_FILE).write_text(json.dumps(line) + "\n")
+    torn = '{"step": 2, "ti\n{"step": 3}\n[]\n'
+    (tmp_path / METRICS_FILE).write_text(f"{torn}{json.dumps(line)}\n")
     service = Service()
     Forwarder(tmp_path, [service]).send()
     assert service.values == [(1, 1.0, {"a/ok": 2.0, "plain": 3.0})]
@@ -157,9 +160,13 @@ def run_track(folder: Path, *words: str, **how: Any) -> subprocess.CompletedProc
 
 def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
-    (tmp_path / "trackers" / "sent.json").write_text('{"one": 3}')
-    with pytest.raises(TrackerError, match=r"sent\.json is not a valid record .*: remove it to send all again"):
-        Forwarder(tmp_path, [Service()])
+    for rubbish in ("[]", "{", '{"one": 3, "tree": {"open": 3}}'):
+        for file in ("sent", "spans"):
+            (tmp_path / "trackers" / f"{file}.json").write_text(rubbish)
+        with pytest.raises(TrackerError, match=r"sent\.json is not a valid record .*: remove it to send all again"):
+            Forwarder(tmp_path, [Service()])
+        with pytest.raises(TrackerError, match=r"spans\.json is not a valid record .*: remove it to send all again"):
+            SpanForwarder(tmp_path, "traced", OtlpClient("http://127.0.0.1:9", "NONE", 1.0))
 
 
 def test_a_service_that_is_not_installed_or_named_twice_is_said_before_a_run_starts(
@@ -319,6 +326,44 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     assert all(one.version is not None for one in found if str(one.batch).startswith("weights"))
 
 
+def test_spans_of_a_sync_that_an_earlier_release_wrote_have_a_trace_of_their_weights(folder: Path) -> None:
+    (folder / "trace").mkdir()
+    who = {"role": "engine", "agent": "engine-0", "clock": "a", "pid": 1, "offset": 1000.0}
+    row = ["apply weights", None, "1.0", 10**6, 2 * 10**6, 8000, 1, 0, False]
+    (folder / "trace" / "engine-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps([row])}\n")
+    tree = TraceTree("traced", trace_key(folder / "trace"))
+    found = [*tree.add(read_trace(folder)), *tree.finish()]
+    assert tree_of(found) == {"weights 1.0": "", "sync": "weights 1.0", "apply weights": "sync"}
+
+
+def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: Path) -> None:
+    outside = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    sim = Simulation(tmp_path, batches=1, taskset=None)
+
+    async def scene() -> None:
+        start_trace("explorer", "explorer-0", tmp_path, on=True)
+        client = await sim.client()
+        await client.declare(*sim.topology.durable)
+        await sim.submit(0, headers={"traceparent": outside})
+        await sim.submit(1, headers={"traceparent": "rubbish"})
+        await sim.run()
+
+    try:
+        run_virtually(scene())
+        trace.flush_trace()
+    finally:
+        trace.stop_trace()
+    tree = TraceTree("sim", trace_key(tmp_path / "trace"))
+    with receiving(Receiver()) as receiver:
+        collector = OtlpClient(receiver.url, "NONE", 5.0)
+        collector.send([*tree.add(read_trace(tmp_path)), *tree.finish()])
+    spans = receiver.batches()["batch 1"]
+    (taken,) = [one for _, one in spans.values() if one.name == "take submission"]
+    assert spans[taken.parent_span_id.hex()][1].name == "task 0"
+    (link,) = taken.links
+    assert f"00-{link.trace_id.hex()}-{link.span_id.hex()}-01" == outside
+
+
 def recorded(folder: Path) -> None:
     start_trace("runner", "runner-0", folder, on=True)
     for n in range(3):
@@ -370,6 +415,10 @@ def test_what_a_collector_refuses_keeps_nothing_from_the_rest(folder: Path) -> N
         forwarder = SpanForwarder(folder, "traced", OtlpClient(receiver.url, "NONE", 5.0))
         forwarder.finish()
     assert (forwarder.lost, forwarder.sent) == (3, 2)
+    forwarder = SpanForwarder(folder, "again", OtlpClient("http://127.0.0.1:9", "NONE", 5.0))
+    recorded(folder)
+    forwarder.finish()
+    assert "is monitor.otlp.endpoint right" in forwarder.problem
 
 
 def folder_of_a_traced_run(tmp_path: Path, **monitor: Any) -> Path:
