@@ -49,6 +49,17 @@ def test_records_of_a_newer_release_are_named_and_those_of_ours_are_read(tmp_pat
     ]
 
 
+def test_the_oldest_go_first(tmp_path: Path, opened: Opened) -> None:
+    limit = 2**20
+    log, reader = opened(tmp_path, limit), SampleLogReader(tmp_path)
+    for step in range(40):
+        log.append(step, bytes(limit // 20))
+        assert sum(path.stat().st_size for path in segments(tmp_path)) <= limit + limit // 20 + 24
+    steps = [one.step for one in reader.read()]
+    assert steps == list(range(steps[0], 40))
+    assert 20 - 20 // SEGMENTS - 2 <= len(steps) <= 20
+
+
 def test_what_is_not_whole_yet_comes_with_a_later_call(tmp_path: Path, opened: Opened) -> None:
     log, reader = opened(tmp_path, 2**20), SampleLogReader(tmp_path)
     log.append(1, b"whole")
