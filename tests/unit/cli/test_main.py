@@ -1,19 +1,42 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import unicodedata
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trinity_mq import __version__
 from trinity_mq.bus import BusRefused, BusUnavailable
+from trinity_mq.bus.base import Incoming
 from trinity_mq.cli import main as cli
+from trinity_mq.cli.dead import paragraph
 from trinity_mq.config import ConfigError
 from trinity_mq.data import TasksetError
+from trinity_mq.errors import CommandError
+from trinity_mq.messages import FailureStatus, Heartbeat
+from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
+from trinity_mq.observability.display import LiveDisplay, PlainDisplay, render_table
+from trinity_mq.observability.run_state import RunState
+from trinity_mq.operations.dead_letters import row
+from trinity_mq.operations.review import full_text, summary_lines
+from trinity_mq.reviews.ledger import Review
 from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.terminal import (
+    EscapingStream,
+    escape_and_indent,
+    escape_to_one_line,
+    escape_unsafe,
+    open_console,
+    unguarded,
+)
 
 
 @pytest.fixture
@@ -57,66 +80,26 @@ def test_expected_errors_are_one_line_and_a_code(
     assert "secret" not in err
 
 
-def test_bugs_are_not_hidden(failing: type[Exception]) -> None:
+def test_bugs_are_not_hidden_and_ctrl_c_is_no_traceback(
+    failing: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     failing.error = ValueError("a bug")  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["validate", "x.yaml"])
     failing.error = ExceptionGroup("tasks", [FatalError("expected"), ValueError("a bug")])  # type: ignore[attr-defined]
     with pytest.raises(ExceptionGroup):
         cli.main(["validate", "x.yaml"])
-
-
-def test_ctrl_c_is_no_traceback(failing: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     failing.error = KeyboardInterrupt()  # type: ignore[attr-defined]
     assert cli.main(["validate", "x.yaml"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_every_command_leads_to_a_function() -> None:
-    words = {
-        "init": ["my-agent"],
-        "examples": ["--copy"],
-        "run": ["x"],
-        "explorer": ["x"],
-        "runner": ["x", "--id", "runner-3"],
-        "operator": ["x"],
-        "trainer": ["x", "a.b=c"],
-        "gateway": ["x", "--id", "gateway-1"],
-        "serve": ["x", "--plain"],
-        "validate": ["x"],
-        "settings": [],
-        "algorithms": ["show", "gspo"],
-        "submit": ["x", "--wait", "3"],
-        "list": [],
-        "audit": ["r", "--offline"],
-        "chaos": ["x", "--kills", "3", "--seed", "7"],
-        "status": ["r", "--broker", "amqp://h/"],
-        "why": ["r", "--json"],
-        "dead": ["list", "x"],
-        "clean": ["r"],
-        "broker": ["start", "folder"],
-        "debug": ["workflow", "x"],
-        "doctor": ["r"],
-        "health": [],
-        "timeline": ["r"],
-        "inspect": ["r", "--last"],
-        "tap": ["r", "--from", "now"],
-        "regrade": ["r", "--reward", "char_match"],
-        "review": ["keep", "r", "id"],
-        "logs": ["r", "--follow"],
-        "dash": ["r", "--operate"],
-        "exporter": ["r"],
-        "convert-experiences": ["x", "--out", "y"],
-        "schema": ["--check"],
-        "migrate": ["x", "-o", "y"],
-        "report": ["x", "-o", "y"],
-        "track": ["x", "--to", "mlflow"],
-    }
-    assert set(words) == {name for name, _, _ in cli.COMMANDS}
-    for command, rest in words.items():
-        assert callable(cli.argument_parser().parse_args([command, *rest]).function), command
-    for action in ("stop", "status", "serve"):
-        assert callable(cli.argument_parser().parse_args(["broker", action, "folder"]).function)
+@pytest.mark.parametrize("name", [*(name for name, _, _ in cli.COMMANDS), "--version"])
+def test_every_command_says_what_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name] if name == "--version" else [name, "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(__version__ if name == "--version" else f"usage: trinity-mq {name}")
 
 
 def test_settings_may_stand_behind_an_option() -> None:
@@ -154,38 +137,20 @@ def test_a_shell_is_told_what_may_come_next(tmp_path: Path, line: str, found: li
 
 
 def test_only_the_module_of_the_given_command_is_imported() -> None:
-    program = (
-        "import sys\n"
-        "from trinity_mq.cli.main import argument_parser\n"
-        "try:\n"
-        "    argument_parser().parse_args(sys.argv[1:])\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('trinity_mq.')), file=sys.stderr)\n"
-        "print(*sorted({'torch', 'aiohttp', 'pydantic'} & set(sys.modules)), file=sys.stderr)\n"
-    )
-
-    def imported(*words: str) -> tuple[list[str], str]:
-        argv = [sys.executable, "-c", program, *words]
-        done = subprocess.run(argv, capture_output=True, text=True, check=True)
-        modules, heavy = done.stderr.splitlines()
-        return modules.split(), heavy
-
-    light = [
-        "trinity_mq.cli",
+    program = """
+import sys
+from trinity_mq.cli.main import argument_parser
+argument_parser().parse_args(sys.argv[1:])
+print(*(name for name in sys.modules if name.startswith("trinity_mq.cli.") or name in {"torch", "aiohttp", "pydantic"}))
+"""
+    argv = [sys.executable, "-c", program, "health", "--max-age", "3"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {
         "trinity_mq.cli.arguments",
+        "trinity_mq.cli.health",
         "trinity_mq.cli.main",
         "trinity_mq.cli.next_steps",
-        "trinity_mq.release",
-        "trinity_mq.renamed",
-        "trinity_mq.roles",
-        "trinity_mq.targets",
-        "trinity_mq.targets.setting_words",
-    ]
-    assert imported("--help") == (light, "")
-    modules, heavy = imported("health", "--max-age", "3")
-    assert set(modules) == {*light, "trinity_mq.cli.health"}
-    assert heavy == ""
+    }
 
 
 @pytest.mark.parametrize("words", [["no-such-command"], ["run"], ["dead"], ["broker", "start"]])
@@ -196,31 +161,18 @@ def test_wrong_words_are_explained(words: list[str], capsys: pytest.CaptureFixtu
     assert "usage: trinity-mq" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"{__version__}\n"
-
-
 def test_a_terminal_that_knows_ascii_alone_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "größe.yaml").write_text("model: {tiny: {}, strange: 1}")
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(tmp_path / "größe.yaml")],
-        capture_output=True,
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-        check=False,
-    )
-    assert done.returncode == 2
-    assert b"Traceback" not in done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "status", str(metrics_of_a_run(tmp_path))],
-        capture_output=True,
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
-        check=False,
-    )
-    assert b"Traceback" not in done.stderr
-    assert b"reward      0.000 -> 0.667  ???" in done.stdout
+    environ = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        argv = [sys.executable, "-m", "trinity_mq.cli.main", *words]
+        done = subprocess.run(argv, capture_output=True, env=environ, check=False)
+        assert b"Traceback" not in done.stderr
+        return done
+
+    assert run("validate", str(tmp_path / "größe.yaml")).returncode == 2
+    assert b"reward      0.000 -> 0.667  ???" in run("status", str(metrics_of_a_run(tmp_path))).stdout
 
 
 def metrics_of_a_run(folder: Path) -> Path:
@@ -250,3 +202,164 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+HOSTILE = "a\x1b]52;c;cm0\x07\x1b[2J\x9b31m\r\u202e\u2066\u200b\ud800\U000e0041b"
+"""Clipboard, clearing, colour by C1, a line written over, bidirectional overrides, invisible and lone characters."""
+HARMLESS = "plain text, Größe 長さ\u3000\u00a0 π 👩"
+LIBRARY = Path(cli.__file__).parents[1]
+
+
+def is_harmless(text: str, allowed: str = "\n\t") -> bool:
+    return not any(unicodedata.category(one) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for one in text if one not in allowed)
+
+
+def test_every_character_that_a_terminal_obeys_is_spelled_out() -> None:
+    everything = "".join(map(chr, [*range(0x11100), *range(0xE0000, 0xE0080), sys.maxunicode]))
+    assert is_harmless(escape_unsafe(everything))
+    assert is_harmless(escape_to_one_line(everything), allowed="")
+    assert escape_unsafe(HARMLESS) == escape_to_one_line(HARMLESS) == HARMLESS
+    assert escape_unsafe("a\n\tb") == "a\n\tb"
+    assert escape_to_one_line("a\nb") == "a\\u000ab"
+    assert escape_and_indent("a\nb\n  c\r\x1b") == "a\n  b\n  c\\u000d\\u001b"
+
+
+def test_json_keeps_its_meaning() -> None:
+    values = {HOSTILE: [HOSTILE, HARMLESS, "two\nlines"]}
+    assert json.loads(escape_unsafe(json.dumps(values, ensure_ascii=False))) == values
+
+
+def fails(error: Exception) -> Callable[[Namespace], int]:
+    def command(arguments: Namespace) -> int:
+        raise error
+
+    return command
+
+
+def says(arguments: Namespace) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{HOSTILE}\n")
+    return 0
+
+
+@pytest.mark.parametrize("command", [says, fails(CommandError(HOSTILE))], ids=["output", "error"])
+@pytest.mark.parametrize("name", [name for name, _, _ in cli.COMMANDS])
+def test_what_any_command_prints_is_visible(
+    name: str, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Parser:
+        def parse_args(self, argv: object) -> Namespace:
+            return Namespace(command=name, function=command)
+
+    monkeypatch.setattr(cli, "argument_parser", Parser)
+    cli.main([name])
+    printed = "".join(capsys.readouterr())
+    assert "\\u001b]52;c;cm0\\u0007" in printed
+    assert is_harmless(printed)
+
+
+def test_a_traceback_is_visible_too() -> None:
+    program = (
+        "from argparse import Namespace\n"
+        "from trinity_mq.cli import main as cli\n"
+        "def command(arguments): raise RuntimeError('\\x1b[2J')\n"
+        "class Parser:\n"
+        "    def parse_args(self, argv): return Namespace(command='x', function=command)\n"
+        "cli.argument_parser = Parser\n"
+        "cli.main([])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: \\u001b[2J" in done.stderr
+    assert is_harmless(done.stderr)
+
+
+def test_a_wrong_word_is_visible(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["status", "run", f"--{HOSTILE}"])
+    assert is_harmless("".join(capsys.readouterr()))
+
+
+def test_no_command_passes_the_guard_by() -> None:
+    """Colours of their own have ``logs`` and what rich draws; whoever adds another looks at what is in its text."""
+    passing = ("unguarded(", "Console(", "sys.__std")
+    allowed = {"terminal.py", "cli/logs.py"}
+    found = {
+        str(file.relative_to(LIBRARY))
+        for file in LIBRARY.rglob("*.py")
+        if any(word in file.read_text(encoding="utf-8") for word in passing)
+    }
+    assert found == allowed
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(text: str, out: io.StringIO) -> str:
+    """Return what a console on ``out`` draws of ``text``, without colours of its own."""
+    console = open_console(out, width=200)
+    console.print(text)
+    return out.getvalue()
+
+
+def test_rich_reads_no_markup_and_draws_no_character_that_a_terminal_obeys() -> None:
+    assert is_harmless(drawn(HOSTILE, io.StringIO()))
+    links = "[link=http://x]click[/link] [bold]x[/bold] :smile:"
+    assert links in drawn(links, io.StringIO())
+    assert "\x1b]8" not in drawn(links, Terminal())
+    assert drawn(HOSTILE, Terminal()).count("\x1b]") == 0
+
+
+def hostile_view() -> RunState:
+    view = RunState("r", None)
+    fields: dict[str, Any] = {"state": HOSTILE, "waits_for": f"{HOSTILE}[bold]", "waits_seconds": 99.0}
+    view.receive(Heartbeat(role="runner", id=HOSTILE, seq=1, incarnation="a", lease=60.0, **fields), 100.0)
+    view.failures = [FailureStatus(text=HOSTILE, count=1, first=f"{HOSTILE}\n12:00 all is well")]
+    return view
+
+
+def test_the_display_of_a_run() -> None:
+    view, plain = hostile_view(), io.StringIO()
+    assert is_harmless(drawn(render_table(view, 100.0), io.StringIO()))  # type: ignore[arg-type]
+    shown = PlainDisplay(plain, clock=lambda: "12:00")
+    shown.show(view, [f"{HOSTILE}\nforged"], 100.0)
+    assert is_harmless(plain.getvalue())
+    assert [line[:6] for line in plain.getvalue().splitlines()] == ["12:00 ", "  forg", "12:00 "], (
+        "others' are indented"
+    )
+    terminal = Terminal()
+    live = LiveDisplay(terminal)
+    live.show(view, [HOSTILE], 100.0)
+    live.close()
+    assert "\x1b]52" not in terminal.getvalue()
+    assert "\x9b" not in terminal.getvalue()
+
+
+def test_dead_letters() -> None:
+    headers = {"dead-queue": HOSTILE, "dead-reason": f"{HOSTILE}\nforged", "kind": HOSTILE, "batch": HOSTILE}
+    letter = Incoming(body=b"", exchange="", routing_key="", queue="q", message_id=HOSTILE, headers=headers)
+    assert is_harmless("".join(row(letter)), allowed="")
+    assert is_harmless("\n".join(paragraph(1, row(letter), 100)))
+
+
+def test_reviews() -> None:
+    call = ReviewedCall(prompt=HOSTILE, response=HOSTILE)
+    fields: dict[str, Any] = {
+        "request": "0123456789abcdef",
+        "uid": HOSTILE,
+        "reasons": [HOSTILE],
+        "parts": {HOSTILE: 1.0},
+    }
+    request = ReviewRequest(batch=1, ticket="t", asked=0.0, deadline=1.0, calls=[call], **fields)
+    assert is_harmless("\n".join(summary_lines(Review(request), 0.0)))
+    assert is_harmless(full_text(Review(request), 0.0))
+
+
+def test_what_is_written_as_lines_is_visible_too() -> None:
+    out = io.StringIO()
+    guard: Any = EscapingStream(out)
+    assert unguarded(guard) is out
+    guard.writelines(["\x1b", "a\n"])
+    assert out.getvalue() == "\\u001ba\n"

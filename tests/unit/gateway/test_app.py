@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.gateway.serving import serving, serving_config
+from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.gateway import app
+from trinity_mq.gateway.conversations import digest_of
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session_store import MemorySessionStore, OutsideEvent
 from trinity_mq.messages import encode
@@ -74,15 +82,6 @@ async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(streams:
     assert asked == [None, given]
 
 
-async def test_a_reward_with_the_same_key_counts_once() -> None:
-    async with serving(say) as at:
-        path = f"/s/{(await at.open())['id']}"
-        for reward in (1.0, 2.0):
-            _, shown = await at.post(f"{path}/reward", {"reward": reward, "key": "judge-1", "how": "add"})
-        assert shown["reward"] == 1.0
-        assert shown["repeated"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
@@ -99,6 +98,7 @@ async def test_a_reward_with_the_same_key_counts_once() -> None:
         ("/s/{id}/v1/responses", {"previous_response_id": "r", "input": "x"}, 400, "send the whole conversation"),
         ("/s/{id}/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "is of type 'computer_call'; taken are"),
         ("/s/{id}/v1/messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "wanted user or assistant"),
+        ("/s/{id}/v1/messages", {"messages": [{"role": "user", "content": 3}]}, 400, "wanted text or a list of blocks"),
         ("/s/{id}/v1/embeddings", {}, 404, "Not Found"),
         ("/feedback", {"reward": 1, "msg_ids": ["m"]}, 404, "1 answers are not known"),
     ],
@@ -111,31 +111,25 @@ async def test_errors_say_what_was_wrong(path: str, body: Any, status: int, word
         assert words in answer["error"]["message"]
 
 
-async def test_bodies_that_are_no_json_and_too_large() -> None:
-    config = serving_config(gateway={"max_body_bytes": 2048})
-    async with serving(say, config=config) as at:
+async def test_bodies_that_are_too_large() -> None:
+    async with serving(say, config=serving_config(gateway={"max_body_bytes": 2048})) as at:
         made = await at.open()
-        url, headers = f"{made['base_url']}/chat/completions", {"Content-Type": "application/json"}
-        async with at.http.post(url, data=b"\xff{", headers=headers) as response:
-            assert response.status == 400
-            assert "the body is not JSON" in (await response.json())["error"]["message"]
         long = {"messages": [{"role": "user", "content": "x" * 4000}]}
         status, _ = await at.post(f"/s/{made['id']}/v1/chat/completions", long)
         assert status == 413
         assert (await at.get("/health"))[0] == 200
 
 
-async def test_limits_of_calls() -> None:
-    config = serving_config(gateway={"calls_per_minute": 2})
-    async with serving(say, config=config) as at:
+@pytest.mark.parametrize(
+    ("limit", "status", "code"),
+    [({"calls_per_minute": 2}, 429, "rate_limit_exceeded"), ({"max_calls": 2}, 403, "too_many_calls")],
+)
+async def test_limits_of_calls(limit: dict[str, int], status: int, code: str) -> None:
+    async with serving(say, config=serving_config(gateway=limit)) as at:
         made = await at.open()
         answers = [await at.post(f"/s/{made['id']}/v1/chat/completions", ASK) for _ in range(3)]
-        assert [status for status, _ in answers] == [200, 200, 429]
-        assert answers[2][1]["error"]["code"] == "rate_limit_exceeded"
-    async with serving(say, config=serving_config(gateway={"max_calls": 1})) as at:
-        made = await at.open()
-        answers = [await at.post(f"/s/{made['id']}/v1/chat/completions", ASK) for _ in range(2)]
-        assert [status for status, _ in answers] == [200, 403]
+        assert [status for status, _ in answers] == [200, 200, status]
+        assert answers[2][1]["error"]["code"] == code
 
 
 async def test_keys_and_scopes() -> None:
@@ -255,20 +249,6 @@ async def test_another_engine_answers_where_one_is_lost_and_sessions_stay_with_t
         assert at.engines.preferred[-1] == other.id
 
 
-async def test_no_engine_is_an_error_to_try_again() -> None:
-    async with serving(say, timeout=0.3) as at:
-        at.engines.models = [InferenceModel("gone", "http://127.0.0.1:9", "gone")]
-        made = await at.open()
-        for path in ("chat/completions", "messages", "responses"):
-            body = {**ASK, "input": "x", "max_tokens": 3}
-            body.pop("input" if path != "responses" else "messages")
-            async with at.http.post(f"{made['base_url']}/{path}", json=body) as response:
-                assert response.status == 502
-                assert response.headers["Retry-After"] == "1"
-                assert "is lost" in (await response.json())["error"]["message"]
-        assert at.session(made["id"]).asked == 0
-
-
 async def test_a_client_that_leaves_early_is_no_fault() -> None:
     async with serving(say) as at:
         made = await at.open()
@@ -359,3 +339,201 @@ async def test_an_event_that_cannot_travel_is_refused_with_its_path() -> None:
         status, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1})
         assert (status, answer["error"]["param"]) == (400, "session_reward.choice")
         assert "an integer of 100 bits, wanted one of at most 64" in answer["error"]["message"]
+
+
+HALF = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
+TOOL = {"name": "add", "parameters": {"type": "object"}}
+TOOLS = {
+    "chat/completions": [{"type": "function", "function": TOOL}],
+    "responses": [{"type": "function", **TOOL}],
+    "messages": [{"name": "add", "input_schema": {"type": "object"}}],
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "completions": {"prompt": "x"},
+    "responses": {"input": "x"},
+    "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 512},
+}
+
+
+async def ask(at: Serving, path: str, record: str = "train", **options: Any) -> tuple[int, Any]:
+    made = await at.open(record=record)
+    async with at.http.post(f"{made['base_url']}/{path}", json={**BODIES[path], **options}) as response:
+        text = await response.text()
+        if not options.get("stream") or response.status != 200:
+            return response.status, json.loads(text)
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return 200, [json.loads(event) for event in events if event != "[DONE]"]
+
+
+OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
+    "chat/completions": {
+        "top_logprobs": (3, 0),
+        "response_format": ({"type": "json_object"}, {"type": "text"}),
+    },
+    "completions": {},
+    "responses": {
+        "top_logprobs": (3, 0),
+        "truncation": ("auto", "disabled"),
+        "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
+    },
+    "messages": {"output_config": ({"format": {"type": "json_schema"}}, {}), "n": (2, 1)},
+}
+"""A value and the default of options that a path does not have."""
+PENALTIES = {"presence_penalty": (0.5, 0), "frequency_penalty": (0.5, 0.0), "repetition_penalty": (1.2, 1)}
+OF_ALL = {"logit_bias": ({"5": 100}, {}), "top_k": (5, -1), "min_p": (0.1, 0), "parallel_tool_calls": (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("path", "option"), [(path, name) for path, own in OPTIONS.items() for name in (*PENALTIES, *OF_ALL, *own)]
+)
+async def test_an_option_that_does_not_exist_is_refused_by_name_and_its_default_is_taken(
+    path: str, option: str
+) -> None:
+    value, neutral = {**PENALTIES, **OF_ALL, **OPTIONS[path]}[option]
+    async with serving(lambda prompt: "5") as at:
+        for record, default in (("train", neutral), ("train", None), ("eval", neutral), ("off", neutral)):
+            status, answer = await ask(at, path, record, **{option: value})
+            assert status == 400, answer
+            assert answer["error"]["message"].startswith(option)
+            if path != "messages":  # whose errors have no field for it
+                assert answer["error"]["param"].startswith(option)
+            status, answer = await ask(at, path, record, **{option: default})
+            assert status == 200, answer
+
+
+async def test_calls_of_tools_one_at_a_time_cannot_be_promised_to_anthropics_clients_either() -> None:
+    async with serving(lambda prompt: "5") as at:
+        choice = {"type": "auto", "disable_parallel_tool_use": True}
+        status, answer = await ask(at, "messages", tools=TOOLS["messages"], tool_choice=choice)
+        assert (status, answer["error"]["message"][:37]) == (400, "tool_choice.disable_parallel_tool_use")
+        choice["disable_parallel_tool_use"] = False
+        assert (await ask(at, "messages", tools=TOOLS["messages"], tool_choice=choice))[0] == 200
+
+
+@pytest.mark.parametrize("record", ["train", "eval", "off"])
+async def test_logprobs_are_those_of_the_engine_streamed_and_not(record: str) -> None:
+    async with serving(lambda prompt: "56") as at:
+        wanted = [("5", logprob(0)), ("6", logprob(1)), ("<|im_end|>", logprob(2))]
+
+        def read(entries: list[dict[str, Any]]) -> list[tuple[str, float]]:
+            return [(entry["token"], entry["logprob"]) for entry in entries]
+
+        for options in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 0}):
+            _, answer = await ask(at, "chat/completions", record, **options)
+            assert read(answer["choices"][0]["logprobs"]["content"]) == wanted
+            _, chunks = await ask(at, "chat/completions", record, stream=True, **options)
+            parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+            assert read([entry for part in parts if part for entry in part["content"]]) == wanted
+        _, answer = await ask(at, "completions", record, logprobs=0)
+        assert answer["choices"][0]["logprobs"]["token_logprobs"] == [value for _, value in wanted]
+        _, chunks = await ask(at, "completions", record, logprobs=0, stream=True)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [value for part in parts if part for value in part["token_logprobs"]] == [value for _, value in wanted]
+        include = ["message.output_text.logprobs"]
+        _, answer = await ask(at, "responses", record, include=include)
+        assert read(answer["output"][0]["content"][0]["logprobs"]) == wanted
+        _, events = await ask(at, "responses", record, include=include, stream=True)
+        assert read(events[-1]["response"]["output"][0]["content"][0]["logprobs"]) == wanted
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        sent = [entry for delta in deltas for entry in delta["logprobs"]]
+        assert read(sent) == wanted[: len(sent)]
+        assert sent
+        for path in BODIES:
+            _, answer = await ask(at, path, record)
+            assert '"logprob"' not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("said", "ending"),
+    [
+        ("one STOP two", {"stop_reason": "stop_sequence", "stop_sequence": "STOP"}),
+        ("one END STOP", {"stop_reason": "stop_sequence", "stop_sequence": "END"}),
+        ("one two", {"stop_reason": "end_turn", "stop_sequence": None}),
+    ],
+)
+async def test_a_stop_sequence_is_named(stream: bool, said: str, ending: dict[str, Any]) -> None:
+    async with serving(lambda prompt: said) as at:
+        _, answer = await ask(at, "messages", stop_sequences=["STOP", "END"], stream=stream)
+        if stream:
+            texts = [event["delta"]["text"] for event in answer if event["type"] == "content_block_delta"]
+            (last,) = [event["delta"] for event in answer if event["type"] == "message_delta"]
+            assert ("".join(texts), last) == (said.split("STOP", maxsplit=1)[0].split("END", maxsplit=1)[0], ending)
+        else:
+            assert answer["content"][0]["text"] == said.split("STOP", maxsplit=1)[0].split("END", maxsplit=1)[0]
+            assert {name: answer[name] for name in ending} == ending
+        status, answer = await ask(at, "messages", stop_sequences="STOP")
+        assert (status, answer["error"]["message"]) == (400, "stop_sequences is a str, wanted a list")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", TOOLS)
+async def test_half_a_surrogate_pair_in_the_arguments_of_a_call_is_replaced(path: str, stream: bool) -> None:
+    async with serving(lambda prompt: HALF) as at:
+        status, answer = await ask(at, path, tools=TOOLS[path], stream=stream)
+        assert status == 200, answer
+        text = json.dumps(answer, ensure_ascii=False)
+        assert text.encode().decode() == text
+        assert '{"a": "\ufffd"}' in text.replace("\\\\", "\\").replace("\\ufffd", "\ufffd").replace('\\"', '"')
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_character_whose_bytes_are_several_tokens_is_streamed_whole(path: str) -> None:
+    said = "a\U0001f600\u00e9"
+    async with serving(lambda prompt: said) as at:
+        _, events = await ask(at, path, stream=True)
+        texts: dict[str, Callable[[Any], str]] = {
+            "chat/completions": lambda event: event["choices"][0]["delta"].get("content", ""),
+            "completions": lambda event: event["choices"][0]["text"],
+            "responses": lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
+            "messages": lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
+        }
+        pieces = [texts[path](event) for event in events]
+        assert "".join(pieces) == said
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+async def test_halves_of_a_pair_from_another_server_make_one_character() -> None:
+    def part(text: str, token: int, **more: Any) -> dict[str, Any]:
+        sampled = {"token_ids": [token], "token_logprobs": [-1.0], **more}
+        return {"prompt_token_ids": [7], "choices": [{"index": 0, "delta": {"content": text}, **sampled}]}
+
+    async def answer(request: web.Request) -> web.Response:
+        if (await request.json()).get("stream"):
+            chunks = [part("a\ud83d", 1), part("\ude00", 2, finish_reason="stop")]
+            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+            return web.Response(text="".join([*events, "data: [DONE]\n\n"]), content_type="text/event-stream")
+        whole = part("", 1, finish_reason="stop", message={"role": "assistant", "content": "a\ud83d\ude00\ud83d"})
+        return web.json_response(whole)
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(application) as server, serving(lambda prompt: "") as at:
+        at.engines.models = [InferenceModel("other", str(server.make_url("")).rstrip("/"), "other")]
+        status, events = await ask(at, "chat/completions", stream=True)
+        assert (status, [event["choices"][0]["delta"]["content"] for event in events]) == (200, ["a", "\U0001f600"])
+        status, whole = await ask(at, "chat/completions")
+        assert (status, whole["choices"][0]["message"]["content"]) == (200, "a\U0001f600\ufffd")
+        texts = [call.choices[0].text for session in at.store.ledger for call in session.calls.values()]
+        assert sorted(texts) == ["a\U0001f600", "a\U0001f600\ufffd"]
+
+
+async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def held(path: str, body: Any) -> str:
+        if len(body["messages"]) > 1:
+            begun.set()
+            assert release.wait(30)
+        return digest_of(path, body)
+
+    monkeypatch.setattr(app, "digest_of", held)
+    async with serving(lambda prompt: "5") as at, asyncio.TaskGroup() as group:
+        many = group.create_task(ask(at, "messages", messages=BODIES["messages"]["messages"] * 4000))
+        assert await asyncio.to_thread(begun.wait, 30)
+        try:
+            assert (await ask(at, "messages"))[0] == 200
+        finally:
+            release.set()
+        assert (await many)[0] in {200, 400}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.gateway.agenda import Agenda, all_due
+from trinity_mq.gateway.agenda import all_due
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.session import Body, Event, Session
 from trinity_mq.messages import (
@@ -17,7 +17,6 @@ from trinity_mq.messages import (
     SessionCall,
     SessionEnd,
     SessionOpened,
-    SessionReplay,
     SessionReward,
     SessionsDecided,
     SessionsTrained,
@@ -74,52 +73,18 @@ class Stream:
         self.events.append(body)
         self.ledger.apply_trained(body)
 
-    def state(self, session: str) -> str:
-        found = self.ledger.get(session)
+    def session(self, name: str) -> Session:
+        found = self.ledger.get(name)
         assert found is not None
-        return found.state
+        return found
+
+    def state(self, session: str) -> str:
+        return self.session(session).state
 
 
 def submission_of(decided: list[Body]) -> str:
     (one,) = (event for event in decided if isinstance(event, SessionsDecided))
     return one.submission
-
-
-def test_the_way_of_a_session() -> None:
-    stream = Stream()
-    stream.open("a")
-    assert stream.state("a") == "open"
-    assert stream.ask("a") == "new"
-    stream.end("a")
-    assert stream.state("a") == "parked"
-    assert stream.act() == [], "no reward yet"
-    stream.now += 1.5 * HOUR
-    assert stream.reward("a", 0.5) == "new", "an hour and a half late"
-    submission = submission_of(stream.act())
-    assert stream.state("a") == "queued"
-    assert [name for name, _ in stream.ledger.queued()] == [submission]
-    stream.outcome(submission)
-    assert stream.state("a") == "batched"
-    assert stream.ledger.queued() == []
-    stream.train(submission)
-    assert stream.state("a") == "trained"
-    assert stream.ledger.live == {}
-    assert stream.ledger.kept_bytes == 0
-    found = stream.ledger.get("a")
-    assert found is not None
-    assert (found.asked, found.sampled_tokens, found.reward) == (1, 2, 0.5)
-
-
-def test_a_reward_before_the_end_and_one_that_ends() -> None:
-    stream = Stream()
-    for session in ("a", "b"):
-        stream.open(session)
-        stream.ask(session)
-    stream.reward("a")
-    assert stream.act() == [], "it may still ask"
-    stream.end("a")
-    stream.reward("b", final=True)
-    assert sorted(session for one in stream.act() for session in one.sessions) == ["a", "b"]  # type: ignore[union-attr]
 
 
 def test_rewards_replace_or_add_and_count_once_by_their_id() -> None:
@@ -130,40 +95,15 @@ def test_rewards_replace_or_add_and_count_once_by_their_id() -> None:
     assert stream.reward("a", 1.0, "r1") == "new"
     assert stream.reward("a", 5.0, "r1") == "repeated"
     stream.reward("a", 0.25, "r2")
-    found = stream.ledger.get("a")
-    assert found is not None
-    assert found.reward == 0.25
+    assert stream.session("a").reward == 0.25
     stream.reward("a", 0.5, how="add")
-    assert found.reward == 0.75
+    assert stream.session("a").reward == 0.75
     stream.reward("a", 2.0, call="c1")
     stream.reward("a", 1.0, call=1, how="add")
     stream.reward("a", 4.0, call=0, choice=0)
-    assert found.call_rewards == {("c1", None): 3.0, ("c0", 0): 4.0}
+    assert stream.session("a").call_rewards == {("c1", None): 3.0, ("c0", 0): 4.0}
     assert stream.reward("a", 1.0, call="c9") == "refused"
     assert stream.reward("a", 1.0, call=2) == "refused"
-
-
-def test_what_comes_too_late_changes_nothing() -> None:
-    stream = Stream()
-    stream.open("a")
-    stream.ask("a")
-    stream.end("a", reward=1.0)
-    submission = submission_of(stream.act())
-    assert stream.reward("a", 9.0) == "refused"
-    assert stream.end("a") == "refused"
-    stream.outcome(submission)
-    stream.train(submission)
-    assert stream.reward("a", 9.0) == "refused"
-    found = stream.ledger.get("a")
-    assert found is not None
-    assert found.reward == 1.0
-
-
-def test_unknown_sessions_are_told_once() -> None:
-    stream = Stream()
-    assert stream.reward("nobody") == "unknown"
-    assert [event.body.session for event in stream.ledger.take_unknown()] == ["nobody"]  # type: ignore[union-attr]
-    assert stream.ledger.take_unknown() == []
 
 
 @pytest.mark.parametrize(
@@ -191,24 +131,6 @@ def test_reasons_for_which_a_session_becomes_no_task(
     assert stream.ledger.evaluated == ([1.0] if why == "evaluation" else [])
 
 
-def test_limits_of_time() -> None:
-    stream = Stream()
-    stream.open("asks-on")
-    stream.open("silent")
-    stream.ask("silent")
-    stream.now += 0.9 * HOUR
-    stream.ask("asks-on")
-    stream.now += 0.2 * HOUR
-    assert [type(event) for event in stream.act()] == [SessionEnd]
-    assert (stream.state("asks-on"), stream.state("silent")) == ("open", "parked")
-    stream.now += 24.1 * HOUR
-    stream.act()
-    assert stream.state("silent") == "dropped"
-    found = stream.ledger.get("silent")
-    assert found is not None
-    assert found.why == "no reward came within 86400 s"
-
-
 def test_a_group_becomes_one_task() -> None:
     stream = Stream()
     for number in range(5):
@@ -221,9 +143,7 @@ def test_a_group_becomes_one_task() -> None:
     assert [one.sessions for one in decided] == [["s3", "s1"], ["s0", "s4"]]  # type: ignore[union-attr]
     stream.end("s2", reward=1.0)
     assert stream.act() == []
-    found = stream.ledger.get("s2")
-    assert found is not None
-    assert found.why == "waits for the others of group g"
+    assert stream.session("s2").why == "waits for the others of group g"
     stream.now += 25 * HOUR
     stream.act()
     assert stream.state("s2") == "dropped"
@@ -242,17 +162,6 @@ def test_a_commit_lets_an_incomplete_group_go() -> None:
     assert decided.sessions == ["s0", "s1", "s2"]
 
 
-def test_a_replay_takes_the_place_of_the_session() -> None:
-    stream = Stream()
-    stream.open("a", group="g", group_size=4)
-    stream.ask("a")
-    stream.end("a", replay=SessionReplay(workflow="math_workflow", runs=4))
-    (decided,) = stream.act()
-    assert isinstance(decided, SessionsDecided)
-    assert decided.submission
-    assert stream.act() == []
-
-
 def test_a_batch_that_was_not_trained_on() -> None:
     stream = Stream()
     for session in ("a", "b"):
@@ -265,23 +174,9 @@ def test_a_batch_that_was_not_trained_on() -> None:
     assert stream.state("a") == "dropped"
     stream.outcome(second, outcome="failed", completed_runs=0, message="it does not decode")
     assert stream.state("b") == "dropped"
-    found = stream.ledger.get("b")
-    assert found is not None
-    assert found.why == "it does not decode"
+    assert stream.session("b").why == "it does not decode"
     stream.train(first, "trained", step=9)
     assert stream.state("a") == "trained", "a trainer that went back to its checkpoint learned from it after all"
-
-
-def test_what_was_trained_may_be_told_before_the_batch() -> None:
-    stream = Stream()
-    stream.open("a")
-    stream.ask("a")
-    stream.end("a", reward=1.0)
-    submission = submission_of(stream.act())
-    stream.train(submission)
-    assert stream.state("a") == "queued"
-    stream.outcome(submission)
-    assert stream.state("a") == "trained"
 
 
 @pytest.mark.parametrize("told", [0, 1, 2])
@@ -456,11 +351,7 @@ def tasks(ledger: Ledger) -> dict[str, list[str]]:
 
 
 def test_of_two_decisions_about_a_session_the_first_counts_and_the_second_as_a_whole_does_not() -> None:
-    stream = Stream()
-    for name in "abc":
-        over(stream, name, group="g", group_size=2)
-    assert decide(stream, "a", "b") == "new"
-    assert decide(stream, "b", "c") == "refused", "by a gateway that was frozen"
+    stream = contested()
     assert tasks(stream.ledger) == {"task-a-b": ["a", "b"]}
     assert (stream.state("c"), stream.ledger.waiting) == ("parked", 2)
     assert decide(stream, "a", "b") == "repeated"
@@ -469,14 +360,19 @@ def test_of_two_decisions_about_a_session_the_first_counts_and_the_second_as_a_w
     assert tasks(stream.ledger) == {"task-a-b": ["a", "b"], "task-c-d": ["c", "d"]}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) -> None:
+def contested() -> Stream:
+    """Three sessions of a group: one decision about two of them, and another one by a gateway that was frozen."""
     stream = Stream()
     for name in "abc":
         over(stream, name, group="g", group_size=2)
-    decide(stream, "a", "b")
-    late = decide(stream, "b", "c")
-    assert late == "refused"
+    assert decide(stream, "a", "b") == "new"
+    assert decide(stream, "b", "c") == "refused"
+    return stream
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) -> None:
+    stream = contested()
     events = [event for event in stream.events if isinstance(event, Event)]
     second = events.pop()
     copies = list("abc")
@@ -490,11 +386,7 @@ def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) 
 
 
 def test_a_decision_whose_other_sessions_are_settled_and_cut_does_not_count() -> None:
-    stream = Stream()
-    for name in "abc":
-        over(stream, name, group="g", group_size=2)
-    decide(stream, "a", "b")
-    decide(stream, "b", "c")
+    stream = contested()
     second = stream.events[-1]
     stream.outcome("task-a-b")
     stream.train("task-a-b")
@@ -544,29 +436,3 @@ def test_what_is_due_is_the_same_whether_all_or_only_the_changed_sessions_are_lo
         assert comparable(stream.ledger.due(stream.now)) == comparable(due), "until it has its effect"
         for event in draw.sample(due, draw.randint(0, len(due))):
             stream.put(event)
-
-
-def test_a_look_costs_what_changed_and_not_what_waits() -> None:
-    stream = Stream()
-    for number in range(500):
-        over(stream, f"s{number}")
-    stream.act()
-    assert stream.ledger.waiting == 500
-    looked = list[str]()
-
-    class Watched(dict[str, Session]):
-        def get(self, name: str, default: object = None) -> Session | None:  # type: ignore[override]
-            looked.append(name)
-            return super().get(name)
-
-    live = Watched(stream.ledger.live)
-    agenda = Agenda(live)
-    for session in live.values():
-        agenda.touch(session)
-    assert agenda.due(stream.now) == []
-    over(stream, "news")
-    looked.clear()
-    live["news"] = stream.ledger.live["news"]
-    agenda.touch(live["news"])
-    assert len(agenda.due(stream.now)) == 1
-    assert looked == ["news"]

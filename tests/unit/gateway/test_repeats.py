@@ -20,12 +20,12 @@ AGAIN = {"x-stainless-retry-count": "1"}
 
 
 class Hold:
-    """Makes the n-th use of a coroutine function wait until its caller gives up, behind its effect or before it."""
+    """Makes the n-th use of a coroutine function wait for its release, behind its effect or before it."""
 
     def __init__(self, work: Callable[..., Awaitable[Any]], number: int, *, behind: bool) -> None:
         self._work, self._number, self._behind = work, number, behind
         self._uses = 0
-        self.entered, self.left = asyncio.Event(), asyncio.Event()
+        self.entered, self.release, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def __call__(self, *args: Any) -> Any:
         self._uses += 1
@@ -35,9 +35,10 @@ class Hold:
             await self._work(*args)
         self.entered.set()
         try:
-            await asyncio.Event().wait()
+            await self.release.wait()
         finally:
             self.left.set()
+        return await self._work(*args)
 
 
 async def ask(at: Serving, session: str, headers: dict[str, str] | None = None) -> str:
@@ -115,20 +116,11 @@ async def test_parallel_equal_requests_are_all_trained_on() -> None:
 async def test_a_repeat_does_not_replace_the_answer_to_a_request_that_was_under_way_beside_it() -> None:
     async with serving(lambda prompt: "same") as at:
         name = (await at.open())["id"]
-        entered, release = asyncio.Event(), asyncio.Event()
-        engine = at.calls.ask
-
-        async def slowly(*args: Any) -> Any:
-            entered.set()
-            await release.wait()
-            return await engine(*args)
-
-        at.calls.ask = slowly  # type: ignore[method-assign, assignment]
+        hold = hold_engine(at, 1)
         repeat = asyncio.create_task(ask(at, name, AGAIN))  # its first try was lost before any gateway got it
-        await entered.wait()
-        at.calls.ask = engine  # type: ignore[method-assign, assignment]
+        await hold.entered.wait()
         await ask(at, name)
-        release.set()
+        hold.release.set()
         await repeat
         assert len(trained_on(at, name)) == 2
 
@@ -170,21 +162,16 @@ class Stuck(MemorySessionStore):
         await asyncio.Event().wait()
 
 
-async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept() -> None:
-    async with serving(lambda prompt: "hello", store=Away()) as at:
-        async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
+@pytest.mark.parametrize("store", [Away, Stuck])
+async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(store: type[MemorySessionStore]) -> None:
+    config = serving_config(gateway={"record_timeout": 0.05})
+    async with serving(lambda prompt: "hello", config=config, store=store()) as at:
+        async with asyncio.timeout(10), at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
             assert response.status == 200
             assert response.headers["X-TMQ-Recorded"] == "no"
             assert (await response.json())["choices"][0]["message"]["content"] == "hello"
         assert (at.app.counts["calls"], at.app.counts["unrecorded"]) == (1, 1)
         assert list(at.store.ledger) == []
-
-
-async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm() -> None:
-    config = serving_config(gateway={"record_timeout": 0.05})
-    async with serving(lambda prompt: "hello", config=config, store=Stuck()) as at:
-        async with asyncio.timeout(10), at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
-            assert response.headers["X-TMQ-Recorded"] == "no"
 
 
 def elsewhere(call: str, at: float, *, began: float, retry: int = 0, **fields: Any) -> SessionCall:

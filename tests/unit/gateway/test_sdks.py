@@ -171,17 +171,3 @@ async def test_a_session_is_known_by_path_key_or_header(where: str) -> None:
         async with openai.AsyncOpenAI(base_url=base, api_key=key, default_headers=headers) as client:
             await client.chat.completions.create(model="x", messages=[QUESTION])  # type: ignore[list-item]
         check_recorded(at, made["id"], "hello")
-
-
-async def test_a_request_that_the_client_repeats_is_trained_on_once() -> None:
-    async with serving(["one", "two"]) as at:
-        made = await at.open()
-        body = {"messages": [QUESTION]}
-        await at.post(f"/s/{made['id']}/v1/chat/completions", body)
-        async with at.http.post(
-            f"{made['base_url']}/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
-        ) as response:
-            again = await response.json()
-        first, second = at.session(made["id"]).calls.values()
-        assert second.call == again["id"]
-        assert second.supersedes == first.call

@@ -37,13 +37,18 @@ def seen() -> RunState:
     return view
 
 
-async def scraped(view: RunState, accept: str = "text/plain") -> str:
+async def scraped(view: RunState, accept: str = "text/plain", *, now: float = 1.0) -> str:
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(view, lambda: 1.0)))])
+    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(view, lambda: now)))])
     async with TestClient(TestServer(app)) as client:
         answer = await client.get("/metrics", headers={"Accept": accept})
         assert answer.status == 200
         return await answer.text()
+
+
+def value_of(name: str, collector: RunCollector) -> float:
+    [family] = [one for one in collector.collect() if one.name == name]
+    return float(family.samples[0].value)
 
 
 def series(text: str) -> Series:
@@ -55,6 +60,9 @@ def series(text: str) -> Series:
 
 
 async def test_a_scrape_tells_the_state_of_the_run() -> None:
+    text = await scraped(seen(), "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    assert series(await scraped(seen(), now=60.0))["tmq_agent_up", "runner-0,runner"] == 0.0, "silent"
     found = series(await scraped(seen()))
     assert found["tmq_agent_up", "runner-0,runner"] == 1.0
     assert found["tmq_agent_state", "runner-0,runner,working"] == 1.0
@@ -71,26 +79,14 @@ async def test_a_scrape_tells_the_state_of_the_run() -> None:
     assert found["tmq_metric", "rollout/reward/mean"] == 0.25
 
 
-async def test_open_metrics_are_answered_where_they_are_asked_for() -> None:
-    text = await scraped(seen(), "application/openmetrics-text; version=1.0.0")
-    assert text.endswith("# EOF\n")
-
-
 def test_totals_never_fall_and_a_restart_counts_on() -> None:
     view = RunState("r", 10)
     collector = RunCollector(view, lambda: 0.0)
     totals = []
     for seq, (incarnation, done) in enumerate([("a", 5), ("a", 9), ("b", 0), ("b", 4)], 1):
         view.receive(beat("runner", "runner-0", seq, incarnation=incarnation, detail={"done": done}), 0.0)
-        [family] = [one for one in collector.collect() if one.name == "tmq_slices_done"]
-        totals.append(family.samples[0].value)
+        totals.append(value_of("tmq_slices_done", collector))
     assert totals == [5, 9, 9, 13]
-
-
-def test_a_silent_agent_is_down() -> None:
-    view = seen()
-    [up] = [one for one in RunCollector(view, lambda: 60.0).collect() if one.name == "tmq_agent_up"]
-    assert {sample.value for sample in up.samples} == {0.0}
 
 
 def test_wanted_runners_are_those_of_the_busiest_moment_of_late() -> None:
@@ -98,14 +94,10 @@ def test_wanted_runners_are_those_of_the_busiest_moment_of_late() -> None:
     assert wanted_runners(3, 0, 0) == 3, "slots that are not known count as one"
     view = seen()
     collector = RunCollector(view, lambda: 1.0)
-
-    def wanted() -> float:
-        [family] = [one for one in collector.collect() if one.name == "tmq_wanted_runners"]
-        return float(family.samples[0].value)
-
-    assert wanted() == 3
+    assert value_of("tmq_wanted_runners", collector) == 3
     view.set_depths({"tasks.train": 0})
-    assert [wanted() for _ in range(families.SMOOTHED)] == [3] * (families.SMOOTHED - 1) + [1]
+    later = [value_of("tmq_wanted_runners", collector) for _ in range(families.SMOOTHED)]
+    assert later == [3] * (families.SMOOTHED - 1) + [1]
 
 
 def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_there_is_one() -> None:
@@ -113,8 +105,7 @@ def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_t
     view.set_depths({"tasks.train": 64})
 
     def wanted(slots: int | None) -> float:
-        [family] = [one for one in RunCollector(view, lambda: 1.0, slots).collect() if one.name == "tmq_wanted_runners"]
-        return float(family.samples[0].value)
+        return value_of("tmq_wanted_runners", RunCollector(view, lambda: 1.0, slots))
 
     assert (wanted(None), wanted(16)) == (64, 4)
     view.receive(beat("runner", "runner-0", detail={"running": 16, "slots": 32}), 0.0)

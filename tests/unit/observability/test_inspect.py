@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
 from tests.legacy_bodies import trxp
+from tests.unit.agents.world import experience
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
-from trinity_mq.errors import CommandError
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
-from trinity_mq.observability.experiences.printer import Printer
-from trinity_mq.observability.experiences.stream import QUIET_SECONDS, ExperienceFilter, ReadyReader, StreamSummary
+from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference
+from trinity_mq.observability.experiences.show_experience import as_json, json_fields
+from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader, StreamSummary
+from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, select_fields
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationAnswer, EvaluationLog, EvaluationQuestion
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import chunk_message
 
@@ -82,142 +82,103 @@ def play(act: Act, stream: Stream | None = None) -> Any:
     return run_virtually(main(), limit=2000)
 
 
-def test_decided_batches_in_the_order_of_the_stream_and_the_stream_stays() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.put(envelope(Mark(nonce="of somebody else")))
-        await stream.whole(2)
-        await stream.whole(1, made(1), made(1, run=1))
-        await stream.put(envelope(RunEnd(batches=2)))
-        for _ in range(2):
-            seen = await stream.look()
-            assert stream.runs == [(2, 0, 0, 0), (1, 0, 0, 0), (1, 0, 1, 0)]
-            assert (seen.batches, seen.experiences, seen.notes, seen.incomplete) == (["2", "1"], 3, [], [])
-
-    play(act)
+def staged(act: Act) -> Callable[[], None]:
+    """Make a test of what is done with a stream."""
+    return lambda: play(act)
 
 
-def test_it_ends_where_the_stream_ends_though_more_may_come() -> None:
-    async def act(stream: Stream) -> None:
-        assert (await stream.look()).batches == []
-        await stream.chunk(1, made(1))
-        seen = await stream.look()
-        assert (stream.runs, seen.incomplete, seen.batches) == ([], ["1"], [])
-        await stream.ready(1)
-        assert (await stream.look()).incomplete == []
-        assert stream.runs == [(1, 0, 0, 0)]
-
-    play(act)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "runs"),
-    [
+@staged
+async def test_only_what_is_wanted(stream: Stream) -> None:
+    await stream.whole(1, made(1, 7, 1))
+    await stream.whole(2, made(2, 7, 0), made(2, 7, 1), made(2, 8, 1, 3))
+    for wanted, runs in (
         ({"batch": "2"}, [(2, 7, 0, 0), (2, 7, 1, 0), (2, 8, 1, 3)]),
         ({"task": "7"}, [(1, 7, 1, 0), (2, 7, 0, 0), (2, 7, 1, 0)]),
         ({"run": "1"}, [(1, 7, 1, 0), (2, 7, 1, 0), (2, 8, 1, 3)]),
         ({"batch": "2", "run": "1", "step": "3"}, [(2, 8, 1, 3)]),
         ({"batch": "02"}, []),
-    ],
-)
-def test_only_what_is_wanted(wanted: dict[str, str], runs: list[Any]) -> None:
-    async def act(stream: Stream) -> None:
-        await stream.whole(1, made(1, 7, 1))
-        await stream.whole(2, made(2, 7, 0), made(2, 7, 1), made(2, 8, 1, 3))
+    ):
         await stream.look(**wanted)
-        assert stream.runs == runs
-
-    play(act)
+        assert stream.runs == runs, wanted
 
 
-def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown() -> None:
-    async def act(stream: Stream) -> None:
-        for run_id, task in (("earlier", 1), ("this", 2)):
-            stream.bus.run_id = run_id
-            await stream.whole(1, made(1, task=task))
-        summary = await stream.look()
-        assert [run[1] for run in stream.runs] == [2]
-        assert summary.foreign == 2
-        assert any("earlier runs of this name" in note for note in summary.notes)
-
-    play(act)
+@staged
+async def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown(stream: Stream) -> None:
+    for run_id, task in (("earlier", 1), ("this", 2)):
+        stream.bus.run_id = run_id
+        await stream.whole(1, made(1, task=task))
+    summary = await stream.look()
+    assert [run[1] for run in stream.runs] == [2]
+    assert summary.foreign == 2
+    assert any("earlier runs of this name" in note for note in summary.notes)
 
 
-def test_a_failed_batch_that_was_run_again_is_seen() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.ready(1, 0, state="failed", reason="its operator failed")
-        await stream.whole(2)
-        await stream.chunk(1, made(1), op="half")
-        assert (await stream.look()).incomplete == ["1"]
-        await stream.ready(1, 0, op="y", state="failed", reason="once more")
-        assert (await stream.look()).incomplete == []
-        await stream.chunk(1, made(1, run=1), op="again")
-        await stream.ready(1, op="again")
-        await stream.chunk(1, made(1, run=2), op="third")
-        await stream.ready(1, op="third")
-        seen = await stream.look()
-        assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
-        assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
-
-    play(act)
+@staged
+async def test_a_failed_batch_that_was_run_again_is_seen(stream: Stream) -> None:
+    await stream.ready(1, 0, state="failed", reason="its operator failed")
+    await stream.whole(2)
+    await stream.chunk(1, made(1), op="half")
+    assert (await stream.look()).incomplete == ["1"]
+    await stream.ready(1, 0, op="y", state="failed", reason="once more")
+    assert (await stream.look()).incomplete == []
+    await stream.chunk(1, made(1, run=1), op="again")
+    await stream.ready(1, op="again")
+    await stream.chunk(1, made(1, run=2), op="third")
+    await stream.ready(1, op="third")
+    seen = await stream.look()
+    assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
+    assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
 
 
-def test_enough_is_enough() -> None:
-    async def act(stream: Stream) -> None:
-        for batch in range(5):
-            await stream.whole(batch)
-        stream.enough = 2
-        assert (await stream.look()).batches == ["0", "1"]
-
-    play(act)
+@staged
+async def test_enough_is_enough(stream: Stream) -> None:
+    for batch in range(5):
+        await stream.whole(batch)
+    stream.enough = 2
+    assert (await stream.look()).batches == ["0", "1"]
 
 
-def test_only_the_set_that_counts_is_shown() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.chunk(1, made(1, run=5), op="slow")
-        await stream.chunk(1, made(1, run=1), op="fast")
-        await stream.chunk(1, made(1, run=1), op="fast")
-        await stream.chunk(1, made(1, run=2), op="fast", n=1)
-        await stream.ready(1, 2, op="fast")
-        await stream.ready(1, 1, op="slow")
-        await stream.chunk(1, made(1, run=6), op="late")
-        seen = await stream.look()
-        assert [run for _, _, run, _ in stream.runs] == [1, 2]
-        assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
-
-    play(act)
+@staged
+async def test_only_the_set_that_counts_is_shown(stream: Stream) -> None:
+    await stream.chunk(1, made(1, run=5), op="slow")
+    await stream.chunk(1, made(1, run=1), op="fast")
+    await stream.chunk(1, made(1, run=1), op="fast")
+    await stream.chunk(1, made(1, run=2), op="fast", n=1)
+    await stream.ready(1, 2, op="fast")
+    await stream.ready(1, 1, op="slow")
+    await stream.chunk(1, made(1, run=6), op="late")
+    seen = await stream.look()
+    assert [run for _, _, run, _ in stream.runs] == [1, 2]
+    assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
 
 
-def test_batches_without_experiences_say_why() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.ready(1, 0, state="failed", reason="its operator failed")
-        await stream.ready(2, 0, state="empty")
-        seen = await stream.look()
-        assert seen.notes == [
-            "batch 1 has no experiences, it is failed: its operator failed",
-            "batch 2 has no experiences, it is empty",
-        ]
-        assert (await stream.look(batch="2")).notes == seen.notes[1:]
-
-    play(act)
+@staged
+async def test_batches_without_experiences_say_why(stream: Stream) -> None:
+    await stream.ready(1, 0, state="failed", reason="its operator failed")
+    await stream.ready(2, 0, state="empty")
+    seen = await stream.look()
+    assert seen.notes == [
+        "batch 1 has no experiences, it is failed: its operator failed",
+        "batch 2 has no experiences, it is empty",
+    ]
+    assert (await stream.look(batch="2")).notes == seen.notes[1:]
 
 
-def test_what_cannot_be_read_is_said_and_left_out() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.chunk(1, body=b"TMQX nonsense")
-        await stream.chunk(1, made(1), n=1)
-        reference = ExperienceReference(url="s3://b/x", bytes=5, sha256="0" * 64)
-        await stream.chunk(1, body=reference, n=2)
-        await stream.ready(1, 3)
-        await stream.put(Envelope(body=b"\xc1", kind="odd"))
-        await stream.put(Envelope(body=b"TMQX", kind="odd", content_type="application/vnd.trinity-mq.experiences"))
-        seen = await stream.look()
-        assert stream.runs == [(1, 0, 0, 0)]
-        notes = sorted(seen.notes)
-        parts = ("chunk 0 of batch 1", "chunk 2 of batch 1", "does not decode", "without the headers")
-        assert [part for part, note in zip(parts, notes, strict=True) if part not in note] == []
-        assert "blob_store" in notes[1]
-
-    play(act)
+@staged
+async def test_what_cannot_be_read_is_said_and_left_out(stream: Stream) -> None:
+    await stream.chunk(1, body=b"TMQX nonsense")
+    await stream.chunk(1, made(1), n=1)
+    reference = ExperienceReference(url="s3://b/x", bytes=5, sha256="0" * 64)
+    await stream.chunk(1, body=reference, n=2)
+    await stream.ready(1, 3)
+    await stream.put(Envelope(body=b"\xc1", kind="odd"))
+    await stream.put(Envelope(body=b"TMQX", kind="odd", content_type="application/vnd.trinity-mq.experiences"))
+    seen = await stream.look()
+    assert stream.runs == [(1, 0, 0, 0)]
+    notes = sorted(seen.notes)
+    parts = ("chunk 0 of batch 1", "chunk 2 of batch 1", "does not decode", "without the headers")
+    assert [part for part, note in zip(parts, notes, strict=True) if part not in note] == []
+    assert "blob_store" in notes[1]
 
 
 def test_a_cut_stream_begins_where_it_begins() -> None:
@@ -240,62 +201,6 @@ def test_a_cut_stream_begins_where_it_begins() -> None:
     play(act, stream)
 
 
-def test_a_run_that_is_not_there_is_not_made_by_looking() -> None:
-    async def main() -> None:
-        stream = Stream()
-        await stream.bus.connect()
-        with pytest.raises(CommandError, match=r"run 'seen' has no stream of experiences on this broker"):
-            await stream.look()
-        assert await stream.bus.depth(stream.topology.ready.name) is None
-
-    run_virtually(main())
-
-
-def test_a_broker_that_takes_no_messages_is_read_until_it_is_quiet() -> None:
-    async def act(stream: Stream) -> None:
-        await stream.whole(1)
-
-        async def refuses(*_: Any, **__: Any) -> bool:
-            return False
-
-        stream.bus.publish = refuses  # type: ignore[method-assign]
-        seen = await stream.look()
-        assert (stream.runs, seen.notes) == ([(1, 0, 0, 0)], [])
-
-    play(act)
-    assert QUIET_SECONDS > 1.0
-
-
-# -- printing
-
-
-def words(**more: Any) -> argparse.Namespace:
-    given = {"limit": 10, "last": False, "json": True, "target": "x", "broker": None, "blob_store": None}
-    return argparse.Namespace(**{**given, **more})
-
-
-@pytest.mark.parametrize(
-    ("more", "runs", "enough"),
-    [
-        ({"limit": 3}, [0, 1, 2], True),
-        ({"limit": 3, "last": True}, [2, 3, 4], False),
-        ({"limit": 9}, [0, 1, 2, 3, 4], False),
-        ({"limit": 9, "last": True}, [0, 1, 2, 3, 4], False),
-    ],
-)
-def test_the_first_or_the_last_ones(
-    capsys: pytest.CaptureFixture[str], more: dict[str, Any], runs: list[int], enough: bool
-) -> None:
-    printer = Printer(TokenTexts(), words(**more))
-    printer.take([ExperienceBatch.of([made(1, run=run) for run in range(2)])])
-    assert printer.take([ExperienceBatch.of([made(1, run=run) for run in range(2, 5)])]) is enough
-    printer.end()
-    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["eid"]["run"] for one in shown] == runs
-    assert printer.printed == len(runs)
-    assert printer.more is (more["limit"] == 3)
-
-
 # -- files
 
 
@@ -304,6 +209,26 @@ def body(tmp_path: Path) -> str:
     path = tmp_path / "some.tmqx"
     path.write_bytes(Experience.serialize_many([TINY, SINGLE]))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        (["--limit", "3"], [0, 1, 2]),
+        (["--limit", "3", "--last"], [2, 3, 4]),
+        (["--limit", "9"], [0, 1, 2, 3, 4]),
+        (["--limit", "9", "--last"], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_first_or_the_last_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], runs: list[int]
+) -> None:
+    path = tmp_path / "some.tmqx"
+    path.write_bytes(Experience.serialize_many([made(1, run=run) for run in range(5)]))
+    assert main(["inspect", str(path), "--json", *words]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["eid"]["run"] for line in out.splitlines()] == runs
+    assert ("3 shown; there are more" in err) is (len(runs) == 3)
 
 
 def test_a_file_token_by_token(body: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,20 +281,6 @@ def test_every_type_can_be_shown(
         assert [one for one in experiences if one.eid.suffix not in out] == []
 
 
-def test_a_prompt_that_was_cut_has_values_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cut = Experience(
-        tokens=[3, 4, 5], prompt_length=3, logprobs=[0.0], truncate_status="prompt_truncated", info={"t": torch.ones(1)}
-    )
-    path = tmp_path / "cut.tmqx"
-    path.write_bytes(Experience.serialize(cut))
-    assert main(["inspect", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "prompt_truncated" in out
-    assert out.splitlines()[-1].split() == ["3", "-", "-", "0", "0.0000"]
-    assert main(["inspect", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["info"] == {"t": [1.0]}
-
-
 def test_nothing_to_show_says_so(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", body, "--task", "99", "--run", "1"]) == 1
     out, err = capsys.readouterr()
@@ -399,3 +310,117 @@ def test_wrong_words_are_explained(body: str, capsys: pytest.CaptureFixture[str]
     assert "--limit is 0" in capsys.readouterr().err
     assert main(["inspect", body, "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder with three evaluations of two sets."""
+    (tmp_path / "config.yaml").write_text(f"name: r\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}\n")
+    log = EvaluationLog(tmp_path, 2**20)
+    for name, label in (("sums", 0), ("sums", 5), ("words", 5)):
+        questions = [
+            EvaluationQuestion(
+                task=task,
+                question=f"{name} {task}?",
+                expected="7" if task else None,
+                answers=[EvaluationAnswer(run=run, answer=f"{run} at {label}", reward=run / 2) for run in range(2)],
+                failure="run 2: KeyError" if task == 2 else None,
+            )
+            for task in range(3)
+        ]
+        log.append(Evaluation(set=name, label=label, time=9.0, questions=questions))
+    return tmp_path
+
+
+def test_the_last_evaluation_of_each_set_by_question(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder), "--evaluation"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("question 2") == 2
+    for words in (
+        "sums at 5, question 1",
+        "asked  sums 1?",
+        "expected  7",
+        "expected  unknown",
+        "run 1  reward 0.5: 1 at 5",
+    ):
+        assert words in out
+    assert "failure  run 2: KeyError" in out
+    assert "at 0" not in out
+
+
+def test_one_question_of_one_evaluation_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["inspect", str(folder), "--evaluation", "sums", "--step", "0", "--task", "1", "--json"]
+    assert main(words) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["set"], found["label"], found["task"], found["expected"]) == ("sums", 0, 1, "7")
+    assert [one["answer"] for one in found["answers"]] == ["0 at 0", "1 at 0"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--limit", "2"], 0, "2 of 6 questions shown"),
+        (["nothing"], 1, "answers are kept of: sums at 0, sums at 5, words at 5"),
+        (["--step", "7"], 1, "no question matches"),
+    ],
+)
+def test_what_is_not_shown_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], code: int, words: str
+) -> None:
+    assert main(["inspect", str(folder), "--evaluation", *more]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_run_without_answers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: r\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}\n")
+    assert main(["inspect", str(tmp_path), "--evaluation"]) == 1
+    assert "eval_answers_max_bytes" in capsys.readouterr().err
+    assert main(["inspect", "no-such-run", "--evaluation"]) == 2
+    assert "has none here" in capsys.readouterr().err
+
+
+def test_parts_of_a_field_by_a_dot_and_what_is_not_there_as_null() -> None:
+    whole = {"eid": {"batch": 1}, "metrics": {"a.b": 2.0}, "reward": 1.0}
+    assert select_fields(whole, ["reward", "eid.batch", "eid.none", "prompt_text", "reward.x"]) == {
+        "reward": 1.0,
+        "eid.batch": 1,
+        "eid.none": None,
+        "prompt_text": None,
+        "reward.x": None,
+    }
+
+
+def test_every_field_of_an_experience_may_be_chosen() -> None:
+    one = experience(length=5, advantages=[0.0, 0.0, 0.0], response_text="x")
+    assert set(as_json(one, TokenTexts())) <= set(json_fields())
+
+
+def test_each_third_one_over_the_limits_of_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ExperienceLinePrinter(None, ["eid.run"], 3)
+    made = [experience(eid=EID(batch=1, task=0, run=run)) for run in range(10)]
+    for part in (made[:1], made[1:5], made[5:]):
+        assert lines.take([ExperienceBatch.of(part)]) is False
+    shown = [json.loads(line)["eid.run"] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [0, 3, 6, 9]
+    assert lines.printed == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from", "yesterday"], "wanted beginning, now, or the number of a batch"),
+        (["--no-follow"], "--from now with --no-follow shows nothing"),
+        (["--every", "0"], "wanted at least 1"),
+        (["--fields", "reward,advantage"], "wanted names separated by commas, out of: eid"),
+        (["--fields", ","], "wanted names separated by commas"),
+        ([], "no broker is known for run 'nowhere'"),
+    ],
+)
+def test_mistakes_are_told(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["tap", "nowhere", *words]) == 2
+    assert said in capsys.readouterr().err

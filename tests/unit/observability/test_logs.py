@@ -116,58 +116,49 @@ def test_no_line_of_a_log_file_is_a_fault(tmp_path: Path, capsys: pytest.Capture
     assert "runs failed" in capsys.readouterr().out
 
 
-@given(st.text())
-def test_whatever_is_in_a_file_is_a_line_or_none(text: str) -> None:
-    made = parse(text)
-    assert made is None or "\n" not in format_line(made)
-
-
 def test_ages() -> None:
     assert [since(text, lambda: 1000.0) for text in (None, "90", "10m", "0.1h")] == [None, 910.0, 400.0, 640.0]
     with pytest.raises(CommandError, match="such as 10m"):
         since("soon")
 
 
-def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> None:
-    """As by ``--fresh``, which moves the run's folder aside."""
+def test_files_that_were_replaced_or_renamed_are_read_once_and_whole(tmp_path: Path) -> None:
     path = put(tmp_path, "runner-0", line(1), line(2))
     files = LogFiles(tmp_path)
+
+    def appended() -> list[str]:
+        lines, more = files.read_appended()
+        assert not more
+        return [one.text for one in lines]
+
     assert len(list(files.merged())) == 2
-    assert files.read_appended() == ([], False)
-    (tmp_path / "logs").rename(tmp_path / "earlier")
+    assert appended() == []
     put(tmp_path, "runner-0", line(3))
-    assert [one.text for one in files.read_appended()[0]] == [line(3)]
+    path.replace(path.with_name("runner-0.1.jsonl"))
+    put(tmp_path, "runner-0", line(4))
+    assert appended() == [line(3), line(4)], "a file that was renamed goes on where it was"
+    assert appended() == []
+    assert len(list(LogFiles(tmp_path).merged())) == 4, "a log in two files is read whole"
+    (tmp_path / "logs").rename(tmp_path / "earlier")  # as by --fresh
+    put(tmp_path, "runner-0", line(5))
+    assert appended() == [line(5)]
     with path.open("a") as file:
-        file.write(line(4)[:20])
+        file.write(line(6)[:20])
         file.flush()
-        assert files.read_appended() == ([], False), "half a line is none yet"
-        file.write(line(4)[20:] + "\n")
-    assert [one.text for one in files.read_appended()[0]] == [line(4)]
+        assert appended() == [], "half a line is none yet"
+        file.write(line(6)[20:] + "\n")
+    assert appended() == [line(6)]
 
 
-async def following(folder: Path, *words: str) -> asyncio.subprocess.Process:
+async def following(folder: Path, *words: str, out: int = subprocess.PIPE) -> asyncio.subprocess.Process:
     argv = [sys.executable, "-m", "trinity_mq.cli.main", "logs", str(folder), "--follow", *words]
-    return await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return await asyncio.create_subprocess_exec(*argv, stdout=out, stderr=subprocess.PIPE)
 
 
 async def next_line(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
     async with asyncio.timeout(20):
         return (await process.stdout.readline()).decode().rstrip()
-
-
-def test_a_file_that_was_renamed_goes_on_where_it_was(tmp_path: Path) -> None:
-    path = put(tmp_path, "runner-0", line(1), line(2))
-    files = LogFiles(tmp_path)
-    assert len(list(files.merged())) == 2
-    put(tmp_path, "runner-0", line(3))
-    path.replace(path.with_name("runner-0.1.jsonl"))
-    put(tmp_path, "runner-0", line(4))
-    found, more = files.read_appended()
-    assert [one.text for one in found] == [line(3), line(4)]
-    assert not more
-    assert files.read_appended() == ([], False)
-    assert len(list(LogFiles(tmp_path).merged())) == 4, "a log in two files is read whole"
 
 
 async def test_it_follows_until_the_run_is_over(tmp_path: Path) -> None:
@@ -194,10 +185,11 @@ async def test_it_follows_until_the_run_is_over(tmp_path: Path) -> None:
 
 async def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
     put(tmp_path, "runner-0", line(1))
-    process = await following(tmp_path)
-    await next_line(process)
-    transport: Any = process._transport  # type: ignore[attr-defined]
-    transport.get_pipe_transport(1).close()
+    reader, writer = os.pipe()
+    process = await following(tmp_path, out=writer)
+    os.close(writer)
+    assert await asyncio.to_thread(os.read, reader, 1)
+    os.close(reader)
     deadline = time.monotonic() + 20
     while process.returncode is None and time.monotonic() < deadline:
         put(tmp_path, "runner-0", line(2))

@@ -35,48 +35,35 @@ def graded(*rewards: tuple[float, float], group: str = "1/0") -> list[RegradedEx
     ]
 
 
-def test_rewards_of_0_and_1_are_a_confusion_table() -> None:
+def figures_of(*groups: list[RegradedExperience]) -> dict[str, Any]:
     comparison = Comparison()
-    comparison.add(graded((0, 0), (0, 1), (1, 1), (1, 1)))
-    comparison.add(graded((1, 0), (1, 1), group="1/1"))
-    figures = comparison.figures()
+    for group in groups:
+        comparison.add(group)
+    return comparison.figures()
+
+
+def test_rewards_of_0_and_1_are_a_confusion_table() -> None:
+    figures = figures_of(graded((0, 0), (0, 1), (1, 1), (1, 1)), graded((1, 0), (1, 1), group="1/1"))
     assert figures["confusion"] == {"0": {"0": 1, "1": 1}, "1": {"0": 1, "1": 3}}
     assert figures["reward"] == {"old": pytest.approx(4 / 6), "new": pytest.approx(4 / 6)}
     assert (figures["experiences"], figures["changed"]) == (6, 2)
     assert figures["groups"] == {"count": 2, "inverted": 0, "gain_spread": 1, "lose_spread": 0}
     assert figures["advantage"]["sign_flips"] == 2
     assert "quantiles" not in figures
+    changes = [(1, 0.0, 0.5), (0, 0.5, None), (0, 1, -1)]
+    advantage = figures_of([RegradedExperience("a", "g", 1, *change) for change in changes])["advantage"]
+    assert (advantage["sign_flips"], advantage["appear"], advantage["vanish"]) == (1, 1, 1), "appearing is no flip"
 
 
-def test_orders_ties_and_spreads() -> None:
-    comparison = Comparison()
-    comparison.add(graded((0.2, 1.2), (0.8, 0.1), (0.2, 0.5)))
-    comparison.add(graded((0.1, 0.3), (0.7, 0.3), group="2/0"))
-    figures = comparison.figures()
+def test_orders_ties_spreads_and_what_changed_most() -> None:
+    figures = figures_of(graded((0.2, 1.2), (0.8, 0.1), (0.2, 0.5)), graded((0.1, 0.3), (0.7, 0.3), group="2/0"))
     assert figures["pairs"] == {"compared": 4, "inverted": 2, "ties_broken": 1, "ties_made": 1}
     assert figures["groups"] == {"count": 2, "inverted": 1, "gain_spread": 0, "lose_spread": 1}
     assert figures["quantiles"][0] == {"quantile": 0.0, "old": 0.1, "new": 0.1}
     assert figures["quantiles"][3] == {"quantile": 0.5, "old": 0.2, "new": 0.3}
     assert [one["uid"] for one in figures["most_changed"][:2]] == ["1/0/0", "1/0/1"]
-
-
-def test_ten_that_change_most_of_many() -> None:
-    comparison = Comparison()
-    comparison.add([RegradedExperience(f"u{n}", "g", 0.0, n / 100) for n in range(100)])
-    assert [one.uid for one in comparison.most] == [f"u{n}" for n in range(99, 89, -1)]
-
-
-def test_an_advantage_that_appears_or_vanishes_is_no_flip() -> None:
-    comparison = Comparison()
-    comparison.add(
-        [
-            RegradedExperience("a", "g", 1, 1, 0.0, 0.5),
-            RegradedExperience("b", "g", 1, 0, 0.5, None),
-            RegradedExperience("c", "g", 1, 0, 1, -1),
-        ]
-    )
-    advantage = comparison.figures()["advantage"]
-    assert (advantage["sign_flips"], advantage["appear"], advantage["vanish"]) == (1, 1, 1)
+    many = figures_of([RegradedExperience(f"u{n}", "g", 0.0, n / 100) for n in range(100)])
+    assert [one["uid"] for one in many["most_changed"]] == [f"u{n}" for n in range(99, 89, -1)]
 
 
 @pytest.fixture
@@ -106,9 +93,8 @@ def recorded(config: Config) -> ExperienceBatch:
 def regraded(
     capsys: pytest.CaptureFixture[str], run: Path, reward: str, *words: str
 ) -> tuple[int, dict[str, Any], str]:
-    code = main(
-        ["regrade", str(run), "--reward", reward, "--file", str(run.with_name("seen.tmqx")), "--json", "-", *words]
-    )
+    file = str(run.with_name("seen.tmqx"))
+    code = main(["regrade", str(run), "--reward", reward, "--file", file, "--json", "-", *words])
     out, err = capsys.readouterr()
     return code, json.loads(out) if out else {}, err
 

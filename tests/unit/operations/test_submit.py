@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.bus import Incoming
-from trinity_mq.cli.main import main
 from trinity_mq.errors import CommandError
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import SubmissionOutcome, encode
@@ -44,21 +43,6 @@ def test_what_is_no_task_is_explained(text: str, words: str) -> None:
     with pytest.raises(CommandError) as caught:
         read_task(text)
     assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["r"], "no broker is known for run 'r'"),
-        (["R!", "--broker", "amqp://127.0.0.1:1/"], "R!: cannot be read: No such file"),
-    ],
-)
-def test_a_run_must_be_known(
-    words: list[str], error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
-    assert main(["submit", *words, "--task", TASK]) == 2
-    assert error in capsys.readouterr().err
 
 
 def reply(message: SubmissionOutcome | bytes, message_id: str) -> Incoming:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS, PLAIN_WORKFLOWS
+from trinity_mq.operations.validate import GREEDY_WORKFLOWS
 from trinity_mq.runtime import plugins
 from trinity_mq.testing.scripted import byte_codec
-from trinity_mq.workflows import load_workflow
 
 
 def write(folder: Path, text: str) -> str:
@@ -27,91 +26,236 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "taskset 'mine': 1 tasks" in capsys.readouterr().out
 
 
-QUEUE = "model: {{tiny: {{}}}}\nbuffer: {{taskset: {{storage_type: queue, {}}}}}"
-REMAX = QUEUE + "\nalgorithm: {{algorithm_type: remax}}"
-GREEDY = QUEUE.format("workflow: math_workflow, workflow_args: {greedy_baseline: true}") + "\n"
-NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, and workflow 'async_simple_workflow'"
+OWN = """
+import sys
+from pydantic import field_validator
+from trinity_mq.operators import ExperienceOperator, ExperienceOperatorV1
+from trinity_mq.workflows import Arguments, AsyncStepWiseRewardWorkflow, Workflow
+
+def mine(log_ratio, logprob, advantage, *, slope=1.0):
+    return log_ratio
+
+def weigh(view, *, cut=1.0):
+    return view.mu
+
+def advantages(rewards, *, power=1.0):
+    return rewards
+
+def add(a: int) -> int:
+    "Adds."
+    return a
+
+class Raises(ExperienceOperator):
+    def __init__(self, path: str = "") -> None:
+        self.lines = {}[path]
+
+    def process(self, exps):
+        return exps, {}
+
+class Leaves(Raises):
+    def __init__(self) -> None:
+        sys.exit("no licence")
+
+class Reward:
+    def __init__(self) -> None:
+        raise RuntimeError("no judge")
+
+    def __call__(self, response, truth, *, finished):
+        return {}
+
+class Selector:
+    def __init__(self, rows, seed) -> None:
+        raise OSError("no index")
+
+class Mine(Workflow):
+    class Arguments_(Arguments):
+        level: int = 1
+
+        @field_validator("level")
+        @classmethod
+        def _known(cls, value: int) -> int:
+            return {1: 1}[value]
+
+    arguments_kind = Arguments_
+
+class Steps(AsyncStepWiseRewardWorkflow):
+    pass
+
+class Plain(ExperienceOperatorV1):
+    def process(self, exps):
+        return exps, {}
+
+class Awaited(ExperienceOperator):
+    async def process(self, exps):
+        return exps, {}
+
+class Good(ExperienceOperator):
+    def process(self, exps):
+        return exps, {}
+"""
+OWN_LINES = {line: number for number, line in enumerate(OWN.splitlines(), 1)}
 
 
-OUTSIDERS = "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue}}\noutsiders: "
+def line_of(code: str) -> str:
+    """Return file and line of ``code`` in the user's own module, as a message ends with them."""
+    [number] = [number for line, number in OWN_LINES.items() if line.strip() == code]
+    return f"(validated_own.py:{number})"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            OUTSIDERS + "{workflows: {math_workflw: []}}",
-            "outsiders: unknown workflow 'math_workflw'; did you mean 'math_",
-        ),
-        (
-            OUTSIDERS + "{rewards: {char_mach: []}}",
-            "outsiders: unknown reward function 'char_mach'; did you mean 'char_",
-        ),
-        ("model: {tiny: {}}\nbufer: {}", "did you mean 'buffer'?"),
-        ("model: {tiny: {}}\nbuffer: {taskset: {path: /no/such/file.jsonl}}", "/no/such/file.jsonl cannot be read"),
-        ("model: {tiny: {}}\nbuffer: {taskset: {storage_type: synthetic, path: ops4}}", "did you mean 'ops3'?"),
-        (
-            "model: {tiny: {}}\nbuffer: {taskset: {reward_fn: char_mach, storage_type: queue}}",
-            "did you mean 'char_match'",
-        ),
-        (
-            "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue, reward_fn: gsm8k, reward_fn_args: {x: 1}}}",
-            "reward_fn_args {'x': 1}",
-        ),
-        (
-            "model: {tiny: {}}\noperator: {operators: [{name: reward_filtr}]}",
-            "did you mean 'reward_filter'",
-        ),
-        (REMAX.format("workflow: math_workflow"), "set buffer.taskset.workflow_args.greedy_baseline: true"),
-        (GREEDY + "algorithm: {algorithm_type: grpo}", "the estimator of grpo has no use for a greedy run"),
-        ("model: {model_path: /no/such/model}", "model.model_path /no/such/model: no such folder"),
-        ("model: {tiny: {chat_template: ''}}\nbuffer: {taskset: {storage_type: synthetic, path: ops3}}", NO_TEMPLATE),
-        ("model: {tiny: {}, device: cuda}", "model.device is cuda, and torch sees no CUDA device here"),
-        (
-            "model: {tiny: {}}\nsynchronizer: {backend: nccl}",
-            "synchronizer.backend is nccl, which sends weights between GPUs, and torch sees no GPU here; use",
-        ),
-        (
-            "model: {tiny: {}, device: cpu}\nsynchronizer: {sync_method: nccl}",
-            "synchronizer.backend is nccl, which sends weights between GPUs, and model.device is cpu; use",
-        ),
-        ("model: {tiny: {}}\nexplorer: {rollout_model: {engine: vllm}}", "vLLM is not installed here; install"),
-        (
-            "model: {tiny: {}}\nalgorithm: {optimizer: {optimizer_type: adamw_8bit}}",
-            "optimizer_type is adamw_8bit, and neither bitsandbytes nor torchao is installed: install one of them",
-        ),
-        ("model: {tiny: {}}\nalgorithm: {optimizer: {optimizer_type: muon}}", "is muon, which came with torch 2.9"),
-        (
-            "model: {tiny: {}}\nalgorithm: {optimizer: {offload: true, optimizer_type: adamw_8bit}}",
-            "offload is true with optimizer_type adamw_8bit",
-        ),
-        (QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_thing: true}"), "did you mean 'with_think'"),
-        (
-            QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_think: 7}"),
-            "workflow_args.with_think is 7",
-        ),
-        (
-            QUEUE.format("workflow_args: {with_think: true}"),
-            "workflow_args.with_think does not exist; there are greedy_baseline",
-        ),
-        (
-            "model: {tiny: {}}\noperator: {operators: [{name: reward_filter, args: {treshold: 1}}]}",
-            "operator.operators: operator 'reward_filter' cannot be made with args {'treshold': 1}",
-        ),
-        ("[]", "holds a list"),
-    ],
-)
-def test_bad_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, words: str
-) -> None:
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a user's own module."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_added", {})
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "validated_own.py").write_text(OWN)
+    yield tmp_path
+    sys.modules.pop("validated_own", None)
+
+
+def with_own(folder: Path, taskset: str = "", **sections: str) -> str:
+    where = {"model": "{tiny: {}}", "plugin_dirs": f"['{folder / 'plugins'}']"}
+    tasks = {"buffer": f"{{taskset: {{name: t, {taskset or 'storage_type: queue'}}}}}"}
+    return write(folder, "".join(f"{key}: {value}\n" for key, value in {**where, **tasks, **sections}.items()))
+
+
+def queue(more: str) -> dict[str, str]:
+    return {"taskset": f"storage_type: queue, {more}"}
+
+
+def operator(name: str, more: str = "") -> dict[str, str]:
+    return {"operator": f"{{operators: [{{name: {name}{more}}}]}}"}
+
+
+BOXED = "workflow: math_boxed_workflow, workflow_args"
+GREEDY = queue("workflow: math_workflow, workflow_args: {greedy_baseline: true}")
+GPUS = "synchronizer.backend is nccl, which sends weights between GPUs, and "
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "workflow of outsiders": ({"outsiders": "{workflows: {math_workflw: []}}"}, "outsiders: unknown workflow 'math_wo"),
+    "reward of outsiders": ({"outsiders": "{rewards: {char_mach: []}}"}, "'char_mach'; did you mean 'char_match'"),
+    "unknown section": ({"bufer": "{}"}, "did you mean 'buffer'?"),
+    "no file": ({"taskset": "path: /no/such/file.jsonl"}, "/no/such/file.jsonl cannot be read"),
+    "no such problem": ({"taskset": "storage_type: synthetic, path: ops4"}, "did you mean 'ops3'?"),
+    "no such reward": (queue("reward_fn: char_mach"), "did you mean 'char_match'"),
+    "argument of a reward": (queue("reward_fn: gsm8k, reward_fn_args: {x: 1}"), "reward_fn_args {'x': 1}"),
+    "no such operator": (operator("reward_filtr"), "did you mean 'reward_filter'"),
+    "argument of an operator": (
+        operator("reward_filter", ", args: {treshold: 1}"),
+        "operator.operators: operator 'reward_filter' cannot be made with args {'treshold': 1}",
+    ),
+    "remax without greedy runs": (
+        {**queue("workflow: math_workflow"), "algorithm": "{algorithm_type: remax}"},
+        "set buffer.taskset.workflow_args.greedy_baseline: true",
+    ),
+    "greedy runs for nothing": (
+        {**GREEDY, "algorithm": "{algorithm_type: grpo}"},
+        "the estimator of grpo has no use for a greedy run",
+    ),
+    "no model": ({"model": "{model_path: /no/such/model}"}, "model.model_path /no/such/model: no such folder"),
+    "no template": (
+        {"model": "{tiny: {chat_template: ''}}", "taskset": "storage_type: synthetic, path: ops3"},
+        "model.tiny has no chat template, so it answers no chat requests, and workflow 'async_simple_workflow'",
+    ),
+    "no device": ({"model": "{tiny: {}, device: cuda}"}, "model.device is cuda, and torch sees no CUDA device here"),
+    "no GPU": ({"synchronizer": "{backend: nccl}"}, f"{GPUS}torch sees no GPU here; use"),
+    "nccl on a CPU": (
+        {"model": "{tiny: {}, device: cpu}", "synchronizer": "{sync_method: nccl}"},
+        f"{GPUS}model.device is cpu; use",
+    ),
+    "no vLLM": ({"explorer": "{rollout_model: {engine: vllm}}"}, "vLLM is not installed here; install"),
+    "no 8-bit optimizer": (
+        {"algorithm": "{optimizer: {optimizer_type: adamw_8bit}}"},
+        "optimizer_type is adamw_8bit, and neither bitsandbytes nor torchao is installed: install one of them",
+    ),
+    "no muon": ({"algorithm": "{optimizer: {optimizer_type: muon}}"}, "is muon, which came with torch 2.9"),
+    "offload": (
+        {"algorithm": "{optimizer: {offload: true, optimizer_type: adamw_8bit}}"},
+        "offload is true with optimizer_type adamw_8bit",
+    ),
+    "misspelled": (queue(BOXED + ": {with_thing: true}"), "did you mean 'with_think'"),
+    "wrong type": (queue(BOXED + ": {with_think: 7}"), "workflow_args.with_think is 7"),
+    "not this workflow's": (
+        queue("workflow_args: {with_think: true}"),
+        "workflow_args.with_think does not exist; there are greedy_baseline",
+    ),
+    "own workflow without its module": (queue("workflow: Mine"), "(in plugin_dirs there is 'validated_own.Mine')"),
+    "unknown workflow": (queue("workflow: math_workflw"), "did you mean 'math_workflow'"),
+    "history": (queue("workflow: validated_own.Steps"), "set explorer.rollout_model.enable_history: true"),
+    "plain operator": (operator("validated_own.Plain"), "Plain.process is a plain function"),
+    "async operator": (operator("validated_own.Awaited"), "Awaited.process is an async function"),
+    "operator that raises": (
+        operator("validated_own.Raises", ", args: {path: a.txt}"),
+        "operator 'validated_own.Raises' with args {'path': 'a.txt'} cannot be used: KeyError: 'a.txt' "
+        + line_of("self.lines = {}[path]"),
+    ),
+    "operator that exits": (operator("validated_own.Leaves"), "no licence " + line_of('sys.exit("no licence")')),
+    "reward that raises": (
+        queue("reward_fn: validated_own.Reward"),
+        "taskset 't': reward function 'validated_own.Reward' cannot be used: RuntimeError: no judge "
+        + line_of('raise RuntimeError("no judge")'),
+    ),
+    "selector that raises": (
+        {"taskset": "storage_type: synthetic, path: max3, data_selector: {selector_type: validated_own.Selector}"},
+        "taskset 't': selector 'validated_own.Selector' cannot be used: OSError: no index "
+        + line_of('raise OSError("no index")'),
+    ),
+    "arguments that raise": (
+        queue("workflow: validated_own.Mine, workflow_args: {level: 2}"),
+        "taskset 't': workflow 'validated_own.Mine' cannot be used: KeyError: 2 " + line_of("return {1: 1}[value]"),
+    ),
+    "no such tool": (
+        queue("workflow: tool_agent_workflow, workflow_args: {tools: [validated_own.ad]}"),
+        "module 'validated_own' has no 'ad'; did you mean 'add'?",
+    ),
+}
+"""Sections of a configuration, and what is said of them."""
+LOSSES = {
+    "surrogate: {kind: validated_own.min}": "has no 'min'; did you mean 'mine'?",
+    "surrogate: {kind: validated_on.mine}": "module 'validated_on' cannot be imported",
+    "surrogate: {kind: validated_own.mine, args: {slop: 2}}": "takes no argument 'slop'",
+    "surrogate: {kind: validated_own.add}": "takes 1 positional arguments, wanted 3",
+    "correction: [{kind: validated_own.weight}]": "has no 'weight'; did you mean 'weigh'?",
+    "correction: [{kind: validated_own.weigh, args: {cuts: 2}}]": "takes no argument 'cuts'",
+    "estimator: {kind: validated_own.advantage}": "has no 'advantage'; did you mean 'advantages'?",
+    "estimator: {kind: validated_own.advantages, args: {powr: 2}}": "unexpected keyword argument 'powr'",
+}
+REFUSED |= {loss: ({"algorithm": f"{{{loss}}}"}, said) for loss, said in LOSSES.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_ones(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delattr("torch.optim.Muon", raising=False)
     monkeypatch.setattr("trinity_mq.training.optimizers.find_spec", lambda name: None)
     monkeypatch.setattr("trinity_mq.engines.vllm.api.DISTRIBUTIONS", ("no-such-distribution",))
-    assert main(["validate", write(tmp_path, text)]) == 2
+    sections, words = REFUSED[name]
+    assert main(["validate", with_own(own, **sections)]) == 2
     err = capsys.readouterr().err
     assert words in err
+    assert err.startswith("trinity-mq validate: algorithm: ") or name not in LOSSES
     assert len(err.splitlines()) == 1
+
+
+def test_a_file_that_holds_no_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", write(tmp_path, "[]")]) == 2
+    assert "holds a list" in capsys.readouterr().err
+
+
+def test_what_is_of_ones_own_and_can_be_used_is_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = "{surrogate: {kind: validated_own.mine, args: {slope: 2}}, correction: [{kind: validated_own.weigh}]}"
+    taskset, history = "storage_type: queue, workflow: validated_own.Mine", "{rollout_model: {enable_history: true}}"
+    good = {**operator("validated_own.Good"), "algorithm": loss}
+    assert main(["validate", with_own(own, taskset, **good)]) == 0
+    out = capsys.readouterr().out
+    assert f"workflow Mine from {own}/plugins/validated_own.py" in out
+    assert "algorithm: your own validated_own.mine\nalgorithm: your own validated_own.weigh\n" in out
+    assert main(["validate", with_own(own, taskset.replace("Mine", "Steps"), explorer=history)]) == 0
+
+
+def test_a_module_that_ends_the_process_is_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "plugins" / "validated_own.py").write_text("import sys\nsys.exit('wrong machine')\n")
+    assert main(["validate", with_own(own, **operator("validated_own.Raises"))]) == 2
+    assert "cannot be imported: SystemExit: wrong machine (validated_own.py:2)" in capsys.readouterr().err
 
 
 def test_every_problem_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,11 +317,6 @@ def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: py
     assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 2
 
 
-def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", "/no/such.yaml"]) == 2
-    assert capsys.readouterr().err == "trinity-mq validate: /no/such.yaml: cannot be read: No such file or directory\n"
-
-
 def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     queue = "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue}}"
     assert main(["validate", write(tmp_path, queue), f"broker.blob_store={tmp_path}/blobs"]) == 0
@@ -189,266 +328,10 @@ def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no library opens nosuch://" in capsys.readouterr().err
 
 
-MINE = """
-from trinity_mq.workflows import AsyncStepWiseRewardWorkflow, Workflow
-
-class Mine(Workflow):
-    pass
-
-class Steps(AsyncStepWiseRewardWorkflow):
-    pass
-"""
-
-
-OPERATORS = """
-from trinity_mq.operators import ExperienceOperator, ExperienceOperatorV1
-
-class Plain(ExperienceOperatorV1):
-    def process(self, exps):
-        return exps, {}
-
-class Awaited(ExperienceOperator):
-    async def process(self, exps):
-        return exps, {}
-
-class Good(ExperienceOperator):
-    def process(self, exps):
-        return exps, {}
-"""
-
-
-def with_workflow(folder: Path, name: str, more: str = "") -> str:
-    (folder / "plugins").mkdir()
-    (folder / "plugins" / "validated_workflows.py").write_text(MINE)
-    taskset = f"{{name: mine, storage_type: queue, workflow: {name}}}"
-    text = f"model: {{tiny: {{}}}}\nplugin_dirs: ['{folder / 'plugins'}']\nbuffer: {{taskset: {taskset}}}\n{more}"
-    return write(folder, text)
-
-
-@pytest.fixture
-def _path_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
-    yield
-    for name in ("validated_workflows", "validated_operators", "validated_own"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_a_workflow_of_a_plug_in_folder_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", with_workflow(tmp_path, "validated_workflows.Mine")]) == 0
-    assert f"workflow Mine from {tmp_path}/plugins/validated_workflows.py" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("_path_as_before")
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("Mine", "taskset 'mine': unknown workflow 'Mine'; known: "),
-        ("Mine", "(in plugin_dirs there is 'validated_workflows.Mine')"),
-        ("math_workflw", "did you mean 'math_workflow'"),
-        ("validated_workflows.Steps", "set explorer.rollout_model.enable_history: true"),
-    ],
-)
-def test_a_workflow_that_cannot_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
-) -> None:
-    assert main(["validate", with_workflow(tmp_path, name)]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_history_that_is_on_is_no_problem(tmp_path: Path) -> None:
-    more = "explorer: {rollout_model: {enable_history: true}}"
-    assert main(["validate", with_workflow(tmp_path, "validated_workflows.Steps", more)]) == 0
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_a_plug_in_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "model: {tiny: {}}\nplugin_dirs: [nowhere]\nbuffer: {taskset: {storage_type: queue}}"
-    assert main(["validate", write(tmp_path, text)]) == 2
-    assert "plugin_dirs: there is no folder 'nowhere'" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("_path_as_before")
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("Plain", "Plain.process is a plain function"), ("Awaited", "Awaited.process is an async function"), ("Good", "")],
-)
-def test_an_operator_of_the_wrong_form_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
-) -> None:
-    path = with_workflow(
-        tmp_path, "simple_workflow", f"operator: {{operators: [{{name: validated_operators.{name}}}]}}"
-    )
-    (tmp_path / "plugins" / "validated_operators.py").write_text(OPERATORS)
-    assert main(["validate", path]) == (2 if said else 0)
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", sorted(GREEDY_WORKFLOWS))
-def test_a_greedy_run_is_made_and_used(tmp_path: Path, name: str) -> None:
-    given = f"workflow: {name}, workflow_args: {{greedy_baseline: true}}"
-    assert main(["validate", write(tmp_path, REMAX.format(given))]) == 0
-
-
-def test_the_plain_workflows_need_no_arguments_and_no_history() -> None:
-    for name in PLAIN_WORKFLOWS:
-        for kind in (load_workflow(name), load_workflow(f"async_{name}")):
-            assert (kind.arguments_kind, kind.needs_history) == (None, False)
-
-
-OWN = """
-import sys
-from pydantic import field_validator
-from trinity_mq.operators import ExperienceOperator
-from trinity_mq.workflows import Arguments, Workflow
-
-def mine(log_ratio, logprob, advantage, *, slope=1.0):
-    return log_ratio
-
-def weigh(view, *, cut=1.0):
-    return view.mu
-
-def advantages(rewards, *, power=1.0):
-    return rewards
-
-def add(a: int) -> int:
-    "Adds."
-    return a
-
-class Raises(ExperienceOperator):
-    def __init__(self, path: str = "") -> None:
-        self.lines = {}[path]
-
-    def process(self, exps):
-        return exps, {}
-
-class Leaves(Raises):
-    def __init__(self) -> None:
-        sys.exit("no licence")
-
-class Reward:
-    def __init__(self) -> None:
-        raise RuntimeError("no judge")
-
-    def __call__(self, response, truth, *, finished):
-        return {}
-
-class Selector:
-    def __init__(self, rows, seed) -> None:
-        raise OSError("no index")
-
-class Mine(Workflow):
-    class Arguments_(Arguments):
-        level: int = 1
-
-        @field_validator("level")
-        @classmethod
-        def _known(cls, value: int) -> int:
-            return {1: 1}[value]
-
-    arguments_kind = Arguments_
-"""
-OWN_LINES = {line: number for number, line in enumerate(OWN.splitlines(), 1)}
-
-
-def line_of(code: str) -> str:
-    """Return file and line of ``code`` in the user's own module, as a message ends with them."""
-    [number] = [number for line, number in OWN_LINES.items() if line.strip() == code]
-    return f"(validated_own.py:{number})"
-
-
-def with_own(folder: Path, more: str, taskset: str = "storage_type: queue") -> str:
-    (folder / "plugins").mkdir()
-    (folder / "plugins" / "validated_own.py").write_text(OWN)
-    where = f"model: {{tiny: {{}}}}\nplugin_dirs: ['{folder / 'plugins'}']\n"
-    return write(folder, f"{where}buffer: {{taskset: {{name: t, {taskset}}}}}\n{more}")
-
-
-@pytest.mark.usefixtures("_path_as_before")
-@pytest.mark.parametrize(
-    ("algorithm", "said"),
-    [
-        ("surrogate: {kind: validated_own.min}", "has no 'min'; did you mean 'mine'?"),
-        ("surrogate: {kind: validated_on.mine}", "module 'validated_on' cannot be imported"),
-        ("surrogate: {kind: validated_own.mine, args: {slop: 2}}", "takes no argument 'slop'"),
-        ("surrogate: {kind: validated_own.add}", "takes 1 positional arguments, wanted 3"),
-        ("correction: [{kind: validated_own.weight}]", "has no 'weight'; did you mean 'weigh'?"),
-        ("correction: [{kind: validated_own.weigh, args: {cuts: 2}}]", "takes no argument 'cuts'"),
-        ("estimator: {kind: validated_own.advantage}", "has no 'advantage'; did you mean 'advantages'?"),
-        ("estimator: {kind: validated_own.advantages, args: {powr: 2}}", "unexpected keyword argument 'powr'"),
-    ],
-)
-def test_an_own_loss_that_cannot_be_used_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str, said: str
-) -> None:
-    assert main(["validate", with_own(tmp_path, f"algorithm: {{{algorithm}}}")]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.startswith("trinity-mq validate: algorithm: ")
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_an_own_loss_that_can_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = "surrogate: {kind: validated_own.mine, args: {slope: 2}}, correction: [{kind: validated_own.weigh}]"
-    assert main(["validate", with_own(tmp_path, f"algorithm: {{{own}}}")]) == 0
-    out = capsys.readouterr().out
-    assert "algorithm: your own validated_own.mine\nalgorithm: your own validated_own.weigh\n" in out
-
-
-@pytest.mark.usefixtures("_path_as_before")
-@pytest.mark.parametrize(
-    ("more", "taskset", "said"),
-    [
-        (
-            "operator: {operators: [{name: validated_own.Raises, args: {path: a.txt}}]}",
-            "storage_type: queue",
-            "operator 'validated_own.Raises' with args {'path': 'a.txt'} cannot be used: KeyError: 'a.txt' "
-            + line_of("self.lines = {}[path]"),
-        ),
-        (
-            "operator: {operators: [{name: reward_filter}, {name: validated_own.Leaves}]}",
-            "storage_type: queue",
-            "SystemExit: no licence " + line_of('sys.exit("no licence")'),
-        ),
-        (
-            "",
-            "storage_type: queue, reward_fn: validated_own.Reward",
-            "taskset 't': reward function 'validated_own.Reward' cannot be used: RuntimeError: no judge "
-            + line_of('raise RuntimeError("no judge")'),
-        ),
-        (
-            "",
-            "storage_type: synthetic, path: max3, data_selector: {selector_type: validated_own.Selector}",
-            "taskset 't': selector 'validated_own.Selector' cannot be used: OSError: no index "
-            + line_of('raise OSError("no index")'),
-        ),
-        (
-            "",
-            "storage_type: queue, workflow: validated_own.Mine, workflow_args: {level: 2}",
-            "taskset 't': workflow 'validated_own.Mine' cannot be used: KeyError: 2 " + line_of("return {1: 1}[value]"),
-        ),
-        (
-            "",
-            "storage_type: queue, workflow: tool_agent_workflow, workflow_args: {tools: [validated_own.ad]}",
-            "module 'validated_own' has no 'ad'; did you mean 'add'?",
-        ),
-    ],
-)
-def test_own_code_that_raises_is_named_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, taskset: str, said: str
-) -> None:
-    assert main(["validate", with_own(tmp_path, more, taskset)]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("_path_as_before")
-def test_a_module_that_ends_the_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = with_own(tmp_path, "operator: {operators: [{name: validated_own.Raises}]}")
-    (tmp_path / "plugins" / "validated_own.py").write_text("import sys\nsys.exit('wrong machine')\n")
-    assert main(["validate", path]) == 2
-    assert "cannot be imported: SystemExit: wrong machine (validated_own.py:2)" in capsys.readouterr().err
+def test_a_greedy_run_is_made_and_used(own: Path, name: str) -> None:
+    taskset = f"storage_type: queue, workflow: {name}, workflow_args: {{greedy_baseline: true}}"
+    assert main(["validate", with_own(own, taskset, algorithm="{algorithm_type: remax}")]) == 0
 
 
 @pytest.mark.parametrize("names", ["[v_prj]", "[q_proj, v_prj]"])

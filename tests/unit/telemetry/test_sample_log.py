@@ -8,6 +8,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from trinity_mq.telemetry.evaluations import log as evaluation_log
+from trinity_mq.telemetry.evaluations.log import (
+    Evaluation,
+    EvaluationAnswer,
+    EvaluationLog,
+    EvaluationQuestion,
+    read_evaluations,
+)
 from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, SampleLogReader, segments
 
 Opened = Callable[[Path, int], SampleLog]
@@ -25,26 +33,6 @@ def opened() -> Iterator[Opened]:
     yield open_log
     for log in logs:
         log.close()
-
-
-def test_a_reader_follows_what_is_appended(tmp_path: Path, opened: Opened) -> None:
-    reader, log = SampleLogReader(tmp_path / "samples"), opened(tmp_path / "samples", 2**20)
-    assert list(reader.read()) == []
-    log.append(1, b"first")
-    log.append(2, b"second")
-    assert [(one.step, one.body) for one in reader.read()] == [(1, b"first"), (2, b"second")]
-    assert list(reader.read()) == []
-    log.append(3, b"third")
-    assert [one.step for one in reader.read()] == [3]
-
-
-def test_another_process_goes_on_in_a_segment_of_its_own(tmp_path: Path, opened: Opened) -> None:
-    for step in (1, 2):
-        log = opened(tmp_path, 2**20)
-        log.append(step, b"body")
-        log.close()
-    assert len(segments(tmp_path)) == 2
-    assert [one.step for one in SampleLogReader(tmp_path).read()] == [1, 2]
 
 
 def test_records_of_a_newer_release_are_named_and_those_of_ours_are_read(tmp_path: Path, opened: Opened) -> None:
@@ -111,3 +99,58 @@ def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path, opened: Ope
     again.append(2, b"short")
     assert [path.name] == [one.name for one in segments(tmp_path)]
     assert [one.step for one in reader.read()] == [2]
+
+
+def evaluation(label: int, name: str = "held_out", count: int = 3, text: str = "7") -> Evaluation:
+    answers = [EvaluationAnswer(run=0, answer=text, reward=1.0)]
+    questions = [EvaluationQuestion(task=n, question=f"{n}?", expected="7", answers=answers) for n in range(count)]
+    return Evaluation(set=name, label=label, time=5.0, questions=questions)
+
+
+def test_what_is_written_is_read_and_a_later_one_replaces_the_earlier(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path, 2**20)
+    for one in (evaluation(4), evaluation(0), evaluation(0, "b"), evaluation(4, text="again")):
+        log.append(one)
+    assert read_evaluations(tmp_path) == [evaluation(0, "b"), evaluation(0), evaluation(4, text="again")]
+
+
+def test_the_log_is_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
+    limit = 2**16
+    log = EvaluationLog(tmp_path, limit)
+    for label in range(60):
+        log.append(evaluation(label, count=50, text="x" * 100))
+        size = sum(path.stat().st_size for path in segments(tmp_path / "evaluations"))
+        assert size <= limit + limit // SEGMENTS
+    found = read_evaluations(tmp_path)
+    assert [one.label for one in found] == list(range(60 - len(found), 60))
+    assert 3 <= len(found) < 20
+
+
+def test_a_large_set_is_kept_as_far_as_there_is_room_and_the_rest_is_counted(tmp_path: Path) -> None:
+    EvaluationLog(tmp_path, 2**16).append(evaluation(0, count=1000, text="é" * 50))
+    [found] = read_evaluations(tmp_path)
+    assert 10 < len(found.questions) < 1000
+    assert len(found.questions) + found.left_out == 1000
+    assert [one.task for one in found.questions] == list(range(len(found.questions)))
+
+
+def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    strange = SampleLog(tmp_path / "evaluations", 2**20)
+    strange.append(0, b"\xff{")
+    strange.append(1, b'{"set": "s", "label": 1, "questions": [], "of_a_later_release": 5}')
+    strange.close()
+    assert [(one.set, one.label) for one in read_evaluations(tmp_path)] == [("s", 1)]
+
+
+def test_small_ones_are_bounded_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_log, "MOST_EVALUATIONS", 5)
+    log = EvaluationLog(tmp_path, 2**20)
+    for label in range(9):
+        log.append(evaluation(label))
+    assert [one.label for one in read_evaluations(tmp_path)] == [4, 5, 6, 7, 8]
+
+
+def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
+    EvaluationLog(tmp_path, 0).append(evaluation(0))
+    assert not (tmp_path / "evaluations").exists()
+    assert read_evaluations(tmp_path) == []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import subprocess
-import sys
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,14 @@ import fsspec
 import pytest
 from structlog.testing import capture_logs
 
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import DecodeError, ExperienceReference, encode
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL, BlobSweep, ChunkBlobs, delete_blobs, part_name
 from trinity_mq.transport.blobs import (
     MARK,
     BlobDamaged,
@@ -27,7 +29,6 @@ from trinity_mq.transport.blobs import (
     BlobStore,
     StoreUnavailable,
     open_store,
-    resolve_body,
     resolved_size,
     run_with_store_retries,
 )
@@ -126,35 +127,21 @@ def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    "end",
-    [
-        "/../../../../etc/passwd",
-        "/batch/../../other/x",
-        "/batch/t1/..%2f..%2fx",
-        "//etc/passwd",
-        "/",
-        "",
-        "-2/batch/t1/a-0.tmqx",
-        "/batch/t1/.hidden",
-        "/batch/t1/a\n-0.tmqx",
-        "/batch/t1/a-0.tmqx\n",
-        "/batch\\t1",
-        "/batch/t1/a-0.tmqx?versionId=1",
-        "/batch/*",
-    ],
-)
-def test_a_reference_that_leads_elsewhere_is_refused_unopened(
-    store: BlobStore, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = store.put(NAME, BODY)
-    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
-    with pytest.raises(DecodeError, match=r"broker\.blob_store"):
-        store.get(changed(reference, url=store.url + end))
-
-
-@pytest.mark.parametrize(
     "url",
     [
+        "{store}/../../../../etc/passwd",
+        "{store}/batch/../../other/x",
+        "{store}/batch/t1/..%2f..%2fx",
+        "{store}//etc/passwd",
+        "{store}/",
+        "{store}",
+        "{store}-2/batch/t1/a-0.tmqx",
+        "{store}/batch/t1/.hidden",
+        "{store}/batch/t1/a\n-0.tmqx",
+        "{store}/batch/t1/a-0.tmqx\n",
+        "{store}/batch\\t1",
+        "{store}/batch/t1/a-0.tmqx?versionId=1",
+        "{store}/batch/*",
         "http://127.0.0.1:9/run-1/batch/t1/a-0.tmqx",
         "file:///etc/passwd",
         "/etc/passwd",
@@ -163,10 +150,13 @@ def test_a_reference_that_leads_elsewhere_is_refused_unopened(
         "x" * 100_000,
     ],
 )
-def test_another_place_is_refused(local: BlobStore, url: str) -> None:
-    reference = local.put(NAME, BODY)
-    with pytest.raises(BlobRefused) as caught:
-        local.get(changed(reference, url=url))
+def test_a_reference_that_leads_elsewhere_is_refused_unopened(
+    store: BlobStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = store.put(NAME, BODY)
+    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
+    with pytest.raises(DecodeError, match=r"broker\.blob_store") as caught:
+        store.get(changed(reference, url=url.replace("{store}", store.url)))
     assert len(str(caught.value)) < 1000
 
 
@@ -260,18 +250,6 @@ def test_a_missing_blob_is_gone_only_where_the_store_is_there(store: BlobStore) 
         store.get(reference)
 
 
-def test_a_disk_that_comes_back_has_lost_nothing(local: BlobStore, tmp_path: Path) -> None:
-    reference = local.put(NAME, BODY)
-    (tmp_path / "blobs").rename(tmp_path / "aside")
-    for _ in range(2):
-        with pytest.raises(StoreUnavailable):
-            local.get(reference)
-        (tmp_path / "blobs").mkdir(exist_ok=True)  # an empty mount point
-    (tmp_path / "blobs").rmdir()
-    (tmp_path / "aside").rename(tmp_path / "blobs")
-    assert local.get(reference) == BODY
-
-
 def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = store.put(NAME, BODY)
 
@@ -286,14 +264,6 @@ def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch:
 
 
 # -- opening one
-
-
-def test_it_is_opened_where_one_is_configured(tmp_path: Path) -> None:
-    assert open_store(BrokerConfig(), "r") is None
-    store = open_store(BrokerConfig(blob_store=f"{tmp_path}/b/", max_batch_bytes=1 << 21), "r")
-    assert store is not None
-    assert (store.url, store.max_bytes) == (f"file://{tmp_path}/b/r", 1 << 21)
-    assert not (tmp_path / "b").exists()
 
 
 def test_a_store_that_no_library_opens_is_fatal_at_the_start() -> None:
@@ -341,41 +311,121 @@ async def test_a_store_that_hangs_is_given_up() -> None:
     released.set()
 
 
-def test_other_errors_pass_at_once() -> None:
-    def damaged() -> None:
-        raise BlobDamaged("x")
-
-    with pytest.raises(BlobDamaged):
-        run_virtually(run_with_store_retries(damaged))
-
-
 # -- bodies that stand for one
-
-
-def test_a_body_is_itself_or_what_it_refers_to(store: BlobStore) -> None:
-    reference = store.put(NAME, BODY)
-    assert resolve_body(store, b"TMQX", EXPERIENCES) == b"TMQX"
-    assert resolve_body(None, b"TMQX", None) == b"TMQX"
-    assert resolve_body(store, encode(reference), REFERENCE) == BODY
-    with pytest.raises(DecodeError, match=r"broker\.blob_store is not set here"):
-        resolve_body(None, encode(reference), REFERENCE)
-    for junk in (b"", b"TMQX", b"\x80", encode(changed(reference, sha256="no"))):
-        with pytest.raises(DecodeError):
-            resolve_body(store, junk, REFERENCE)
 
 
 def test_how_much_a_body_will_take(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
-    body = encode(reference)
-    assert resolved_size(store, b"12345", EXPERIENCES) == 5
-    assert resolved_size(store, body, REFERENCE) == len(BODY)
-    assert resolved_size(None, body, REFERENCE) == len(body)  # it will be refused
-    large = encode(changed(reference, bytes=LIMIT + 1))
-    assert resolved_size(store, large, REFERENCE) == len(large)
-    assert resolved_size(store, b"junk", REFERENCE) == 4
+    assert resolved_size(store, encode(reference), REFERENCE) == len(BODY)
+    for body in (encode(changed(reference, bytes=LIMIT + 1)), b"junk"):
+        assert resolved_size(store, body, REFERENCE) == len(body), "it will be refused"
 
 
-def test_its_library_is_not_imported_before_it_is_needed() -> None:
-    modules = "trinity_mq.transport.batch_blobs, trinity_mq.launch.configured_run"
-    code = f"import sys, {modules}; sys.exit('fsspec' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+Act = Callable[[MemoryBus, BlobStore], Coroutine[Any, Any, None]]
+TOPOLOGY = Topology("r")
+
+
+def play(folder: Path, act: Act) -> list[Any]:
+    """Run ``act`` beside a sweep."""
+    store = BlobStore(f"file://{folder}/blobs", "r", 1 << 20)
+
+    async def main() -> None:
+        bus = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
+        await bus.connect()
+        sweep = asyncio.create_task(BlobSweep(bus, TOPOLOGY, store).run())
+        await act(bus, store)
+        assert not sweep.done()
+        sweep.cancel()
+
+    with capture_logs() as lines:
+        run_virtually(main())
+    return lines
+
+
+def put(store: BlobStore, ticket: str) -> None:
+    store.put(part_name(ticket, "a", 0), b"x")
+
+
+def test_only_what_has_no_queue_is_removed_and_only_after_the_grace(tmp_path: Path) -> None:
+    async def act(bus: MemoryBus, store: BlobStore) -> None:
+        await bus.declare(TOPOLOGY.batch_queue(1, "open"))
+        for ticket in ("open", "left"):
+            put(store, ticket)
+        await asyncio.sleep(GRACE - 1)
+        assert store.folders("batch") == ["left", "open"]
+        await asyncio.sleep(2 * SWEEP_INTERVAL + 1)
+        assert store.folders("batch") == ["open"]
+        await bus.delete(TOPOLOGY.batch_queue(1, "open").name)
+        await asyncio.sleep(GRACE - SWEEP_INTERVAL)
+        assert store.folders("batch") == ["open"]
+        await asyncio.sleep(3 * SWEEP_INTERVAL)
+        assert store.folders("batch") == []
+
+    play(tmp_path, act)
+
+
+def test_a_queue_that_is_there_again_starts_the_grace_anew(tmp_path: Path) -> None:
+    async def act(bus: MemoryBus, store: BlobStore) -> None:
+        put(store, "t")
+        await asyncio.sleep(GRACE - SWEEP_INTERVAL)
+        await bus.declare(TOPOLOGY.batch_queue(1, "t"))
+        await asyncio.sleep(2 * SWEEP_INTERVAL)
+        await bus.delete(TOPOLOGY.batch_queue(1, "t").name)
+        await asyncio.sleep(GRACE - SWEEP_INTERVAL)
+        assert store.folders("batch") == ["t"]
+
+    play(tmp_path, act)
+
+
+def test_a_store_that_is_down_for_a_while_ends_no_sweep(tmp_path: Path) -> None:
+    async def act(bus: MemoryBus, store: BlobStore) -> None:
+        put(store, "t")
+        (tmp_path / "blobs").rename(tmp_path / "aside")
+        (tmp_path / "blobs").write_bytes(b"")
+        await asyncio.sleep(2 * SWEEP_INTERVAL)
+        (tmp_path / "blobs").unlink()
+        (tmp_path / "aside").rename(tmp_path / "blobs")
+        assert store.folders("batch") == ["t"]
+        await asyncio.sleep(GRACE + 3 * SWEEP_INTERVAL)
+        assert store.folders("batch") == []
+
+    assert "sweep_failed" in {line["event"] for line in play(tmp_path, act)}
+
+
+def test_a_deletion_that_fails_is_left_to_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "blobs").write_bytes(b"")
+    store = BlobStore(f"file://{tmp_path}/blobs", "r", 1 << 20)
+    with capture_logs() as lines:
+        run_virtually(delete_blobs(store, "batch/t"))
+        run_virtually(delete_blobs(store, "batch/../t"))
+        run_virtually(delete_blobs(None, "batch/t"))
+    assert [line["names"] for line in lines if line["event"] == "blobs_not_deleted"] == [("batch/t",), ("batch/../t",)]
+
+
+@pytest.fixture
+def chunks(tmp_path: Path) -> BlobStore:
+    made = BlobStore(f"file://{tmp_path}/blobs", "r", 1 << 20)
+    for ticket in "abcdef":
+        made.put(f"ready/{ticket}/o-0.tmqx", b"x")
+    return made
+
+
+def left(chunks: BlobStore) -> str:
+    return "".join(chunks.folders("ready"))
+
+
+def saved(blobs: ChunkBlobs, consumed: Iterable[str], *, last: bool = False) -> None:
+    run_virtually(blobs.saved(consumed, last=last))
+
+
+def test_a_store_that_is_away_costs_no_more_than_some_seconds(chunks: BlobStore, tmp_path: Path) -> None:
+    blobs = ChunkBlobs(chunks, keep=1)
+    (tmp_path / "blobs").rename(tmp_path / "aside")
+    (tmp_path / "blobs").write_bytes(b"")
+    with capture_logs() as lines:
+        saved(blobs, "a")
+    assert lines[-1]["event"] == "blobs_not_deleted"
+    (tmp_path / "blobs").unlink()
+    (tmp_path / "aside").rename(tmp_path / "blobs")
+    saved(blobs, "ab")
+    assert left(chunks) == "cdef"

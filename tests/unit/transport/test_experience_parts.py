@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.unit.agents.world import a_slice, experience
-from trinity_mq.bus import MessageTooLarge
-from trinity_mq.experience import Experience, encode
-from trinity_mq.messages import BatchClosed, ExperienceReference, decode
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
+from trinity_mq.experience import DecodeError, Experience, encode
+from trinity_mq.messages import BatchClosed
+from trinity_mq.messages.batches import Accepted, Wanted
+from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.experience_parts import chunk_message, part_message, split_to_size
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
+from trinity_mq.transport.experience_parts import (
+    ReceivedPart,
+    decode_parts,
+    requested_parts,
+    shared_part_message,
+    split_to_size,
+)
 
 LIMIT = 64 * 1024
 
@@ -36,27 +45,9 @@ def test_they_are_cut_until_each_body_fits(store: BlobStore) -> None:
     assert split_to_size([], LIMIT) == []
 
 
-def test_exactly_at_the_limit_is_a_message_and_one_byte_more_is_not(store: BlobStore) -> None:
-    one = [experience(length=5000)]
-    size = len(encode(one))
-    assert split_to_size(one, size) == [encode(one)]
-    with pytest.raises(MessageTooLarge, match=rf"takes {size} bytes, over broker\.max_message_bytes {size - 1}"):
-        split_to_size(one, size - 1)
-    assert split_to_size(one, size - 1, store=store) == [encode(one)]
-
-
 def test_without_a_store_the_error_names_the_setting_and_the_experience() -> None:
     with pytest.raises(MessageTooLarge, match=r"1/0/7.*broker\.blob_store"):
         split_to_size([experience(run=0), experience(run=7, length=100_000)], LIMIT)
-
-
-def test_with_one_only_the_large_one_is_over_the_limit(store: BlobStore) -> None:
-    bodies = split_to_size(
-        [experience(run=run, length=100_000 if run == 2 else 4) for run in range(5)], LIMIT, store=store
-    )
-    assert runs(bodies) == [0, 1, 2, 3, 4]
-    (large,) = [body for body in bodies if len(body) > LIMIT]
-    assert runs([large]) == [2]
 
 
 def test_what_no_reader_would_take_is_refused(store: BlobStore) -> None:
@@ -72,14 +63,116 @@ def test_compression_comes_before_the_limit(store: BlobStore) -> None:
     assert runs([body]) == [0]
 
 
-def test_a_reference_travels_under_the_name_and_headers_of_its_body() -> None:
-    reference = ExperienceReference(url="s3://b/r/batch/t1/a-0.tmqx", bytes=9, sha256="0" * 64)
-    plain, stands = (part_message(a_slice(), "a", 0, 1, one, (1, 3)) for one in (b"body", reference))
-    assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
-    assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
-    assert decode(stands.body, ExperienceReference) == reference
-    closed = BatchClosed(batch=1, ticket="t1")
-    plain, stands = (chunk_message(closed, "o", 0, one) for one in (b"body", reference))
-    assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
-    assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
-    assert len(stands.body) < 300
+def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> PartMember:
+    return PartMember(a_slice(task=task), attempt, [experience(task, run) for run in runs], 100, oldest)
+
+
+def body_of(*members: PartMember) -> bytes:
+    return Experience.serialize_many([each for one in members for each in one.experiences])
+
+
+def received(mail: Envelope) -> Incoming:
+    headers = {**mail.headers, "kind": mail.kind}
+    return Incoming(
+        body=mail.body, exchange="e", routing_key="k", queue="q", headers=headers, content_type=mail.content_type
+    )
+
+
+def parts_of(*incoming: Incoming) -> dict[tuple[str, int], ReceivedPart]:
+    return {share.key: ReceivedPart(each, share) for each in incoming for share in attempt_rows_of(each)}
+
+
+MEMBERS = (member("a", 0, 1), member("b", 4, oldest=(1, 2)), member("c", 6, 7, 8, oldest=None))
+
+
+def test_a_shared_part_says_whose_experiences_it_holds_and_how_old_they_are() -> None:
+    mail = shared_part_message(MEMBERS, body_of(*MEMBERS))
+    assert mail.headers == {
+        "version": 1,
+        "batch": 1,
+        "ticket": "t1",
+        "attempts": "a:2,b:1,c:3",
+        "policy_version": "1.2",
+    }
+    assert mail.kind == "experience_part"
+    assert mail.message_id == "a-0+2"
+    assert "policy_version" not in shared_part_message(MEMBERS[2:], b"").headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"attempt": "a"},
+        {"attempt": 1, "part": 0},
+        {"attempts": 7},
+        {"attempts": ""},
+        {"attempts": "a"},
+        {"attempts": "a:"},
+        {"attempts": ":3"},
+        {"attempts": "a:-1"},
+        {"attempts": "a:1,"},
+        {"attempts": "a:1,a:2"},
+        {"attempts": "a:²"},
+        {"attempts": "a:10000000000"},
+    ],
+)
+def test_headers_that_do_not_say_whose_they_are_are_refused(headers: dict[str, object]) -> None:
+    with pytest.raises(DecodeError, match="attempt"):
+        attempt_rows_of(Incoming(body=b"", exchange="", routing_key="", queue="q", headers=headers))
+
+
+def test_an_attempt_may_have_none_and_its_name_may_hold_a_colon() -> None:
+    incoming = Incoming(body=b"", exchange="", routing_key="", queue="q", headers={"attempts": "a:b:0,c:2"})
+    assert attempt_rows_of(incoming) == [AttemptRows(("a:b", 0), slice(0, 0), 2), AttemptRows(("c", 0), slice(0, 2), 2)]
+
+
+def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> None:
+    shared = received(shared_part_message(MEMBERS[:2], body_of(*MEMBERS)))
+    experiences, bad = decode_parts(parts_of(shared).values(), None)
+    assert len(experiences) == 0
+    assert [(one is shared, reason) for one, reason in bad] == [
+        (True, "does not decode: header attempts lists 3 experiences, the body holds 6")
+    ]
+
+
+def test_submitters_get_their_own_share_and_no_more() -> None:
+    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
+    manifest = BatchClosed(
+        batch=1,
+        ticket="t1",
+        accepted=[
+            Accepted(task_id=task, run_base=0, attempt=name, runs=[0], parts=1) for task, name in enumerate("abc")
+        ],
+        wanted=[Wanted(task_id=1, reply_to="me", correlation_id="c")],
+    )
+    ((reply_to, mail),) = requested_parts(manifest, parts_of(shared))
+    assert (reply_to, mail.headers["attempt"], mail.headers["part"], mail.headers["parts"]) == ("me", "b", 0, 1)
+    assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
+    damaged = received(shared_part_message(MEMBERS, b"no experiences"))
+    assert list(requested_parts(manifest, parts_of(damaged))) == []
+
+
+def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None:
+    whole = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
+    others = (member("d", 9), member("e", 10, 11))
+    damaged = received(shared_part_message(others, body_of(*others)[:-1]))
+    last = received(shared_part_message((member("f", 12),), body_of(member("f", 12))))
+    parts = parts_of(whole, damaged, last)
+
+    found, bad = decode_parts([parts[name, 0] for name in ("b", "d", "f", "e", "a")], None)
+
+    assert [each.eid.run for each in found] == [4, 12, 0, 1]
+    assert [incoming for incoming, _ in bad] == [damaged]
+
+
+async def test_a_call_that_fails_fails_for_all_who_were_in_it_and_is_no_error_of_who_left() -> None:
+    async def fail(key: str, items: list[str]) -> list[str]:
+        raise ValueError(key)
+
+    together: BatchedPublish[str, str, str] = BatchedPublish(fail, max_batch_size=10)
+    asked = [asyncio.ensure_future(together.publish("k", item)) for item in "abc"]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [ValueError, asyncio.CancelledError, ValueError]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,9 +11,10 @@ import pytest
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import Heartbeat, Progress, SyncEvent
 from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
-from trinity_mq.proof.chaos.schedule import Fault
+from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
 from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
+from trinity_mq.proof.chaos.trial import Plan, TrialOutcome, _first_steps, _recovered, _wait_for_further_steps
 from trinity_mq.proof.chaos.witness import RunObserver
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -72,7 +72,7 @@ class Run:
 
     async def find(self, role: str) -> list[Victim]:
         names = sorted(agent for agent in self.lives if agent.startswith(role) and agent not in self.down)
-        return [Victim(role, name, f"{name} {self.lives[name]}", name) for name in names]
+        return [Victim(role, name, f"{7 + self.lives[name]}@1", name) for name in names]
 
     async def strike(self, victim: Victim, kind: str) -> None:
         if self.refuse:
@@ -91,17 +91,32 @@ class Run:
         return None
 
 
+class StoppedAt(ArmedPoints):
+    """Says that an agent has stopped itself at every point, or that none has."""
+
+    def __init__(self, hit: Hit | None) -> None:
+        self.answer, self.asked = hit, list[tuple[str, int]]()
+
+    async def hit(self, point: str, occurrence: int, over: Callable[[], bool], seconds: float) -> Hit | None:
+        self.asked.append((point, occurrence))
+        return self.answer
+
+
 def play(
     *faults: Fault,
     act: Callable[[Run], Coroutine[Any, Any, None]] | None = None,
     over: Callable[[Run], bool] = lambda _run: False,
-    timeout: float = 60.0,
     budget: tuple[int, float] | None = None,
+    marks: StoppedAt | None = None,
+    **settings: Any,
 ) -> tuple[Run, list[InjectedFault], Injector]:
+    """Inject faults into a run with these settings, beside which ``act`` goes on."""
+
     async def main() -> tuple[Run, list[InjectedFault], Injector]:
         witness = RunObserver()
         run = Run(witness)
-        injector = Injector(run, witness, timeout=timeout, tell=lambda _line: None, budget=budget)
+        vars(run).update(settings)
+        injector = Injector(run, witness, timeout=60.0, tell=lambda _line: None, budget=budget, marks=marks)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run.go())]
             if act is not None:
@@ -158,53 +173,29 @@ def test_a_point_that_does_not_come_is_said_and_the_fault_is_done_all_the_same()
 
 
 def test_another_victim_takes_the_place_of_one_that_has_ended() -> None:
-    async def act(run: Run) -> None:
-        run.refuse.append(VictimGoneError("it has ended"))
-
-    run, done, _ = play(fault(1, "runner"), act=act)
+    run, done, _ = play(fault(1, "runner"), refuse=[VictimGoneError("it has ended")])
     assert len(run.acts) == 1
     assert done[0].victim is not None
 
 
 def test_what_cannot_be_done_is_noted_and_the_others_are_done() -> None:
-    async def act(run: Run) -> None:
-        run.refuse.append(CommandError("docker does not answer"))
-
-    run, done, _ = play(fault(1, "runner"), fault(2, "trainer"), act=act)
+    run, done, _ = play(fault(1, "runner"), fault(2, "trainer"), refuse=[CommandError("docker does not answer")])
     assert [act[1:] for act in run.acts] == [("kill", "trainer-0")]
     assert (done[0].at, done[0].note) == (None, "docker does not answer")
 
 
 def test_what_was_begun_and_failed_is_ended() -> None:
-    async def refuse(run: Run) -> None:
-        run.refuse = [CommandError("it was taken off one of its two networks")]
-
-    run, (cut, _), _ = play(
-        Fault(number=1, wait=0.0, role="runner", kind="cut", pick=0.0, seconds=3.0),
-        Fault(number=2, wait=0.0, role="runner", kind="cut", pick=0.0, seconds=0.0),
-        act=refuse,
-    )
+    cuts = [fault(number, "runner", "cut", 0.0, seconds=seconds) for number, seconds in ((1, 3.0), (2, 0.0))]
+    run, (cut, _), _ = play(*cuts, refuse=[CommandError("it was taken off one of its two networks")])
     assert cut.at is None
-    assert [(kind, name) for _, kind, name in run.acts] == [
-        ("end of cut", "runner-0"),
-        ("cut", "runner-0"),
-        ("end of cut", "runner-0"),
-    ], "one of no seconds is ended too"
+    assert [kind for _, kind, _ in run.acts] == ["end of cut", "cut", "end of cut"], "one of no seconds is ended too"
 
 
 def test_a_run_that_does_not_recover_ends_the_faults() -> None:
-    async def act(run: Run) -> None:
-        run.restarts = False
-
-    run, done, injector = play(
-        fault(1, "trainer"), fault(2, "runner", "freeze", seconds=500.0, together=True), fault(3, "runner"), act=act
-    )
+    frozen = fault(2, "runner", "freeze", seconds=500.0, together=True)
+    run, done, injector = play(fault(1, "trainer"), frozen, fault(3, "runner"), restarts=False)
     assert injector.stuck is done[0]
-    assert [act[1:] for act in run.acts] == [
-        ("kill", "trainer-0"),
-        ("freeze", "runner-0"),
-        ("end of freeze", "runner-0"),
-    ], "nothing stays frozen"
+    assert [kind for _, kind, _ in run.acts] == ["kill", "freeze", "end of freeze"], "nothing stays frozen"
     assert (done[0].back, done[2].at, done[2].note) == (None, None, "the run had not recovered")
 
 
@@ -222,37 +213,10 @@ def test_a_process_is_not_ended_more_often_than_its_supervisor_bears() -> None:
     assert "its supervisor would give up" in done[2].note
 
 
-class StoppedAt(ArmedPoints):
-    """Says that an agent has stopped itself at every point, or that none has."""
-
-    def __init__(self, hit: Hit | None) -> None:
-        self.answer, self.asked = hit, list[tuple[str, int]]()
-
-    async def hit(self, point: str, occurrence: int, over: Callable[[], bool], seconds: float) -> Hit | None:
-        self.asked.append((point, occurrence))
-        return self.answer
-
-
-class Processes(Run):
-    """The same, by process id."""
-
-    async def find(self, role: str) -> list[Victim]:
-        return [replace(one, identity=f"{7 + self.lives[one.name]}@1") for one in await super().find(role)]
-
-
 def at_point(kind: str, hit: Hit | None) -> tuple[Run, InjectedFault, StoppedAt]:
-    async def main() -> tuple[Run, InjectedFault, StoppedAt]:
-        witness, marks = RunObserver(), StoppedAt(hit)
-        run = Processes(witness)
-        injector = Injector(run, witness, timeout=60.0, tell=lambda _line: None, marks=marks)
-        going = asyncio.create_task(run.go())
-        await asyncio.sleep(3.5)
-        strikes = fault(1, "runner", kind, point="result_confirmed", occurrence=2, seconds=1.0)
-        await injector.run([strikes], over=lambda: False)
-        going.cancel()
-        return run, injector.done[0], marks
-
-    return run_virtually(main(), limit=1000)
+    marks = StoppedAt(hit)
+    run, done, _ = play(fault(1, "runner", kind, point="result_confirmed", occurrence=2, seconds=1.0), marks=marks)
+    return run, done[0], marks
 
 
 def test_who_stopped_itself_at_the_point_is_the_victim_and_not_the_one_that_was_picked() -> None:
@@ -260,11 +224,8 @@ def test_who_stopped_itself_at_the_point_is_the_victim_and_not_the_one_that_was_
     assert marks.asked == [("result_confirmed", 2)]
     assert run.acts == [(4.5, "kill", "runner-1")]
     assert (done.is_inside, done.note) == (True, "")
-
-
-def test_a_victim_that_outlives_the_fault_goes_on_from_its_point() -> None:
     run, done, _ = at_point("restart", Hit("runner-1", 8))
-    assert run.acts == [(4.5, "restart", "runner-1"), (4.5, "end of freeze", "runner-1")]
+    assert run.acts == [(4.5, "restart", "runner-1"), (4.5, "end of freeze", "runner-1")], "it goes on from its point"
     assert done.is_inside
 
 
@@ -273,3 +234,62 @@ def test_a_point_inside_that_nobody_passes_is_said_and_does_not_count(hit: Hit |
     run, done, _ = at_point("kill", hit)
     assert run.acts == [(4.5, "kill", "runner-0")]
     assert (done.is_inside, done.note) == (False, "its point was not reached")
+
+
+FAULT = Fault(number=1, wait=0.0, role="runner", kind="kill", pick=0.0)
+SCHEDULE = ChaosSchedule([FAULT])
+
+
+def outcome(done: InjectedFault) -> TrialOutcome:
+    return TrialOutcome(SCHEDULE, "a test", RunObserver(), [done])
+
+
+def step(witness: RunObserver, number: int, at: float) -> None:
+    one = Progress(progress=number, generation=1, step=number, batch=number, ticket=f"t{number}", outcome="trained")
+    witness.receive(one, at)
+
+
+def test_the_verdict_on_recovery() -> None:
+    victim = Victim("runner", "runner-0", "7@1")
+    recovered = InjectedFault(FAULT, 1.0, victim, back=2.0, recovered=3.0)
+    assert _recovered(outcome(recovered), 0).result == "holds"
+    assert _recovered(outcome(recovered), 3).evidence == ("the run ended with exit code 3",)
+    [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim)), None).evidence
+    assert line == "fault 1 (kill runner-0): no further heartbeat of its process arrived"
+    [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim, back=2.0)), None).evidence
+    assert "no train step after it was back" in line
+    assert _recovered(outcome(InjectedFault(FAULT)), None).result == "not checked"
+    stands_still = outcome(recovered)
+    stands_still.stands_still = True
+    assert _recovered(stands_still, None).evidence == (
+        "the run made no further train step in time after the last fault",
+    )
+
+
+@pytest.mark.parametrize(("steps", "further", "goes_on"), [(2, 2, True), (1, 2, False), (3, None, False)])
+def test_a_run_that_stands_still_after_the_last_fault_is_noticed(
+    steps: int, further: int | None, goes_on: bool
+) -> None:
+    async def play() -> bool:
+        witness = RunObserver()
+        step(witness, 1, 0.0)
+
+        async def train() -> None:
+            for number in range(steps):
+                await asyncio.sleep(7.0)
+                step(witness, number + 2, 0.0)
+
+        training = asyncio.create_task(train())
+        plan = Plan(schedule=SCHEDULE, timeout=10.0, after=1, further=further)
+        found = await _wait_for_further_steps(witness, plan, lambda: False)
+        await training
+        return found
+
+    assert run_virtually(play(), limit=100) is goes_on
+
+
+def test_a_run_that_ends_before_the_first_fault_is_said() -> None:
+    with pytest.raises(CommandError, match="the run has ended after 0 train steps, wanted 5"):
+        run_virtually(_first_steps(RunObserver(), 5, lambda: True), limit=1000)
+    with pytest.raises(CommandError, match="300 s have passed after 0 train steps"):
+        run_virtually(_first_steps(RunObserver(), 5, lambda: False), limit=1000)

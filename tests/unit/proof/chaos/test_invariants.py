@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import pytest
 
 from trinity_mq.bus import Incoming
-from trinity_mq.messages import BatchReady, Progress, TaskResult, Version
+from trinity_mq.gateway.session import Body, Event
+from trinity_mq.messages import (
+    BatchReady,
+    Progress,
+    SessionCall,
+    SessionEnd,
+    SessionOpened,
+    SessionReward,
+    SessionsDecided,
+    SessionsTrained,
+    SubmissionOutcome,
+    TaskResult,
+    Version,
+)
+from trinity_mq.messages.sessions import SampledChoice
+from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
+from trinity_mq.proof.chaos.sessions.stream import SessionRecord
+from trinity_mq.proof.chaos.sessions.verdicts import judge_sessions
 from trinity_mq.proof.invariants import (
     Expected,
     FaultCounts,
@@ -26,19 +44,12 @@ from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 BATCHES, TASKS, RUNS = 4, 3, 2
 EXPECTED = Expected(tasks=TASKS)
+Judge = Callable[[Record], InvariantVerdict]
 
 
-def result(batch: int, task: int, attempt: str = "first", runs: range | list[int] = range(RUNS)) -> TaskResult:
-    return TaskResult(
-        batch=batch,
-        ticket=f"t{batch}",
-        task_id=task,
-        repeat_times=RUNS,
-        attempt=attempt,
-        outcome="finished",
-        runs=list(runs),
-        parts=1,
-    )
+def result(batch: int, task: int, attempt: str = "first", **more: Any) -> TaskResult:
+    ids = {"batch": batch, "ticket": f"t{batch}", "task_id": task, "attempt": attempt, "parts": 1}
+    return TaskResult(**{**ids, "repeat_times": RUNS, "outcome": "finished", "runs": list(range(RUNS)), **more})
 
 
 def processed(batch: int, version: Version, *, first: bool = True, op: str = "op") -> ProcessedSet:
@@ -48,11 +59,9 @@ def processed(batch: int, version: Version, *, first: bool = True, op: str = "op
     return ProcessedSet(ready, batch, first, uids, runs, frozenset({version}))
 
 
-def progress(number: int, generation: int, *, step: int | None = None, batch: int | None = None) -> Progress:
-    found = batch or number
-    return Progress(
-        progress=number, generation=generation, step=step or number, batch=found, ticket=f"t{found}", outcome="trained"
-    )
+def progress(number: int, generation: int = 1, **more: Any) -> Progress:
+    ids = {"generation": generation, "step": number, "batch": number, "ticket": f"t{number}", "outcome": "trained"}
+    return Progress(progress=number, **{**ids, **more})
 
 
 @pytest.fixture
@@ -91,45 +100,9 @@ def test_a_second_attempt_and_a_second_processing_are_no_second_outcome(record: 
     assert trained_once(record).result == "holds"
 
 
-def _set(record: Record, place: int, **change: object) -> None:
-    record.sets[place] = replace(record.sets[place], **change)  # type: ignore[arg-type]
-
-
-def lost_run(record: Record) -> None:
-    _set(record, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1])
-
-
-def unreported_run(record: Record) -> None:
-    _set(record, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0)))
-
-
-def task_without_result(record: Record) -> None:
-    del record.results[4]
-
-
-def overlapping_slices(record: Record) -> None:
-    record.results.append(result(2, 1).model_copy(update={"run_base": 1, "runs": [1], "repeat_times": 1}))
-
-
-def result_with_too_few_runs(record: Record) -> None:
-    record.results[0] = record.results[0].model_copy(update={"runs": [0]})
-
-
-@pytest.mark.parametrize(
-    ("tamper", "said"),
-    [
-        (lost_run, "batch 2: finished runs (task, run) that are not in it: ('2', 1)"),
-        (unreported_run, "no first result reports them: ('9', 0)"),
-        (task_without_result, "batch 2: 2 tasks have an outcome, wanted 3"),
-        (overlapping_slices, "runs (task, run) that two slices report: ('1', 1)"),
-        (result_with_too_few_runs, "batch 1, task 0 from run 0: finished with 1 runs"),
-    ],
-)
-def test_an_outcome_that_is_missing_or_double_is_found(
-    record: Record, tamper: Callable[[Record], None], said: str
-) -> None:
-    tamper(record)
-    violated(one_outcome(record, EXPECTED), said)
+def change(items: list[Any], place: int, **fields: object) -> None:
+    before = items[place]
+    items[place] = replace(before, **fields) if is_dataclass(before) else before.model_copy(update=fields)
 
 
 def violated(verdict: InvariantVerdict, said: str) -> None:
@@ -137,47 +110,63 @@ def violated(verdict: InvariantVerdict, said: str) -> None:
     assert any(said in line for line in verdict.evidence), verdict
 
 
-def trained_twice(record: Record) -> None:
-    record.progress.append(progress(5, 2, batch=3))
+def outcomes(record: Record) -> InvariantVerdict:
+    return one_outcome(record, EXPECTED)
 
 
-def double_experience(record: Record) -> None:
-    _set(record, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0]))
+OVERLAPPING = result(2, 1, run_base=1, runs=[1], repeat_times=1)
+TAMPERED: dict[str, tuple[Judge, Callable[[Record], object], str]] = {
+    "a lost run": (
+        outcomes,
+        lambda record: change(record.sets, 1, runs=record.sets[1].runs[:-1], uids=record.sets[1].uids[:-1]),
+        "batch 2: finished runs (task, run) that are not in it: ('2', 1)",
+    ),
+    "an unreported run": (
+        outcomes,
+        lambda record: change(record.sets, 1, runs=(*record.sets[1].runs, ("2", "9", 0, 0))),
+        "no first result reports them: ('9', 0)",
+    ),
+    "no result": (outcomes, lambda record: record.results.pop(4), "batch 2: 2 tasks have an outcome, wanted 3"),
+    "overlapping slices": (
+        outcomes,
+        lambda record: record.results.append(OVERLAPPING),
+        "runs (task, run) that two slices report: ('1', 1)",
+    ),
+    "a result with too few runs": (
+        outcomes,
+        lambda record: change(record.results, 0, runs=[0]),
+        "batch 1, task 0 from run 0: finished with 1 runs",
+    ),
+    "a batch trained on twice": (
+        trained_once,
+        lambda record: record.progress.append(progress(5, 2, batch=3, ticket="t3")),
+        "ticket t3 was consumed 2 times",
+    ),
+    "an experience twice": (
+        trained_once,
+        lambda record: change(record.sets, 3, uids=(*record.sets[3].uids, record.sets[0].uids[0])),
+        "experience 1/0/0/0/op is in 2 places",
+    ),
+    "a run twice": (
+        trained_once,
+        lambda record: change(record.sets, 2, runs=(*record.sets[2].runs, record.sets[2].runs[0])),
+        "batch 3: task 0, run 0, step 0 is in it 2 times",
+    ),
+    "no set": (trained_once, lambda record: record.sets.pop(2), "batch 3 was trained on, and no complete set of it"),
+    "a gap": (trained_once, lambda record: record.progress.pop(4), "progress without a message of the trainer: 3"),
+    "a batch passed over": (
+        trained_once,
+        lambda record: change(record.progress, 5, batch=5, ticket="t5"),
+        "batches that were skipped: 4",
+    ),
+}
 
 
-def double_run(record: Record) -> None:
-    runs = record.sets[2].runs
-    _set(record, 2, runs=(*runs, runs[0]))
-
-
-def no_set(record: Record) -> None:
-    del record.sets[2]
-
-
-def gap(record: Record) -> None:
-    del record.progress[4]
-
-
-def passed_over(record: Record) -> None:
-    record.progress[5] = progress(4, 2, batch=5)
-
-
-@pytest.mark.parametrize(
-    ("tamper", "said"),
-    [
-        (trained_twice, "ticket t3 was consumed 2 times"),
-        (double_experience, "experience 1/0/0/0/op is in 2 places"),
-        (double_run, "batch 3: task 0, run 0, step 0 is in it 2 times"),
-        (no_set, "batch 3 was trained on, and no complete set of it"),
-        (gap, "progress without a message of the trainer: 3"),
-        (passed_over, "batches that were skipped: 4"),
-    ],
-)
-def test_what_is_trained_on_twice_or_not_at_all_is_found(
-    record: Record, tamper: Callable[[Record], None], said: str
-) -> None:
+@pytest.mark.parametrize("name", TAMPERED)
+def test_what_is_missing_or_double_is_found(record: Record, name: str) -> None:
+    judge, tamper, said = TAMPERED[name]
     tamper(record)
-    violated(trained_once(record), said)
+    violated(judge(record), said)
 
 
 def seen(*versions: Version, who: str = "trainer-0") -> list[VersionSeen]:
@@ -199,7 +188,7 @@ def test_a_version_that_goes_back_is_found(record: Record) -> None:
 
 @pytest.mark.parametrize("version", [(1, 7), (3, 5), (2, 9)])
 def test_a_version_that_no_trainer_had_is_found(record: Record, version: Version) -> None:
-    _set(record, 3, versions=frozenset({(2, 3), version}))
+    change(record.sets, 3, versions=frozenset({(2, 3), version}))
     violated(versions_existed(record), f"batch 4 names version {version[0]}.{version[1]}, which no trainer had")
 
 
@@ -233,3 +222,216 @@ def test_what_retention_has_cut_is_not_called_lost(record: Record) -> None:
     assert one_outcome(record, EXPECTED).result == "not checked"
     assert versions_existed(record).result == "not checked"
     assert trained_once(record).result == "holds"
+
+
+TWICE = "no session trained on twice"
+DECIDED = "one decision about each session"
+COUNT = "recorded sessions are trained on"
+ANSWERS = "answers trained on once"
+TRUTH = "answers to clients match the stream"
+WAITS = "every session is settled"
+LOST = "call-lost"
+
+
+class Scene:
+    """Two sessions: ``a`` asked twice and was trained on in batch 1, ``b`` repeated a request, in batch 2."""
+
+    def __init__(self) -> None:
+        self.sessions, self.traffic = SessionRecord(), Traffic()
+        self.offset = 0
+        self.record = Record()
+        self.session("a", [("a0", [5, 6]), ("a1", [7])], 1, told=("a0", "a1"))
+        # the answer of b's first try was recorded too; its client only knows that of the second
+        self.session("b", [(LOST, [5]), ("b0", [8])], 2, told=("b0",), repeats=LOST)
+
+    def session(
+        self, name: str, answers: list[tuple[str, list[int]]], number: int, *, told: tuple[str, ...], repeats: str = ""
+    ) -> None:
+        self.say(SessionOpened(session=name, opened=0.0, idle_ttl=60, reward_ttl=60))
+        for call, ids in answers:
+            self.call(name, call, ids, repeats if call in told else "")
+        self.say(SessionReward(session=name, reward=0.5))
+        self.say(SessionEnd(session=name))
+        self.decide(SessionsDecided(sessions=[name], submission=f"s-{name}"))
+        self.outcome(name, number, "finished", 1)
+        trained = [(name, (1, 2, *ids)) for call, ids in answers if call in told]
+        ready = BatchReady(batch=number, ticket=f"t{number}", op="op", chunks=1, experiences=len(trained))
+        self.record.sets.append(ProcessedSet(ready, number, is_first=True, sessions=tuple(trained)))
+        self.record.progress.append(progress(number))
+        self.tell(name, *told)
+
+    def tell(self, name: str, *calls: str) -> None:
+        """Have a client know of a session with these answers."""
+        asked = [recorded(call) for call in calls]
+        self.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+
+    def call(self, session: str, call: str, ids: list[int], supersedes: str = "") -> None:
+        choice = SampledChoice(ids=ids, logprobs=[0.0] * len(ids))
+        made = SessionCall(session=session, call=call, at=0.0, prompt=[1, 2], choices=[choice], supersedes=supersedes)
+        self.sessions.calls[session][call] = made
+        self.say(made)
+
+    def outcome(self, name: str, number: int, outcome: str, runs: int, message: str = "") -> None:
+        fields = {"batch": number, "ticket": f"t{number}", "outcome": outcome, "completed_runs": runs}
+        self.sessions.ledger.apply_outcome(SubmissionOutcome(submission_id=f"s-{name}", message=message, **fields))
+        if runs:
+            trained = SessionsTrained(ticket=f"t{number}", outcome="trained", generation=1, step=number)
+            self.sessions.ledger.apply_trained(trained)
+
+    def say(self, body: Body) -> None:
+        self.offset += 1
+        self.sessions.ledger.apply(Event(self.offset, 0, f"m{self.offset}", 0.0, body, 1))
+
+    def decide(self, decided: SessionsDecided) -> None:
+        self.sessions.decisions.append(decided)
+        self.say(decided)
+
+    def trained(self, number: int, *more: tuple[str, tuple[int, ...]]) -> None:
+        """Add experiences to a batch."""
+        change(self.record.sets, number - 1, sessions=(*self.record.sets[number - 1].sessions, *more))
+
+    def verdicts(self) -> dict[str, InvariantVerdict]:
+        return {one.name: one for one in judge_sessions(self.traffic, self.sessions, self.record)}
+
+
+def told(scene: Scene, name: str) -> ClientSession:
+    return next(one for one in scene.traffic.sessions if one.id == name)
+
+
+def test_all_hold_of_sessions_that_count_once() -> None:
+    found = Scene().verdicts()
+    assert {one.result for one in found.values()} == {"holds"}, found
+    assert list(found) == [TWICE, DECIDED, COUNT, ANSWERS, TRUTH, WAITS]
+    assert found[COUNT].text == "2 of 2 rewarded sessions"
+    assert found[ANSWERS].text == "3 answers"
+
+
+def recorded(call: str) -> ClientRequest:
+    return ClientRequest(tries=1, call=call, recorded="yes")
+
+
+def answer_left_out(scene: Scene) -> None:
+    scene.call("a", "a2", [9])
+    told(scene, "a").asked.append(recorded("a2"))
+
+
+def lost_batch(scene: Scene) -> None:
+    """The batch was passed over and the ledger says trained: nobody says why it was not."""
+    scene.record.progress[1] = progress(2, outcome="skipped")
+
+
+def other_reward(scene: Scene) -> None:
+    told(scene, "a").reward = 0.75
+
+
+def unrewarded_was_trained_on(scene: Scene) -> None:
+    told(scene, "a").rewarded, told(scene, "a").reward = False, None
+
+
+def ended(scene: Scene, name: str, **decision: object) -> None:
+    """Have a further session asked, rewarded and decided upon."""
+    scene.say(SessionOpened(session=name, opened=0.0, idle_ttl=60, reward_ttl=60))
+    scene.call(name, f"{name}0", [9])
+    scene.say(SessionEnd(session=name, reward=0.5))
+    scene.decide(SessionsDecided(sessions=[name], **decision))  # type: ignore[arg-type]
+    scene.tell(name, f"{name}0")
+
+
+FAULTS: dict[str, tuple[Callable[[Scene], object], str, str]] = {
+    "in two batches": (
+        lambda scene: scene.trained(2, ("a", (1, 2, 7))),
+        TWICE,
+        "session a is in 2 batches that were trained on: t1, t2",
+    ),
+    "trained and unknown": (
+        lambda scene: scene.trained(2, ("c", (1, 2, 7))),
+        TWICE,
+        "session c was trained on, and the ledger says that it is unknown",
+    ),
+    "two decisions": (
+        lambda scene: scene.decide(SessionsDecided(sessions=["a", "c"], submission="s-other")),
+        DECIDED,
+        "session a has 2 decisions",
+    ),
+    "a lost batch": (lost_batch, COUNT, "session b: it is trained"),
+    "the lost answer too": (
+        lambda scene: scene.trained(2, ("b", (1, 2, 5))),
+        ANSWERS,
+        f"session b: answers {LOST} are trained on 1 times, wanted 0",
+    ),
+    "an answer twice": (
+        lambda scene: scene.trained(2, ("b", (1, 2, 8))),
+        ANSWERS,
+        "session b: answers b0 are trained on 2 times, wanted 1",
+    ),
+    "an answer left out": (answer_left_out, ANSWERS, "session a: a recorded answer is not among what was trained on"),
+    "an answer vanished": (
+        lambda scene: told(scene, "a").asked.append(recorded("a2")),
+        TRUTH,
+        "session a: answer a2 was reported as recorded and is not on the stream",
+    ),
+    "another reward": (other_reward, TRUTH, "session a: reward 0.75 was accepted, the stream says 0.5"),
+    "an unknown session": (
+        lambda scene: scene.traffic.sessions.append(ClientSession("c", "k")),
+        TRUTH,
+        "session c was opened and is not on the stream",
+    ),
+    "a refused request": (
+        lambda scene: scene.traffic.refused.append("session a, end: 500"),
+        TRUTH,
+        "session a, end: 500",
+    ),
+    "no reward": (
+        unrewarded_was_trained_on,
+        COUNT,
+        "session a was trained on, though it was discarded or has no reward",
+    ),
+    "queued for ever": (lambda scene: ended(scene, "c", submission="s-c"), WAITS, "session c: it is queued"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_finds_what_it_is_there_for(fault: str) -> None:
+    tamper, name, said = FAULTS[fault]
+    scene = Scene()
+    tamper(scene)
+    verdict = scene.verdicts()[name]
+    assert verdict.result == "violated"
+    assert said in verdict.evidence[0]
+
+
+def test_a_session_whose_batch_says_why_is_left_out_and_counted() -> None:
+    scene = Scene()
+    ended(scene, "c", submission="s-c")
+    scene.outcome("c", 3, "failed", 0, "its task was poisoned")
+    found = scene.verdicts()
+    assert {one.result for one in found.values()} == {"holds"}, found
+    assert found[COUNT].text == "2 of 3 rewarded sessions, 1 left out: its task was poisoned"
+
+
+def test_a_decision_that_contradicts_what_the_client_was_told_is_no_reason() -> None:
+    scene = Scene()
+    ended(scene, "c", dropped="no reward", reason="no reward came within 60 s")
+    [line] = scene.verdicts()[COUNT].evidence
+    assert line == "session c: it is dropped (no reward came within 60 s)"
+
+
+def test_what_a_client_cannot_know_is_not_judged() -> None:
+    scene = Scene()
+    other_reward(scene)
+    told(scene, "a").unsure.append("end")
+    assert scene.verdicts()[TRUTH].result == "holds"
+
+
+def test_without_clients_of_ours_the_streams_are_judged_and_nothing_else() -> None:
+    scene = Scene()
+    scene.trained(2, ("a", (1, 2, 7)))
+    found = {one.name: one.result for one in judge_sessions(None, scene.sessions, scene.record)}
+    assert found == {
+        TWICE: "violated",
+        DECIDED: "holds",
+        COUNT: "not checked",
+        ANSWERS: "not checked",
+        TRUTH: "not checked",
+        WAITS: "not checked",
+    }

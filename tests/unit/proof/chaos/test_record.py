@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from tests.unit.agents.gateway.world import World
+from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
+from tests.unit.gateway.serving import serving, serving_config
+from tests.waiting import until as until_true
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
-from trinity_mq.messages import TaskResult
+from trinity_mq.config import Config, load_config
+from trinity_mq.experience import EID, Experience
+from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.messages import SessionEnd, TaskResult, Version
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.proof.chaos.sessions.clients import Clients, clients_of
+from trinity_mq.proof.chaos.sessions.stream import SessionRecord, read_sessions
+from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
+from trinity_mq.proof.chaos.tokens import MOST_KEPT, WeightArchive, check_tokens
 from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.proof.invariants import (
     Expected,
@@ -120,3 +136,142 @@ def test_a_late_result_and_foreign_messages_change_nothing_and_rubbish_is_told(t
     assert len(again.results) == len(record.results) + 2
     assert [verdict.result for verdict in verdicts(again, witness)] == ["violated", *["holds"] * 4]
     assert len(again.undecodable) == 1
+
+
+def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus, world.gateway() as store:
+            for name in ("a", "b"):
+                await world.session(store, name)
+                await store.report(SessionEnd(session=name, reward=0.5), f"end-{name}")
+            await gateway_until(store, lambda: store.ledger.counts["trained"] == 2)
+            await bus.publish(world.topology.exchange("sessions"), "event", Envelope(body=b"rubbish", kind="x"))
+            record = await read_sessions(bus, world.topology)
+            await gateway_until(store, lambda: bool(world.dead))
+            await asyncio.sleep(60)
+        assert {one.id: one.state for one in record.ledger} == {"a": "trained", "b": "trained"}
+        assert {name: len(calls) for name, calls in record.calls.items()} == {"a": 1, "b": 1}
+        assert sorted(one.sessions for one in record.decisions) == [["a"], ["b"]]
+        assert record.begin == 0
+        assert len(record.undecodable) == 1
+        assert len(world.dead) == 1, "the rubbish alone: reading leaves nothing there that a gateway cannot read"
+
+    run_virtually(story())
+
+
+KEY = "a key of sixteen letters"
+
+
+async def test_what_clients_note_agrees_with_what_the_gateway_keeps(tmp_path: Path) -> None:
+    """They ask one gateway, and another one that is not there."""
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    config = serving_config(gateway={"key_file": str(tmp_path / "keys"), "num_gateways": 2})
+    async with serving(lambda _: "3", config=config, admin=KEY) as gateway:
+        clients = Clients(config, seed=1, at_once=16)
+        clients.urls = [f"http://127.0.0.1:{free_ports(1)[0]}", gateway.url]
+        working = asyncio.create_task(clients.work())
+        await until_true(lambda: len(clients.traffic.sessions) > 32, 60)
+        await clients.finish(working, 2.0)
+        record = SessionRecord(ledger=gateway.store.ledger)
+        for session in record.ledger:
+            record.calls[session.id] |= session.calls
+    traffic, counts = clients.traffic, clients.traffic.counts
+    verdict: InvariantVerdict = answers_match_stream(traffic, record)
+    assert verdict.result == "holds", verdict
+    assert counts["sessions"] > 32
+    assert counts["recorded"] > counts["repeated"] > 0, "the other gateway is not there"
+    assert traffic.failures["ClientConnectorError"] > 0
+    assert any(told.must_train for told in traffic.sessions)
+    assert {told.discarded for told in traffic.sessions} == {True, False}
+    assert any(told.group for told in traffic.sessions)
+    assert traffic.failures["TimeoutError"] > 0, "some give up at once"
+    assert not traffic.settled, "nobody trains here"
+
+
+def test_who_serves_nobody_has_no_clients() -> None:
+    said: list[str] = []
+    for config, at_once in ((serving_config(), 0), (serving_config(gateway={"port": 0}), 8)):
+        assert clients_of(config, 1, at_once, said.append) is None
+    assert said == ["gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic"]
+
+
+OLD, NEW = (1, 3), (1, 4)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config({"name": "tokens", "model": {"tiny": {"initializer_range": 0.5}}})
+
+
+@pytest.fixture(scope="module")
+def weights(config: Config, tmp_path_factory: pytest.TempPathFactory) -> dict[Version, Path]:
+    """Two versions of one model."""
+    folders = {version: tmp_path_factory.mktemp("model") / "folder" for version in (OLD, NEW)}
+    return {version: ensure_model_folder(config.model, folder, version[1]) for version, folder in folders.items()}
+
+
+def sampled(folder: Path, number: int, temperature: float = 0.7) -> Experience:
+    """Return an experience whose logprobs are those of a model."""
+    tokens = torch.tensor([3, 4, 5, 3, 2 + number % 3, 4])
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=tokens[None]).logits[0, 2:-1]
+    logprobs = torch.log_softmax(logits / temperature, -1).gather(1, tokens[3:, None])[:, 0]
+    return Experience(
+        eid=EID(1, number), tokens=tokens, prompt_length=3, logprobs=logprobs, temperature=temperature, reward=0.0
+    )
+
+
+def test_tokens_of_the_weights_they_name_fit_and_those_of_others_are_found(
+    config: Config, weights: dict[Version, Path]
+) -> None:
+    samples = {version: [sampled(folder, n) for n in range(3)] for version, folder in weights.items()}
+    verdict = check_tokens(config, weights, samples)
+    assert verdict.result == "holds", verdict
+    assert "6 experiences of 2 versions" in verdict.text
+    assert "of another version's weights 6 would be told" in verdict.text
+    wrong = sampled(weights[OLD], 1)
+    verdict = check_tokens(config, weights, {OLD: samples[OLD][:1], NEW: [samples[NEW][0], wrong]})
+    assert verdict.result == "violated"
+    [line] = verdict.evidence
+    assert wrong.eid.uid in line
+    assert "names version 1.4" in line
+
+
+def test_what_cannot_be_told_apart_is_not_called_proven(config: Config, weights: dict[Version, Path]) -> None:
+    samples = {OLD: [sampled(weights[OLD], 0)]}
+    alike = check_tokens(config, {OLD: weights[OLD], NEW: weights[OLD]}, samples)
+    assert alike.result == "not checked"
+    assert "would also fit the weights of another version" in alike.text
+    assert check_tokens(config, weights, {}).result == "not checked"
+    assert check_tokens(config, {}, samples).result == "not checked"
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Write a checkpoint as far as it is looked at."""
+    path = folder / f"progress-{step:06}"
+    (path / "model").mkdir(parents=True)
+    (path / "model" / "config.json").write_text("{}")
+    (path / "model" / "model.safetensors").write_text(f"weights of {step}")
+    state = {"generation": 1, "step": step, "progress": step, "source": {}}
+    (path / "trainer.json").write_text(json.dumps({"state": state, "files": {"model/config.json": 2}}))
+    return path
+
+
+def test_weights_are_kept_as_links_when_their_checkpoint_is_deleted(tmp_path: Path) -> None:
+    kept = WeightArchive(tmp_path / "checkpoints", tmp_path / "kept")
+    kept.look()  # there is no folder yet
+    for step in range(1, 13):
+        path = checkpoint(tmp_path / "checkpoints", step)
+        kept.look()
+        held = path / "model" / "model.safetensors"
+        assert os.path.samefile(held, kept.folders[1, step] / "model.safetensors"), "it takes no room"
+        held.unlink()
+        (path / "trainer.json").unlink()
+    assert len(kept.folders) == MOST_KEPT
+    assert {(1, 1), (1, 2), (1, 11), (1, 12)} <= kept.folders.keys(), "the first and the newest"
+    for (_, step), folder in kept.folders.items():
+        assert (folder / "model.safetensors").read_text() == f"weights of {step}"
+    assert len(list((tmp_path / "kept").iterdir())) == MOST_KEPT
+    kept.clear()
+    assert not (tmp_path / "kept").exists()
