@@ -58,6 +58,18 @@ class Fine(Workflow):
         return [one]
 
 
+class SeveralTurns(Workflow):
+    """Asks three times one after the other."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        turns = [await self.model.chat_async([{"role": "user", "content": f"{n}="}]) for n in range(3)]
+        for [turn] in turns:
+            turn.reward = 0.0
+        return [turn for [turn] in turns]
+
+
 class Fails(Workflow):
     """Asks, and stumbles over its own code, called by somebody else's."""
 
@@ -151,6 +163,15 @@ async def test_every_message_token_logprob_and_reward_is_shown(
     assert (experience["reward"], experience["eid"]["task"]) == (0.5, 5)
     assert experience["versions"] == [[0, 1, 7]]
     assert (end["ok"], end["calls"], end["error"], end["metrics"]["reward"]) == (True, 2, None, 0.5)
+
+
+async def test_later_turns_are_shown_too_although_engines_take_requests_in_groups(
+    engine: EngineServer, tmp_path: Path
+) -> None:
+    _, events = await debugged("SeveralTurns", engine.url, tmp_path)
+    calls = [event for event in events if event["event"] == "call"]
+    assert [call["request"]["messages"][0]["content"] for call in calls] == ["0=", "1=", "2="]
+    assert all(call["choices"][0]["tokens"] for call in calls)
 
 
 async def test_an_error_is_shown_with_its_place_in_the_workflow(engine: EngineServer, tmp_path: Path) -> None:

@@ -114,6 +114,16 @@ async def test_samples_and_curves() -> None:
         assert curve["points"] == [[1, 0.5]]
 
 
+async def test_the_expected_answer_is_with_a_sample() -> None:
+    async with served() as (client, run, _, _):
+        run.history.samples.put(body(3, info={"truth": "7"}), 4)
+        rows = await (await client.get("/api/samples?after=0")).json()
+        uid = rows["rows"][0][rows["columns"].index("uid")]
+        sample = await (await client.get("/api/sample", params={"uid": uid})).json()
+        assert sample["info"]["truth"] == "7"
+    assert "expected(one.info?.truth)" in (STATIC / "dash.js").read_text()
+
+
 async def test_answers_to_evaluations_by_question(tmp_path: Path) -> None:
     log = EvaluationLog(tmp_path, 2**20)
     for label, rewards in ((0, (0.0, 0.0)), (5, (1.0, 0.0))):
