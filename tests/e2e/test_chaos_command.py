@@ -104,9 +104,25 @@ async def test_a_drawn_schedule_on_a_longer_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ("buffer.total_steps=700", *SETTINGS[1:])
     words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *settings, "--kills", "25", "--seed", seed, "--every", "1")
-    code, report, said = await command(*words, "--further", "3")
+    code, report, said = await command(*words, "--further", "3", "--inside", "0.5")
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
     assert sum(fault["at"] is not None for fault in report["faults"]) >= 20, report
+    assert set(judged(report).values()) == {"holds"}, report
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("method", ["collective", "memory", "checkpoint"])
+async def test_trainer_engine_and_host_are_struck_at_each_step_of_a_sync(tmp_path: Path, method: str) -> None:
+    points = ("sync_prepare", "sync_go", "sync_applied", "sync_commit")
+    kills = [{"role": role, "kind": "kill", "point": point} for role in ("trainer", "engine") for point in points]
+    cuts = [{"role": "explorer", "kind": "cut", "seconds": 2.0, "point": point} for point in points[:2]]
+    file = schedule(tmp_path / "schedule.json", *kills, *cuts)
+    settings = ("buffer.total_steps=2000", *SETTINGS[1:], f"synchronizer.sync_method={method}")
+    words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={tmp_path / 'run'}", *settings, "--schedule", str(file))
+    code, report, said = await command(*words, "--after", "3", "--further", "3")
+    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+    assert [fault["note"] for fault in report["faults"]] == [""] * 10, "each at its point"
     assert set(judged(report).values()) == {"holds"}, report
 
 
