@@ -1,4 +1,4 @@
-"""What a real broker refuses: nacks of a full queue are tried again, a body over its limit never reaches it."""
+"""What a real broker refuses, and confirms that it loses: both are tried again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import aiormq
 import pytest
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError
+from aiormq.exceptions import DeliveryError
 
 from tests.waiting import until
-from trinity_mq.bus.base import Envelope, MessageTooLarge
+from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.rabbit import publisher as _rabbit_publisher
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 
-MIB = 1024**2
 NARROW = {"x-max-length": 3, "x-overflow": "reject-publish"}
 COUNT = 12
 
@@ -32,7 +31,7 @@ def note(number: int) -> Envelope:
 
 @pytest.fixture
 async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(max_message_bytes=16 * MIB), name="test")
+    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
     await made.connect()
     await made.declare(topology.dead)
     yield made
@@ -103,36 +102,3 @@ async def test_a_confirm_that_never_comes_is_not_waited_for(
         seen = [(await anext(feed)).message_id for _ in range(depth)]
     assert seen.count("note-7") >= 2, "it was there, but nobody knew"
     assert set(seen) == {f"note-{n}" for n in range(COUNT)}
-
-
-async def test_an_oversize_body_is_refused_here_and_the_others_on_their_way_are_untouched(
-    bus: RabbitBus, broker_url: str, topology: Topology
-) -> None:
-    changes: list[bool] = []
-    bus.on_change(lambda: changes.append(bus.usable))
-    async with asyncio.TaskGroup() as group:
-        others = [group.create_task(bus.publish("", topology.dead.name, note(n))) for n in range(COUNT)]
-        largest = Envelope(body=bytes(16 * MIB), kind="note", message_id="largest")
-        others.append(group.create_task(bus.publish("", topology.dead.name, largest)))
-        await asyncio.sleep(0)  # they are on their way
-        with pytest.raises(MessageTooLarge, match=r"over broker\.max_message_bytes"):
-            await bus.publish("", topology.dead.name, Envelope(body=bytes(16 * MIB + 1), kind="note"))
-        assert not any(task.done() for task in others)
-    assert all(task.result() is True for task in others)
-    assert await bus.depth(topology.dead.name) == COUNT + 1
-    assert not changes
-
-
-async def test_what_the_broker_itself_takes(bus: RabbitBus, broker_url: str, topology: Topology) -> None:
-    """The reason for our limit: from 4.0 a body over 16 MiB closes the channel with all that is on it."""
-    major = int((bus.broker_version or "").partition(".")[0])
-    async with aiormq.connect(broker_url) as connection:
-        channel = await connection.channel()
-        publishing = channel.basic_publish(bytes(17 * MIB), routing_key=topology.dead.name)
-        if major >= 4:
-            with pytest.raises(ChannelPreconditionFailed, match="larger than"):
-                await publishing
-            assert channel.is_closed
-        else:
-            await publishing
-            assert not channel.is_closed
