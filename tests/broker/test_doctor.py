@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +12,8 @@ from pathlib import Path
 import aiormq
 import pytest
 
+from tests.broker_fixtures import own_node
+from tests.processes import command
 from tests.waiting import until
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
@@ -44,19 +43,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def node() -> Iterator[PrivateNode]:
     """A private node of the RabbitMQ that tests use."""
-    base = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(base / "broker", plugins=("rabbitmq_management",), config=WRONG)
-
-    async def start() -> None:
-        await made.start()
-        await made.wait_ready()
-
-    try:
-        asyncio.run(start())
+    with own_node(plugins=("rabbitmq_management",), config=WRONG) as made:
         yield made
-    finally:
-        asyncio.run(made.kill())
-        shutil.rmtree(base, ignore_errors=True)
 
 
 async def look(
@@ -247,27 +235,15 @@ async def test_alarms(node: PrivateNode) -> None:
         await until(over, 60.0)
 
 
-async def command(*words: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "trinity_mq.cli.main",
-        "doctor",
-        *words,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TRINITY_MQ_BROKER")},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
+async def doctor(*words: str) -> tuple[int, str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRINITY_MQ_BROKER")}
+    return await command("doctor", *words, env=env)
 
 
 async def test_the_command(node: PrivateNode, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"name: {RUN}\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}/run\n")
-    code, output, errors = await command(
+    code, output, errors = await doctor(
         str(config), "--url", node.url, "--node", str(node.base), "--management", "http://127.0.0.1:1"
     )
     assert (code, errors) == (1, "")
@@ -279,7 +255,7 @@ async def test_the_command(node: PrivateNode, tmp_path: Path) -> None:
     assert "run folder's disk" in output
     assert not (tmp_path / "run").exists()
     # without a run and a node to ask there is nothing to complain about
-    code, output, errors = await command("--broker", node.url, "--management", "http://127.0.0.1:1", "--json")
+    code, output, errors = await doctor("--broker", node.url, "--management", "http://127.0.0.1:1", "--json")
     assert (code, errors) == (0, "")
     found = {one["subject"]: one for one in json.loads(output)["findings"]}
     assert found["version"]["verdict"] == "ok"

@@ -6,10 +6,7 @@ import asyncio
 import dataclasses
 import json
 import shlex
-import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +15,8 @@ from urllib.parse import urlsplit
 import aiormq
 import pytest
 
+from tests.broker_fixtures import own_node
+from tests.processes import command
 from tests.security_tables import rows
 from trinity_mq.bus.base import Bus, BusRefused
 from trinity_mq.bus.permissions import ROLES, Permissions, Role, permissions, rabbitmqctl_lines
@@ -40,14 +39,8 @@ TASK = '{"raw_task": {"question": "3,7,2=", "answer": "7"}}'
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[PrivateNode]:
-    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(folder / "broker")
-    try:
-        asyncio.run(made.launch())
+    with own_node() as made:
         yield made
-    finally:
-        asyncio.run(made.kill())
-        shutil.rmtree(folder)
 
 
 async def user(node: PrivateNode, name: str, wanted: Permissions) -> str:
@@ -276,17 +269,11 @@ async def test_each_user_may_do_what_the_table_says(
     assert tried == written
 
 
-async def command(*words: str, url: str) -> str:
+async def as_user(url: str, *words: str) -> str:
     """Run ``trinity-mq`` as the user of ``url`` and return its output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trinity_mq.cli.main", *words, "--broker", url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(120):
-        output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
+    code, out, errors = await command(*words, "--broker", url)
+    assert code == 0, out + errors
+    return out
 
 
 @pytest.mark.e2e
@@ -306,12 +293,12 @@ async def test_a_whole_run_works_with_them(
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
         await going.until_progress(1, 180.0)
         answer, told, letters, shown, tapped, regraded = await asyncio.gather(
-            command("submit", run, "--task", TASK, "--wait", "90", url=submitter),
-            command("status", run, "--seconds", "3", url=reader),
-            command("dead", "list", run, url=reader),
-            command("inspect", run, url=reader),
-            command("tap", run, "--from", "beginning", "--no-follow", "--fields", "uid", url=reader),
-            command("regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-", url=reader),
+            as_user(submitter, "submit", run, "--task", TASK, "--wait", "90"),
+            as_user(reader, "status", run, "--seconds", "3"),
+            as_user(reader, "dead", "list", run),
+            as_user(reader, "inspect", run),
+            as_user(reader, "tap", run, "--from", "beginning", "--no-follow", "--fields", "uid"),
+            as_user(reader, "regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-"),
         )
         assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"
         assert [name for name in ("explorer-0", "trainer-0", "operator-0", "runner-0") if name not in told] == []

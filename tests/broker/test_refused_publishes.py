@@ -1,10 +1,13 @@
-"""What a real broker refuses, and confirms that it loses: both are tried again."""
+"""What a real broker refuses, and confirms that it loses: both are tried again. What outsiders and faults can fill has
+a bound: `submitted` refuses, `dead` drops the oldest, which is counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiormq
@@ -13,20 +16,25 @@ from aiormq.channel import Channel
 from aiormq.exceptions import DeliveryError
 
 from tests.waiting import until
-from trinity_mq.bus.base import Envelope
+from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.rabbit import publisher as _rabbit_publisher
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.bus.topology import Topology
+from trinity_mq.bus.topology import DROPPED, Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.errors import CommandError
+from trinity_mq.messages import TaskBody, TaskSubmission
+from trinity_mq.operations import submit
 
 NARROW = {"x-max-length": 3, "x-overflow": "reject-publish"}
 COUNT = 12
+BOUND, SIZE = 100_000, 10_000
+"""Bytes of a queue, and of a message: some ten of them fill it."""
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
-def note(number: int) -> Envelope:
-    return Envelope(body=b"%d" % number, kind="note", message_id=f"note-{number}")
+def note(number: int, size: int = 0) -> Envelope:
+    return Envelope(body=b"%d" % number + bytes(size), kind="note", message_id=f"note-{number}")
 
 
 @pytest.fixture
@@ -78,6 +86,18 @@ async def _more_than(bus: RabbitBus, queue: str, count: int) -> bool:
     return (await bus.depth(queue) or 0) > count
 
 
+@pytest.fixture
+async def bounded(bus: RabbitBus, broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
+    """A bus whose queues are small."""
+    await bus.delete(topology.dead.name)
+    narrow = replace(topology, submitted_max_bytes=BOUND, dead_max_bytes=BOUND)
+    made = RabbitBus(broker_url, narrow, config=BrokerConfig(), name="bounds")
+    await made.connect()
+    await made.declare(*narrow.durable)
+    yield made
+    await made.close()
+
+
 async def test_a_confirm_that_never_comes_is_not_waited_for(
     bus: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,3 +122,57 @@ async def test_a_confirm_that_never_comes_is_not_waited_for(
         seen = [(await anext(feed)).message_id for _ in range(depth)]
     assert seen.count("note-7") >= 2, "it was there, but nobody knew"
     assert set(seen) == {f"note-{n}" for n in range(COUNT)}
+
+
+async def fill(bounded: RabbitBus, topology: Topology) -> int:
+    """Submit until the broker refuses; return how many it took."""
+    for number in range(100):
+        try:
+            await bounded.publish(topology.exchange("tasks"), "submit", note(number, SIZE), timeout=1.0)
+        except BusUnavailable:
+            return number
+    return 100
+
+
+async def test_a_full_queue_of_submissions_refuses_and_takes_more_once_there_is_room(
+    bounded: RabbitBus, topology: Topology
+) -> None:
+    taken = await fill(bounded, topology)
+    assert 8 <= taken <= 15
+    assert await bounded.depth(topology.submitted.name) == taken
+    waiting = asyncio.create_task(bounded.publish(topology.exchange("tasks"), "submit", note(200, SIZE)))
+    consumed = replace(topology, submitted_max_bytes=BOUND).submitted
+    async with await bounded.consume(consumed, prefetch=1) as consumer:
+        for _ in range(taken):
+            await (await anext(consumer)).ack()
+        assert await asyncio.wait_for(waiting, 30)
+
+
+async def test_the_submit_command_says_that_the_queue_is_full(
+    bounded: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = await fill(bounded, topology)
+    monkeypatch.setattr(submit, "PUBLISH_SECONDS", 1.0)
+    task = TaskSubmission(task=TaskBody(workflow="w", raw_task={"q": "x" * SIZE}), submission_id="mine")
+    with pytest.raises(CommandError, match=rf"{taken} tasks wait in the queue submitted.*--id mine"):
+        await submit._publish(bounded, topology, task, None)
+
+
+async def test_a_full_queue_of_dead_letters_drops_the_oldest_and_tells(bounded: RabbitBus, topology: Topology) -> None:
+    listener = topology.listener("explorer-0", "1.dropped", "control", DROPPED)
+    await bounded.declare(listener)
+    async with await bounded.consume(listener) as dropped:
+        for number in range(40):
+            assert await bounded.publish(topology.exchange("dead"), "train.1", note(number, SIZE), timeout=10.0)
+
+        async def has_dropped() -> bool:
+            return 0 < (await bounded.depth(topology.dead.name) or 0) <= 15
+
+        await until(has_dropped)
+        kept = await bounded.depth(topology.dead.name) or 0
+        seen: list[str | None] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                while len(seen) < 40 - kept:
+                    seen.append((await anext(dropped)).message_id)
+    assert seen == [f"note-{number}" for number in range(40 - kept)]

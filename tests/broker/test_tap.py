@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.broker_fixtures import own_node
 from tests.unit.agents.world import experience
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -33,16 +31,10 @@ GROUP = 4
 """Experiences of a batch."""
 
 
-@pytest.fixture
-async def node() -> AsyncIterator[PrivateNode]:
-    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(folder / "broker")
-    try:
-        await made.launch()
+@pytest.fixture(scope="module")
+def node() -> Iterator[PrivateNode]:
+    with own_node() as made:
         yield made
-    finally:
-        await made.kill()
-        shutil.rmtree(folder)
 
 
 @pytest.fixture

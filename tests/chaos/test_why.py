@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import command
 from trinity_mq.local_broker.node import find_rabbitmq
 from trinity_mq.testing.runs import LocalRun
 
@@ -34,20 +33,15 @@ async def test_a_frozen_engine(tmp_path: Path) -> None:
         pid = run.kill("engine", signal.SIGSTOP)
         try:
             began = time.monotonic()
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trinity_mq.cli.main", "why", str(run.run_dir), "--json"),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-            )
-            told, errors = await process.communicate()
+            code, told, errors = await command("why", str(run.run_dir), "--json")
             seconds = time.monotonic() - began
         finally:
             os.kill(pid, signal.SIGCONT)
-    assert told, errors.decode()
+    assert told, errors
     finding = json.loads(told)
     logs = "\n".join(log.read_text()[-600:] for log in sorted((run.run_dir / "logs").glob("*.jsonl")))
     assert finding["culprit"] == "explorer-0-engine", f"{finding}\n{logs}"
-    assert process.returncode == 3, finding
+    assert code == 3, finding
     assert seconds <= NAMED_WITHIN, f"{seconds:.1f} s: {finding}"
     assert "explorer-0-engine" in finding["sentence"]
     assert "has not answered its host" in finding["sentence"]

@@ -5,14 +5,13 @@ The broker lives on because a killed one may lose what it confirmed into a queue
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.processes import command
 from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
 
@@ -67,8 +66,5 @@ async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_th
     assert [step for step, _ in again] == [step for step in trained if step >= again[0][0]]
     assert max(value for _, value in again) < 1e-4, again
     assert {line["sample/staleness/max"] for line in lines if "sample/staleness/max" in line} == {0.0}
-    words = ["-m", "trinity_mq.cli.main", "audit", str(folder), "--checkpoint", "all"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
-    told, _ = await process.communicate()
-    assert process.returncode == 0, told.decode()
-    assert told.decode().splitlines()[-1] == "proven"
+    code, told, _ = await command("audit", str(folder), "--checkpoint", "all")
+    assert (code, told.splitlines()[-1]) == (0, "proven"), told
