@@ -21,7 +21,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.transport.blobs import open_store
-from trinity_mq.transport.experience_parts import part_message
+from trinity_mq.transport.experience_parts import chunk_message, part_message
 
 pytestmark = pytest.mark.broker
 
@@ -76,6 +76,16 @@ async def _close(bus: Bus, topology: Topology, config: Config, batch: int) -> No
     assert await bus.publish(topology.exchange("batches"), "closed", envelope(closed))
 
 
+async def half_a_batch(config: Config, topology: Topology) -> None:
+    """Publish a chunk that nobody is about to complete."""
+    bus = create_bus(config.broker, topology, "test")
+    await bus.connect()
+    await bus.declare(*topology.durable)
+    mail = chunk_message(BatchClosed(batch=3, ticket="t3"), "o", 0, Experience.serialize_many([experience()]))
+    assert await bus.publish(topology.exchange("ready"), "3", mail)
+    await bus.close()
+
+
 def inspected(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]], str]:
     capsys.readouterr()  # what was logged by those that play the run
     code = main(["inspect", *words, "--json"])
@@ -89,6 +99,10 @@ def test_what_an_operator_publishes_is_seen_and_stays_for_the_trainer(
     words = [topology.run, "--broker", broker_url]
     code, _, err = inspected(capsys, *words)
     assert (code, "has no stream of experiences on this broker" in err) == (2, True)
+    asyncio.run(half_a_batch(config, topology))
+    code, shown, err = inspected(capsys, *words)
+    assert (code, shown) == (1, [])
+    assert "holds no processed batch yet; under way: batch 3" in err
     trained = asyncio.run(processed(config, topology, [1]))
     store = open_store(config.broker, topology.run)
     assert store is not None
