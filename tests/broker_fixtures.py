@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,6 +182,19 @@ def _private_node(config: pytest.Config, base: Path, aside: str) -> Iterator[str
         asyncio.run(start())
         config.stash[TOOLS] = node
         yield _note(config, node.url, f"a private node{aside}")
+    finally:
+        asyncio.run(node.kill())
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@contextmanager
+def own_node(**settings: Any) -> Iterator[PrivateNode]:
+    """A private node that a test may stop, starve or set up as it likes."""
+    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+    node = PrivateNode(base / "broker", **settings)
+    try:
+        asyncio.run(node.launch())
+        yield node
     finally:
         asyncio.run(node.kill())
         shutil.rmtree(base, ignore_errors=True)

@@ -1,10 +1,37 @@
-"""The processes below another."""
+"""Commands that tests run, and the processes below another."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
+
+ROOT = Path(__file__).parents[1]
+
+
+async def command(*words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run ``trinity-mq`` and return its exit code, its output and its errors."""
+    return await python("-m", "trinity_mq.cli.main", *words, env=env)
+
+
+async def python(*words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run Python in the folder of the checkout and return its exit code, its output and its errors."""
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, cwd=ROOT, env=env, stdin=nothing, stdout=pipe, stderr=pipe
+    )
+    try:
+        out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), errors.decode(errors="replace")
 
 
 def descendants(pid: int) -> list[tuple[psutil.Process, list[str]]]:

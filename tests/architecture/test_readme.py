@@ -101,7 +101,7 @@ class Recording:
 
 
 def test_the_step_wise_workflow_of_the_readme_is_the_example_and_runs() -> None:
-    """``tests/e2e/test_step_wise.py`` trains with it."""
+    """``tests/e2e/test_examples.py`` trains with it."""
     example = STEP_WISE.read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(example))
     code = example.removeprefix(f'"""{docstring}"""').strip() + "\n"

@@ -86,24 +86,6 @@ async def test_what_waited_for_its_confirm_is_taken_by_the_new_one(
     assert [entry["event"] for entry in logs if "batch_queue" in entry["event"]] == ["batch_queue_replaced"]
 
 
-async def test_a_look_leaves_what_is_there(
-    buses: tuple[RabbitBus, RabbitBus], topology: Topology, ticket: Ticket, logs: list[Any]
-) -> None:
-    owner, runner = buses
-    queue = topology.batch_queue(1, ticket.ticket)
-    await owner.declare(queue)
-    key = topology.batch_routing_key(1, ticket.ticket)
-    part = Envelope(body=b"part", kind="experience_part", message_id="part-0")
-    assert await runner.publish(topology.exchange("experiences"), key, part)
-    watching = asyncio.create_task(BatchQueues(owner, topology, lambda: [ticket]).watch())
-    try:
-        await until(lambda: _deeper_than(owner, queue.name, 1), 30)  # the mark
-    finally:
-        watching.cancel()
-    assert (await _bodies(owner, queue))[0] == b"part"
-    assert not [entry for entry in logs if "batch_queue" in entry["event"]]
-
-
 async def _deeper_than(bus: RabbitBus, name: str, depth: int) -> bool:
     return (await bus.depth(name) or 0) > depth
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import aiormq
 import pytest
 
+from tests.broker_fixtures import own_node
+from tests.processes import command
 from tests.waiting import until
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
@@ -45,19 +43,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def node() -> Iterator[PrivateNode]:
     """A private node of the RabbitMQ that tests use."""
-    base = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(base / "broker", plugins=("rabbitmq_management",), config=WRONG)
-
-    async def start() -> None:
-        await made.start()
-        await made.wait_ready()
-
-    try:
-        asyncio.run(start())
+    with own_node(plugins=("rabbitmq_management",), config=WRONG) as made:
         yield made
-    finally:
-        asyncio.run(made.kill())
-        shutil.rmtree(base, ignore_errors=True)
 
 
 async def look(
@@ -112,6 +99,26 @@ async def agents(node: PrivateNode) -> AsyncIterator[RabbitBus]:
                 await channel.exchange_delete(exchange)
 
 
+@asynccontextmanager
+async def beating(bus: RabbitBus) -> AsyncIterator[None]:
+    """Runners of two releases send heartbeats."""
+
+    async def go_on() -> None:
+        common = {"role": "runner", "seq": 1, "incarnation": "i", "lease": 10.0, "state": "idle"}
+        while True:
+            for name, fields in ("runner-0", {}), ("runner-1", {"release": "0.3.0", "reads": (1, 2), "writes": 2}):
+                beat = Heartbeat.model_validate({**common, "id": name, **fields})
+                await bus.publish(TOPOLOGY.exchange("telemetry"), f"beat.runner.{name}", envelope(beat))
+            await asyncio.sleep(0.5)
+
+    going = asyncio.create_task(go_on())
+    try:
+        yield
+    finally:
+        going.cancel()
+        await asyncio.wait([going])
+
+
 async def queues_have_timeouts(node: PrivateNode) -> bool:
     """Whether the release lets each queue have a consumer timeout of its own."""
     return tuple(int(number) for number in (await node.ctl("version")).strip().split(".")[:2]) >= (3, 12)
@@ -156,10 +163,20 @@ async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode)
     assert set(verdicts(found).values()) == {"ok", "not looked at"}
     assert "no management API at http://127.0.0.1:1" in found["alarms"].seen
     assert "write" in found["permissions"].seen, "there is no exchange of the run to try it on"
-    async with agents(node):
+    async with agents(node) as bus:
         found = await look(node)
         assert {found["permissions"].verdict, found["alarms"].verdict} == {"ok"}
         assert "tried" in found["permissions"].seen
+        assert found["releases"].seen == "no agent is running"
+        assert "not in use" in found["queues of the run"].seen
+        by_ctl = (await look(node, ctl=True))["queues of the run"]
+        assert (by_ctl.verdict, by_ctl.seen) == ("warning", "7 queues, not in use")
+        assert "trinity-mq broker clean sick" in by_ctl.do
+        async with await bus.consume(TOPOLOGY.dead), beating(bus):
+            found = await look(node)
+    assert found["queues of the run"].verdict == "ok"
+    assert found["releases"].verdict == "problem"
+    assert found["releases"].seen.startswith("0.1.0: runner-0; 0.3.0: runner-1")
 
 
 async def test_policies_that_clash(node: PrivateNode) -> None:
@@ -170,16 +187,9 @@ async def test_policies_that_clash(node: PrivateNode) -> None:
         by_ctl, by_api = await look(node, ctl=True), await look(node, management=True)
         for found in (by_ctl, by_api):
             assert found["policies"].verdict == "problem"
-        everything = await check_broker(BrokerConfig(url=node.url), NEEDS, "http://127.0.0.1:1", None, node.ctl)
     finally:
         for words in (("clear_policy", "short"), ("clear_operator_policy", "small"), ("clear_policy", "others")):
             await node.ctl(*words)
-    said = [one.seen for one in everything if one.subject == "policies"]
-    assert len(said) == 2
-    assert "'short'" in said[0]
-    assert "message-ttl: 1000" in said[0]
-    assert "tmq.sick.ready" not in said[0], "streams have no such thing"
-    assert "operator policy 'small'" in said[1]
     assert (await look(node, ctl=True))["policies"].verdict == "ok"
 
 
@@ -225,62 +235,15 @@ async def test_alarms(node: PrivateNode) -> None:
         await until(over, 60.0)
 
 
-async def test_what_a_run_left(node: PrivateNode) -> None:
-    async with agents(node) as bus:
-        consumer = await bus.consume(TOPOLOGY.dead)
-        assert "in use" in (await look(node))["queues of the run"].seen
-        await consumer.close()
-        found = (await look(node, ctl=True))["queues of the run"]
-        assert (found.verdict, found.seen) == ("warning", "7 queues, not in use")
-        assert "trinity-mq broker clean sick" in found.do
-        assert "not in use" in (await look(node))["queues of the run"].seen
-
-
-async def test_agents_of_two_releases(node: PrivateNode) -> None:
-    async def beat(bus: RabbitBus, name: str, **fields: Any) -> None:
-        common = {"role": "runner", "id": name, "seq": 1, "incarnation": "i", "lease": 10.0, "state": "idle"}
-        await bus.publish(
-            TOPOLOGY.exchange("telemetry"), f"beat.runner.{name}", envelope(Heartbeat(**common, **fields))
-        )
-
-    async def go_on(bus: RabbitBus) -> None:
-        while True:
-            await beat(bus, "runner-0")
-            await beat(bus, "runner-1", release="0.3.0", reads=(1, 2), writes=2)
-            await asyncio.sleep(0.5)
-
-    async with agents(node) as bus, await bus.consume(TOPOLOGY.dead):
-        assert (await look(node))["releases"].seen == "no agent is running"
-        going = asyncio.create_task(go_on(bus))
-        found = (await look(node))["releases"]
-        going.cancel()
-        await asyncio.wait([going])
-    assert found.verdict == "problem"
-    assert found.seen.startswith("0.1.0: runner-0; 0.3.0: runner-1")
-    assert "upgrade runner-0 first" in found.seen
-
-
-async def command(*words: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "trinity_mq.cli.main",
-        "doctor",
-        *words,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TRINITY_MQ_BROKER")},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode(), errors.decode()
+async def doctor(*words: str) -> tuple[int, str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRINITY_MQ_BROKER")}
+    return await command("doctor", *words, env=env)
 
 
 async def test_the_command(node: PrivateNode, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"name: {RUN}\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}/run\n")
-    code, output, errors = await command(
+    code, output, errors = await doctor(
         str(config), "--url", node.url, "--node", str(node.base), "--management", "http://127.0.0.1:1"
     )
     assert (code, errors) == (1, "")
@@ -292,7 +255,7 @@ async def test_the_command(node: PrivateNode, tmp_path: Path) -> None:
     assert "run folder's disk" in output
     assert not (tmp_path / "run").exists()
     # without a run and a node to ask there is nothing to complain about
-    code, output, errors = await command("--broker", node.url, "--management", "http://127.0.0.1:1", "--json")
+    code, output, errors = await doctor("--broker", node.url, "--management", "http://127.0.0.1:1", "--json")
     assert (code, errors) == (0, "")
     found = {one["subject"]: one for one in json.loads(output)["findings"]}
     assert found["version"]["verdict"] == "ok"

@@ -12,8 +12,7 @@ import pytest
 
 from tests.waiting import until
 from trinity_mq import Explorer, RunnerWrapper, Scheduler, Task, TaskWrapper
-from trinity_mq.bus import AddressError, Topology, create_bus
-from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.bus import Topology, create_bus
 from trinity_mq.config import Config, load_config
 from trinity_mq.models.errors import EngineRefused
 from trinity_mq.testing.fakes import FakeRunner
@@ -84,15 +83,3 @@ async def test_an_explorer_from_its_configuration(config: Config) -> None:
     explorer.drain()
     assert await exploring == explorer.id
     assert explorer.bus.trouble == "the bus is closed"
-
-
-@pytest.mark.parametrize(
-    "make", [lambda config: Scheduler(config, []), lambda config: RunnerWrapper(0, None, [], config), Explorer]
-)
-def test_without_an_address_the_error_says_where_to_give_one(
-    config: Config, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(URL_VARIABLE, raising=False)
-    nowhere = config.model_copy(update={"broker": config.broker.model_copy(update={"url": ""})})
-    with pytest.raises(AddressError, match=r"set broker\.url or TRINITY_MQ_BROKER_URL"):
-        make(nowhere)

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
+from tests.broker_fixtures import own_node
 from tests.waiting import until
 from trinity_mq.bus import Bus, Envelope, Topology, create_bus
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
@@ -32,22 +31,13 @@ pytestmark = [
 ]
 
 
-def cluster_config() -> str:
-    """The settings of the manifest."""
-    [manifest] = yaml.safe_load_all((FOLDER / "rabbitmq" / "cluster.yaml").read_text())
-    return str(manifest["spec"]["rabbitmq"]["additionalConfig"])
-
-
 @pytest.fixture
-async def node() -> AsyncIterator[PrivateNode]:
-    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(folder / "broker", plugins=("rabbitmq_management",), config=cluster_config())
-    try:
-        await made.launch()
+def node() -> Iterator[PrivateNode]:
+    """A broker with the settings of the manifest."""
+    [manifest] = yaml.safe_load_all((FOLDER / "rabbitmq" / "cluster.yaml").read_text())
+    config = str(manifest["spec"]["rabbitmq"]["additionalConfig"])
+    with own_node(plugins=("rabbitmq_management",), config=config) as made:
         yield made
-    finally:
-        await made.kill()
-        shutil.rmtree(folder)
 
 
 async def set_up(node: PrivateNode, run: str) -> None:

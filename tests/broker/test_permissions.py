@@ -6,10 +6,7 @@ import asyncio
 import dataclasses
 import json
 import shlex
-import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +15,10 @@ from urllib.parse import urlsplit
 import aiormq
 import pytest
 
+from tests.broker_fixtures import own_node
+from tests.processes import command
 from tests.security_tables import rows
-from trinity_mq.bus.base import Bus, BusRefused, QueueGone
+from trinity_mq.bus.base import Bus, BusRefused
 from trinity_mq.bus.permissions import ROLES, Permissions, Role, permissions, rabbitmqctl_lines
 from trinity_mq.bus.properties import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -27,7 +26,6 @@ from trinity_mq.bus.topology import BY_GATEWAY, SUBMIT, Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.messages import BatchReady, encode
-from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [
@@ -41,14 +39,8 @@ TASK = '{"raw_task": {"question": "3,7,2=", "answer": "7"}}'
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[PrivateNode]:
-    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(folder / "broker")
-    try:
-        asyncio.run(made.launch())
+    with own_node() as made:
         yield made
-    finally:
-        asyncio.run(made.kill())
-        shutil.rmtree(folder)
 
 
 async def user(node: PrivateNode, name: str, wanted: Permissions) -> str:
@@ -149,41 +141,6 @@ async def test_a_run_that_is_not_there_is_said_to_be_so(node: PrivateNode, topol
     assert f"run '{topology.run}' is not on the broker (start the agents that make it first)" in said
 
 
-async def test_a_submitter_hands_in_tasks_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
-    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "submitter")), topology)
-    tasks = topology.exchange("tasks")
-    try:
-        assert await bus.publish(tasks, "submit", note("task"))
-        await bus.declare(topology.listener("submit", "1", "replies"))
-        assert "topic 'train.1' in exchange" in await refused(bus.publish(tasks, "train.1", note("slice")))
-        await refused(bus.publish(topology.exchange("batches"), "closed", note("x")))
-        await refused(bus.consume(topology.submitted))
-        await refused(bus.consume(topology.ready, offset=0))
-        await refused(bus.declare(topology.listener("submit", "1", "telemetry", "#")))
-        await refused(bus.delete(topology.closed.name))
-        assert await bus.publish(tasks, "submit", note("another"))
-    finally:
-        await bus.close()
-    assert await others.depth(topology.submitted.name) == 2
-    assert await others.depth(topology.tasks_train.name) == 0
-
-
-async def test_a_rewarder_rewards_sessions_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
-    await others.declare(topology.sessions)
-    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "rewarder")), topology)
-    sessions = topology.exchange("sessions")
-    try:
-        assert await bus.publish(sessions, "session", note("reward"))
-        assert "topic 'outcome' in exchange" in await refused(bus.publish(sessions, "outcome", note("of a batch")))
-        await refused(bus.publish(topology.exchange("tasks"), "submit", note("task")))
-        await refused(bus.consume(topology.sessions, offset=0))
-        await refused(bus.delete(topology.sessions.name))
-    finally:
-        await bus.close()
-    async with asyncio.timeout(10), await others.consume(topology.sessions, offset=0) as feed:
-        assert (await anext(feed)).body == b"reward"
-
-
 async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
     node: PrivateNode, others: Bus, topology: Topology
 ) -> None:
@@ -205,26 +162,6 @@ async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
     finally:
         await bus.close()
         await own.close()
-
-
-async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
-    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "reader")), topology)
-    ready = topology.exchange("ready")
-    try:
-        await bus.declare(topology.listener("status", "1", "telemetry", "#"))
-        assert await bus.publish(ready, "mark", note("mark"))
-        async with asyncio.timeout(10), await bus.consume(topology.ready, offset=0) as feed:
-            assert (await anext(feed)).body == b"mark"
-        await (await bus.consume(topology.dead)).close()
-        await refused(bus.publish(ready, "17", note("a batch of mine")))
-        await refused(bus.publish(topology.exchange("telemetry"), "beat.trainer.t", note("a beat of mine")))
-        await refused(bus.publish(topology.exchange("control"), "restart.runner-0", note("x")))
-        await refused(bus.consume(topology.tasks_train))
-        await refused(bus.delete(topology.dead.name))
-    finally:
-        await bus.close()
-    with pytest.raises(QueueGone):
-        await others.consume(topology.batch_queue(9, "g" * 32))
 
 
 @pytest.mark.parametrize("header", ["CC", "BCC"])
@@ -332,17 +269,11 @@ async def test_each_user_may_do_what_the_table_says(
     assert tried == written
 
 
-async def command(*words: str, url: str) -> str:
+async def as_user(url: str, *words: str) -> str:
     """Run ``trinity-mq`` as the user of ``url`` and return its output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trinity_mq.cli.main", *words, "--broker", url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(120):
-        output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
+    code, out, errors = await command(*words, "--broker", url)
+    assert code == 0, out + errors
+    return out
 
 
 @pytest.mark.e2e
@@ -362,12 +293,12 @@ async def test_a_whole_run_works_with_them(
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
         await going.until_progress(1, 180.0)
         answer, told, letters, shown, tapped, regraded = await asyncio.gather(
-            command("submit", run, "--task", TASK, "--wait", "90", url=submitter),
-            command("status", run, "--seconds", "3", url=reader),
-            command("dead", "list", run, url=reader),
-            command("inspect", run, url=reader),
-            command("tap", run, "--from", "beginning", "--no-follow", "--fields", "uid", url=reader),
-            command("regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-", url=reader),
+            as_user(submitter, "submit", run, "--task", TASK, "--wait", "90"),
+            as_user(reader, "status", run, "--seconds", "3"),
+            as_user(reader, "dead", "list", run),
+            as_user(reader, "inspect", run),
+            as_user(reader, "tap", run, "--from", "beginning", "--no-follow", "--fields", "uid"),
+            as_user(reader, "regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-"),
         )
         assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"
         assert [name for name in ("explorer-0", "trainer-0", "operator-0", "runner-0") if name not in told] == []
@@ -387,22 +318,3 @@ async def test_a_whole_run_works_with_them(
     assert max(step for step, _ in rest.values("trainer/step")) > reached
     for log in (tmp_path / "run" / "logs").glob("*.jsonl"):
         assert "ACCESS_REFUSED" not in log.read_text()
-
-
-async def test_a_reviewer_reads_requests_and_gives_verdicts_and_nothing_else(
-    node: PrivateNode, others: Bus, topology: Topology
-) -> None:
-    await others.declare(topology.review)
-    bus = await bus_of(await user(node, f"{topology.run}-v", permissions(topology.run, "reviewer")), topology)
-    review = topology.exchange("review")
-    event = Envelope(body=b'{"request": "0123456789abcdef", "verdict": "keep"}', kind="review_verdict")
-    try:
-        async with ReviewStream(bus, topology).following() as reviews:
-            applied = await reviews.send("0123456789abcdef", "keep", by="ann")
-            assert (applied.taken, reviews.pending()) == ("unknown", [])
-        for exchange, key in ((review, "request"), (review, "closed"), (topology.exchange("tasks"), "submit")):
-            await refused(bus.publish(exchange, key, event))
-        await refused(bus.consume(replace(topology.ready, redeclare=False), offset=0))
-        await refused(bus.delete(topology.review.name))
-    finally:
-        await bus.close()

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.other_debian import SERVERS, UnusableRoot, wrapped
 from tests.processes import gone
 from tests.waiting import queues_noted, until
 from trinity_mq.bus.base import Envelope
@@ -31,7 +30,6 @@ from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode
 from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, free_ports
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
-DEBIAN_SERVER = next(Path("/").glob(SERVERS), None)
 
 
 @pytest.fixture
@@ -114,13 +112,6 @@ async def test_it_looks_for_modules_where_most_of_them_are(base: Path) -> None:
     (base / "plugins" / "rabbit-0.0.1").symlink_to("/no/such/folder")  # as an earlier release would have left it
     async with PrivateNode(base):
         assert not (base / "plugins" / "rabbit-0.0.1").is_symlink()
-
-
-@pytest.mark.extended
-async def test_plugins_are_found_where_one_is_wanted(base: Path) -> None:
-    async with PrivateNode(base, plugins=("rabbitmq_shovel",)) as node:
-        assert "rabbitmq_shovel" in await node.ctl("eval", "rabbit_plugins:active().")
-        assert not (base / "plugins").exists()
 
 
 async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) -> None:
@@ -213,47 +204,6 @@ time.sleep(60)
         await parent.wait()
     await until(lambda: gone(pid))
     await until(lambda: silent(epmd_port))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="for root")
-def test_another_root_must_hold_a_server(tmp_path: Path) -> None:
-    with pytest.raises(UnusableRoot, match=r"holds no system of its own.*TRINITY_MQ_RABBITMQ_ROOT"):
-        wrapped(tmp_path, tmp_path / "wrappers", "")
-    (tmp_path / "usr/bin").mkdir(parents=True)
-    (tmp_path / "usr/bin/sh").touch()
-    (tmp_path / "lib").symlink_to("usr/lib")
-    with pytest.raises(UnusableRoot, match=rf"no .*/sbin/rabbitmq-server below {tmp_path}"):
-        wrapped(tmp_path, tmp_path / "wrappers", "")
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not DEBIAN_SERVER, reason="for root, with RabbitMQ of a Debian package")
-async def test_the_server_of_another_root_runs(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own root stands for another system's: the same way leads to its programs."""
-    for name, value in wrapped(Path("/"), tmp_path, os.environ["PATH"]).items():
-        monkeypatch.setenv(name, value)
-    assert find_rabbitmq() == next(tmp_path.glob("rabbitmq_server-*/sbin/rabbitmq-server"))
-    async with PrivateNode(base) as node:
-        server = psutil.Process(node.pid)
-        assert os.readlink(f"/proc/{server.pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt")
-        assert "RabbitMQ" in await node.ctl("status")
-
-
-@pytest.mark.extended
-async def test_a_queue_made_just_before_a_crash_answers_again(base: Path) -> None:
-    """What was in it may be gone, confirmed or not; that nobody could ask it any more was worse."""
-    queue = Topology("crash").tasks_train
-    for _ in range(2):
-        async with PrivateNode(base) as node:
-            bus = RabbitBus(node.url, Topology("crash"), config=BrokerConfig(), name="tester")
-            await bus.connect()
-            try:
-                await bus.declare(queue)
-                assert await bus.publish("", queue.name, Envelope(body=b"body", kind="test"), timeout=10.0)
-                async with await bus.consume(queue) as feed, asyncio.timeout(10):
-                    await anext(feed)
-                await node.kill()
-            finally:
-                await bus.close()
 
 
 STOP = (

@@ -12,17 +12,26 @@ import aiormq
 import pytest
 from structlog.testing import capture_logs
 
+from tests.broker_fixtures import Tools
 from tests.waiting import until
 from trinity_mq.bus import topology as topology_module
-from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
+from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, LockHeld, StreamCut
 from trinity_mq.bus.rabbit import consumer as _rabbit_consumer
 from trinity_mq.bus.rabbit.bus import RabbitBus
+from trinity_mq.bus.rabbit.connection import BrokerConnection
 from trinity_mq.bus.rabbit.consumer import RabbitDelivery
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.testing.tcp_proxy import FaultProxy
+
+OWNED = (
+    "[rabbit_amqqueue:delete(Q, false, false, <<>>) || Q <- rabbit_amqqueue:list(), "
+    'string:prefix(element(4, amqqueue:get_name(Q)), <<"{prefix}">>) =/= nomatch, '
+    "amqqueue:get_exclusive_owner(Q) =/= none], ok."
+)
+"""Deletes, of all queues with this prefix, those that belong to a connection."""
 
 pytestmark = pytest.mark.broker
 
@@ -201,6 +210,55 @@ class TestChannels:
             assert all(task.result() for task in made)
             assert await bus.depth(topology.dead.name) == 60
             await bus.close()
+
+    @pytest.mark.timeout(60)
+    async def test_one_that_nobody_reads_any_more_does_not_hold_up_its_connection(self, broker_url: str) -> None:
+        lost: list[str] = []
+        link = await BrokerConnection.open(broker_url, "test", 10.0, lost.append)
+        try:
+            other = await link.channel()
+            queue = (await other.queue_declare(exclusive=True)).queue
+            assert queue is not None
+            for _ in range(2000):
+                await other.basic_publish(b"x" * 100, routing_key=queue)
+            before = channel_readers()
+            channel = await link.channel()
+            (reader,) = channel_readers() - before
+
+            async def receive(_: object) -> None:
+                """Take no note of it."""
+
+            await channel.basic_consume(queue, receive, no_ack=True)
+            reader.cancel()  # as when its close takes longer than the client waits
+            async with asyncio.timeout(8):  # below the three heartbeats after which the client gives a connection up
+                await other.queue_declare(queue, passive=True)
+            assert not lost
+        finally:
+            await link.close()
+
+    @pytest.mark.timeout(60)
+    async def test_exclusive_queues_that_the_broker_takes_away_come_back_with_bindings_and_locks(
+        self, bus: RabbitBus, broker_url: str, broker_node: Tools, topology: Topology
+    ) -> None:
+        """As the end of a cluster's node may do, while their connection stands."""
+        other = RabbitBus(broker_url, topology, config=BrokerConfig(), name="other")
+        await other.connect()
+        ears = topology.listener("explorer-0", "x", "control", "#")
+        lock = await bus.lock("explorer")
+        async with await bus.consume(ears) as feed:
+            await broker_node.ctl("eval", OWNED.format(prefix=topology.prefix))
+            await until(lambda: other.publish(topology.exchange("control"), "control.all", note("hello")), 20)
+            async with asyncio.timeout(10):
+                assert (await anext(feed)).body == b"hello"
+        assert lock.held
+        with pytest.raises(LockHeld):
+            await other.lock("explorer")
+        await other.close()
+
+
+def channel_readers() -> set[asyncio.Task[object]]:
+    """The client's tasks that read channels."""
+    return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") == "Channel._reader"}
 
 
 async def test_a_stream_that_serves_a_reader_no_more_is_asked_anew(

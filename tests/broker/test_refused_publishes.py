@@ -1,38 +1,45 @@
-"""What a real broker refuses: nacks of a full queue are tried again, a body over its limit never reaches it."""
+"""What a real broker refuses, and confirms that it loses: both are tried again. What outsiders and faults can fill has
+a bound: `submitted` refuses, `dead` drops the oldest, which is counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiormq
 import pytest
 from aiormq.channel import Channel
-from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError
+from aiormq.exceptions import DeliveryError
 
 from tests.waiting import until
-from trinity_mq.bus.base import Envelope, MessageTooLarge
+from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.rabbit import publisher as _rabbit_publisher
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.bus.topology import Topology
+from trinity_mq.bus.topology import DROPPED, Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.errors import CommandError
+from trinity_mq.messages import TaskBody, TaskSubmission
+from trinity_mq.operations import submit
 
-MIB = 1024**2
 NARROW = {"x-max-length": 3, "x-overflow": "reject-publish"}
 COUNT = 12
+BOUND, SIZE = 100_000, 10_000
+"""Bytes of a queue, and of a message: some ten of them fill it."""
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
-def note(number: int) -> Envelope:
-    return Envelope(body=b"%d" % number, kind="note", message_id=f"note-{number}")
+def note(number: int, size: int = 0) -> Envelope:
+    return Envelope(body=b"%d" % number + bytes(size), kind="note", message_id=f"note-{number}")
 
 
 @pytest.fixture
 async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(max_message_bytes=16 * MIB), name="test")
+    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
     await made.connect()
     await made.declare(topology.dead)
     yield made
@@ -79,6 +86,18 @@ async def _more_than(bus: RabbitBus, queue: str, count: int) -> bool:
     return (await bus.depth(queue) or 0) > count
 
 
+@pytest.fixture
+async def bounded(bus: RabbitBus, broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
+    """A bus whose queues are small."""
+    await bus.delete(topology.dead.name)
+    narrow = replace(topology, submitted_max_bytes=BOUND, dead_max_bytes=BOUND)
+    made = RabbitBus(broker_url, narrow, config=BrokerConfig(), name="bounds")
+    await made.connect()
+    await made.declare(*narrow.durable)
+    yield made
+    await made.close()
+
+
 async def test_a_confirm_that_never_comes_is_not_waited_for(
     bus: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,34 +124,55 @@ async def test_a_confirm_that_never_comes_is_not_waited_for(
     assert set(seen) == {f"note-{n}" for n in range(COUNT)}
 
 
-async def test_an_oversize_body_is_refused_here_and_the_others_on_their_way_are_untouched(
-    bus: RabbitBus, broker_url: str, topology: Topology
+async def fill(bounded: RabbitBus, topology: Topology) -> int:
+    """Submit until the broker refuses; return how many it took."""
+    for number in range(100):
+        try:
+            await bounded.publish(topology.exchange("tasks"), "submit", note(number, SIZE), timeout=1.0)
+        except BusUnavailable:
+            return number
+    return 100
+
+
+async def test_a_full_queue_of_submissions_refuses_and_takes_more_once_there_is_room(
+    bounded: RabbitBus, topology: Topology
 ) -> None:
-    changes: list[bool] = []
-    bus.on_change(lambda: changes.append(bus.usable))
-    async with asyncio.TaskGroup() as group:
-        others = [group.create_task(bus.publish("", topology.dead.name, note(n))) for n in range(COUNT)]
-        largest = Envelope(body=bytes(16 * MIB), kind="note", message_id="largest")
-        others.append(group.create_task(bus.publish("", topology.dead.name, largest)))
-        await asyncio.sleep(0)  # they are on their way
-        with pytest.raises(MessageTooLarge, match=r"over broker\.max_message_bytes"):
-            await bus.publish("", topology.dead.name, Envelope(body=bytes(16 * MIB + 1), kind="note"))
-        assert not any(task.done() for task in others)
-    assert all(task.result() is True for task in others)
-    assert await bus.depth(topology.dead.name) == COUNT + 1
-    assert not changes
+    taken = await fill(bounded, topology)
+    assert 8 <= taken <= 15
+    assert await bounded.depth(topology.submitted.name) == taken
+    waiting = asyncio.create_task(bounded.publish(topology.exchange("tasks"), "submit", note(200, SIZE)))
+    consumed = replace(topology, submitted_max_bytes=BOUND).submitted
+    async with await bounded.consume(consumed, prefetch=1) as consumer:
+        for _ in range(taken):
+            await (await anext(consumer)).ack()
+        assert await asyncio.wait_for(waiting, 30)
 
 
-async def test_what_the_broker_itself_takes(bus: RabbitBus, broker_url: str, topology: Topology) -> None:
-    """The reason for our limit: from 4.0 a body over 16 MiB closes the channel with all that is on it."""
-    major = int((bus.broker_version or "").partition(".")[0])
-    async with aiormq.connect(broker_url) as connection:
-        channel = await connection.channel()
-        publishing = channel.basic_publish(bytes(17 * MIB), routing_key=topology.dead.name)
-        if major >= 4:
-            with pytest.raises(ChannelPreconditionFailed, match="larger than"):
-                await publishing
-            assert channel.is_closed
-        else:
-            await publishing
-            assert not channel.is_closed
+async def test_the_submit_command_says_that_the_queue_is_full(
+    bounded: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = await fill(bounded, topology)
+    monkeypatch.setattr(submit, "PUBLISH_SECONDS", 1.0)
+    task = TaskSubmission(task=TaskBody(workflow="w", raw_task={"q": "x" * SIZE}), submission_id="mine")
+    with pytest.raises(CommandError, match=rf"{taken} tasks wait in the queue submitted.*--id mine"):
+        await submit._publish(bounded, topology, task, None)
+
+
+async def test_a_full_queue_of_dead_letters_drops_the_oldest_and_tells(bounded: RabbitBus, topology: Topology) -> None:
+    listener = topology.listener("explorer-0", "1.dropped", "control", DROPPED)
+    await bounded.declare(listener)
+    async with await bounded.consume(listener) as dropped:
+        for number in range(40):
+            assert await bounded.publish(topology.exchange("dead"), "train.1", note(number, SIZE), timeout=10.0)
+
+        async def has_dropped() -> bool:
+            return 0 < (await bounded.depth(topology.dead.name) or 0) <= 15
+
+        await until(has_dropped)
+        kept = await bounded.depth(topology.dead.name) or 0
+        seen: list[str | None] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                while len(seen) < 40 - kept:
+                    seen.append((await anext(dropped)).message_id)
+    assert seen == [f"note-{number}" for number in range(40 - kept)]

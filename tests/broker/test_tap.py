@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.broker_fixtures import own_node
 from tests.unit.agents.world import experience
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -33,16 +31,10 @@ GROUP = 4
 """Experiences of a batch."""
 
 
-@pytest.fixture
-async def node() -> AsyncIterator[PrivateNode]:
-    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
-    made = PrivateNode(folder / "broker")
-    try:
-        await made.launch()
+@pytest.fixture(scope="module")
+def node() -> Iterator[PrivateNode]:
+    with own_node() as made:
         yield made
-    finally:
-        await made.kill()
-        shutil.rmtree(folder)
 
 
 @pytest.fixture
@@ -84,35 +76,6 @@ def runs(shown: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def wanted(*batches: int) -> list[tuple[int, int]]:
     return [(batch, run) for batch in batches for run in range(GROUP)]
-
-
-async def test_each_line_comes_once_though_the_broker_is_restarted_and_the_runs_end_ends_it(
-    node: PrivateNode, bus: Bus, topology: Topology
-) -> None:
-    await publish(bus, topology, 1)
-    tap = await begin(topology.run, "--from", "beginning", "--broker", node.url)
-    try:
-        first = await lines(tap, GROUP)
-        assert runs(first) == wanted(1)
-        assert first[0]["tokens"] == [0, 1, 2, 3]
-        assert "token_texts" in first[0], "all that inspect --json shows"
-        await publish(bus, topology, 1, processed="another")  # a set more of the same batch
-        await publish(bus, topology, 2)
-        assert runs(await lines(tap, GROUP)) == wanted(2)
-        await node.kill()
-        await node.launch()
-        await publish(bus, topology, 3)
-        assert runs(await lines(tap, GROUP)) == wanted(3)
-        end = envelope(RunEnd(batches=3), message_id="run-end")
-        assert await bus.publish(topology.exchange("ready"), "end", end)
-        out, err = await asyncio.wait_for(tap.communicate(), 30)
-        assert (tap.returncode, out) == (0, b""), err.decode()
-        async with await bus.consume(topology.ready, offset=0) as kept, asyncio.timeout(30):
-            assert await anext(kept), "nothing was taken away"
-    finally:
-        if tap.returncode is None:
-            tap.kill()
-            await tap.wait()
 
 
 @pytest.fixture
@@ -172,3 +135,32 @@ async def test_a_reader_of_the_output_that_leaves_ends_it_though_nothing_comes(
     line, code = out.decode().splitlines()
     assert json.loads(line)["eid"]["batch"] == 1
     assert (code, "Traceback" in err.decode()) == ("1", False), err.decode()
+
+
+async def test_each_line_comes_once_though_the_broker_is_restarted_and_the_runs_end_ends_it(
+    node: PrivateNode, bus: Bus, topology: Topology
+) -> None:
+    await publish(bus, topology, 1)
+    tap = await begin(topology.run, "--from", "beginning", "--broker", node.url)
+    try:
+        first = await lines(tap, GROUP)
+        assert runs(first) == wanted(1)
+        assert first[0]["tokens"] == [0, 1, 2, 3]
+        assert "token_texts" in first[0], "all that inspect --json shows"
+        await publish(bus, topology, 1, processed="another")  # a set more of the same batch
+        await publish(bus, topology, 2)
+        assert runs(await lines(tap, GROUP)) == wanted(2)
+        await node.kill()
+        await node.launch()
+        await publish(bus, topology, 3)
+        assert runs(await lines(tap, GROUP)) == wanted(3)
+        end = envelope(RunEnd(batches=3), message_id="run-end")
+        assert await bus.publish(topology.exchange("ready"), "end", end)
+        out, err = await asyncio.wait_for(tap.communicate(), 30)
+        assert (tap.returncode, out) == (0, b""), err.decode()
+        async with await bus.consume(topology.ready, offset=0) as kept, asyncio.timeout(30):
+            assert await anext(kept), "nothing was taken away"
+    finally:
+        if tap.returncode is None:
+            tap.kill()
+            await tap.wait()

@@ -171,12 +171,3 @@ async def test_another_run_of_that_name_and_another_tokenizer_are_told(
             await source.next()
     with pytest.raises(FatalError, match="the checkpoint's position is in run 'elsewhere'"):
         source.restore({"tap": "elsewhere"})
-
-
-async def test_a_run_that_is_not_there_is_said_to_be_so(config: Config, codec: TextCodec, tmp_path: Path) -> None:
-    from trinity_mq.bus import BusError
-
-    with pytest.raises(ExceptionGroup) as found:
-        async with reading(config, codec) as source:
-            await source.next()
-    assert found.group_contains(BusError, match=f"{config.source.tap}")

@@ -106,35 +106,6 @@ class PrivateCluster:
         found: list[dict[str, Any]] = json.loads(await next(able).ctl(f"list_{what}", *columns, "--formatter", "json"))
         return found
 
-    async def leader(self, queue: str) -> str:
-        """Return the node that leads a queue."""
-        rows = await self.listed("queues", "name", "leader")
-        found: str = next(row["leader"] for row in rows if row["name"] == queue)
-        return found.partition("@")[0]
-
-    async def host_of(self, connection: str) -> str:
-        """Return the node that has the connection of this name."""
-        rows = await self.listed("connections", "port", "client_properties")
-        port = next(
-            row["port"] for row in rows if ["connection_name", "longstr", connection] in row["client_properties"]
-        )
-        return next(name for name, node in self.nodes.items() if node.ports["amqp"] == port)
-
-    async def described(self) -> str:
-        """Return what a person needs to know of a run that is stuck: nodes, queues, and who is connected to what."""
-        columns = ("name", "leader", "online", "messages_ready", "messages_unacknowledged", "consumers")
-        queues = await self.listed("queues", *columns)
-        connections = await self.listed("connections", "port", "client_properties", "state")
-        told = [
-            f"{name}: {'frozen' if name in self._frozen else node.pid or 'down'}" for name, node in self.nodes.items()
-        ]
-        by_port = {node.ports["amqp"]: name for name, node in self.nodes.items()}
-        told += [" ".join(str(row[column]) for column in columns) for row in queues]
-        for row in connections:
-            names = [value for key, _, value in row["client_properties"] if key == "connection_name"]
-            told.append(f"{names} on {by_port[row['port']]}: {row['state']}")
-        return "\n".join(told)
-
     # -- violence
 
     def crash(self, name: str) -> None:

@@ -1,5 +1,9 @@
-"""``trinity-mq chaos`` on a cluster of three nodes, any of which is killed or restarted like everything else. Follow it
-with ``pytest -s``; ``KILLS=100 SEED=7`` does more, or others.
+"""``trinity-mq chaos`` on a cluster of three nodes, any of which is killed, frozen or restarted like everything else.
+Follow it with ``pytest -s``; ``KILLS=100 SEED=7`` does more, or others.
+
+On 3.10 the run is played only with ``CHAOS_ALL=1``: after the death of a node some of its quorum queues confirm
+nothing for a minute and longer, from whichever node they are asked and with all members online, so batches can fail
+(CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -16,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.cluster import COUNT, PrivateCluster
-from tests.chaos.test_cluster import DOWN, not_on_3_10
 from tests.waiting import until
-from trinity_mq.config import load_config
+from trinity_mq.bus import Topology, create_bus
+from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.proof.chaos.report import lines
 from trinity_mq.proof.chaos.scenes import launch_run, settings
@@ -30,6 +34,10 @@ from trinity_mq.proof.chaos.trial import Plan, judge, run_trial
 from trinity_mq.targets.connection import connect_bus
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
+DOWN = 5.0
+"""Seconds: a queue that is declared while its leader dies may have no majority before that node is back."""
+FROZEN = 25.0
+"""Seconds: the agents miss a node's heartbeats, and the other nodes give it up."""
 PATIENCE = 240.0
 """Seconds until each node must have seen the others after one was started again."""
 KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", "7"))
@@ -42,9 +50,13 @@ pytestmark = [
     pytest.mark.timeout(900 + 30 * KILLS),
     pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
 ]
+not_on_3_10 = pytest.mark.skipif(
+    "rabbitmq_server-3." in str(find_rabbitmq()) and not os.environ.get("CHAOS_ALL"),
+    reason="queues of a 3.10 cluster may answer nobody for a minute after a node's death: CHAOS_ALL=1",
+)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[PrivateCluster]:
     base = Path(tempfile.mkdtemp(prefix="tmq-"))
     made = PrivateCluster(base)
@@ -59,14 +71,14 @@ def cluster() -> Iterator[PrivateCluster]:
 class ClusterTargets(LocalTargets):
     """The processes of a run, and the nodes of its cluster; a node that was ended is started again some seconds later.
 
-    A node is not frozen: it must not thaw (docs/operating.md).
+    A frozen node does not thaw but is ended: RabbitMQ would go on with two views of one stream (docs/operating.md).
     """
 
     cluster: PrivateCluster
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
-        return {**super().possible, "broker": ("kill", "restart")}
+        return {**super().possible, "broker": ("kill", "freeze", "restart")}
 
     async def find(self, role: str) -> list[Victim]:
         if role != "broker":
@@ -78,11 +90,14 @@ class ClusterTargets(LocalTargets):
         if victim.role != "broker":
             await super().strike(victim, kind)
             return
-        if kind == "kill":
+        if kind == "restart":
+            await self.cluster.nodes[victim.name].stop()
+        else:
+            if kind == "freeze":
+                self.cluster.freeze(victim.name)
+                await asyncio.sleep(FROZEN)
             self.cluster.crash(victim.name)
             await asyncio.sleep(DOWN)
-        else:
-            await self.cluster.nodes[victim.name].stop()
         await self.cluster.restart(victim.name)
         for node in self.cluster.nodes.values():  # else two of three are down at once, and nothing can go on
             await until(functools.partial(_sees_all, node), PATIENCE)
@@ -90,6 +105,21 @@ class ClusterTargets(LocalTargets):
 
 async def _sees_all(node: PrivateNode) -> bool:
     return (await node.ctl("eval", "length([node() | nodes()]).")).strip() == str(COUNT)
+
+
+async def test_every_queue_lives_on_all_nodes(cluster: PrivateCluster, topology: Topology) -> None:
+    queues = [*topology.durable, topology.batch_queue(1, "t1")]
+    bus = create_bus(BrokerConfig(url=cluster.url), topology, "test")
+    await bus.connect()
+    try:
+        await bus.declare(*queues)
+        rows = await cluster.listed("queues", "name", "type", "members")
+    finally:
+        for queue in queues:
+            await bus.delete(queue.name)
+        await bus.close()
+    members = {row["name"]: len(row["members"]) for row in rows if row["name"].startswith(topology.prefix)}
+    assert members == {queue.name: COUNT for queue in queues}
 
 
 @not_on_3_10

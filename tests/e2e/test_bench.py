@@ -24,42 +24,25 @@ LABELS = list(range(9))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(400)]
 
-
-async def trained(folder: Path) -> LocalRun:
-    async with LocalRun(EXAMPLE, folder / "run", TRAINED) as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    return run
-
-
 NAMES = [f"{SET}/{name}" for name in ("accuracy/mean@4", "pass@4", "reward/mean@4", "response_tokens/mean@4")]
 """What does not depend on the time that it took."""
 
 
-def of_checkpoints(bench: LocalRun) -> dict[str, dict[int, float]]:
-    """By figure, its value by the checkpoint's step."""
-    return {name: dict(sorted(bench.values(name))) for name in NAMES}
-
-
-def of_the_run(run: LocalRun, steps: dict[str, dict[int, float]]) -> None:
-    """Compare a run's own evaluations with those of the checkpoints; each names the step of its weights, which may be
-    the one before that of its label.
-    """
-    version = dict(run.values(f"{SET}/version/max"))
-    assert sorted(version) == [0, 2, 4, 6, 8]
-    for name in NAMES:
-        for label, value in run.values(name):
-            assert steps[name][int(version[label])] == value, (name, label, version[label])
-
-
 async def test_each_checkpoint_is_evaluated_as_the_run_did(tmp_path: Path) -> None:
-    run = await trained(tmp_path)
+    async with LocalRun(EXAMPLE, tmp_path / "run", TRAINED) as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
     async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench")) as bench:
         code, output = await bench.ended(200.0)
     assert code == 0, output
     bench.run_dir = tmp_path / "run-bench"
-    found = of_checkpoints(bench)
-    of_the_run(run, found)
+    found = {name: dict(sorted(bench.values(name))) for name in NAMES}
+    # the run's own evaluations name the step of their weights, which may be the one before that of their label
+    version = dict(run.values(f"{SET}/version/max"))
+    assert sorted(version) == [0, 2, 4, 6, 8]
+    for name in NAMES:
+        for label, value in run.values(name):
+            assert found[name][int(version[label])] == value, (name, label, version[label])
     assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
     assert len(set(found[f"{SET}/reward/mean@4"].values())) > 1
     assert "run smoke-bench: 9 checkpoints" in output
@@ -74,25 +57,3 @@ async def test_each_checkpoint_is_evaluated_as_the_run_did(tmp_path: Path) -> No
     async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench")) as again:
         code, output = await again.ended(60.0)
     assert (code, "this run has finished" in output) == (0, True), output
-
-
-@pytest.mark.extended
-@pytest.mark.chaos
-async def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
-    run = await trained(tmp_path)
-    async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench", "bench.checkpoints=[3]")) as first:
-        code, output = await first.ended(100.0)
-    assert code == 0, output
-    async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench")) as bench:
-        bench.run_dir = tmp_path / "run-bench"
-        for number, agent in enumerate(("trainer-0", "explorer-0", "runner-0"), 2):
-            await bench.until(lambda number=number: len(bench.values(f"{SET}/accuracy/mean@4")) >= number, 100.0)
-            bench.kill(agent)
-        await bench.until(lambda: len(bench.values(f"{SET}/accuracy/mean@4")) >= 5, 100.0)
-        bench.kill("engine")
-        code, output = await bench.ended(200.0)
-    assert code == 0, output
-    assert "checkpoints 0, 1, 2, 4, 5, 6, 7, 8 are new or have changed since their evaluation" in output
-    found = of_checkpoints(bench)
-    assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
-    of_the_run(run, found)

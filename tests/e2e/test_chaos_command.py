@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import command
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.testing.runs import LocalRun
 
@@ -41,29 +40,11 @@ OF_SESSIONS = {
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
 
-async def command(*words: str) -> tuple[int, dict[str, Any], str]:
+async def chaos(*words: str) -> tuple[int, dict[str, Any], str]:
     """Run the command; return its exit code, its report and what it told meanwhile."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "trinity_mq.cli.main",
-        "chaos",
-        *words,
-        "--json",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.terminate()
-            await process.wait()
-    assert process.returncode is not None
-    said = errors.decode(errors="replace")
-    assert out, said
-    return process.returncode, json.loads(out), said
+    code, out, told = await command("chaos", *words, "--json")
+    assert out, told
+    return code, json.loads(out), told
 
 
 def judged(report: dict[str, Any]) -> dict[str, str]:
@@ -88,7 +69,7 @@ async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) ->
     )
     run = tmp_path / "run"
     words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *SETTINGS, "--after", "3", "--schedule", str(file))
-    code, report, said = await command(*words)
+    code, report, said = await chaos(*words)
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
     assert [fault["recovered"] is not None for fault in report["faults"]] == [True] * 5, report
     assert judged(report) == dict.fromkeys([*ALWAYS, "no process left"], "holds"), report
@@ -104,9 +85,25 @@ async def test_a_drawn_schedule_on_a_longer_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     settings = ("buffer.total_steps=700", *SETTINGS[1:])
     words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *settings, "--kills", "25", "--seed", seed, "--every", "1")
-    code, report, said = await command(*words, "--further", "3")
+    code, report, said = await chaos(*words, "--further", "3", "--inside", "0.5")
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
     assert sum(fault["at"] is not None for fault in report["faults"]) >= 20, report
+    assert set(judged(report).values()) == {"holds"}, report
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("method", ["collective", "memory", "checkpoint"])
+async def test_trainer_engine_and_host_are_struck_at_each_step_of_a_sync(tmp_path: Path, method: str) -> None:
+    points = ("sync_prepare", "sync_go", "sync_applied", "sync_commit")
+    kills = [{"role": role, "kind": "kill", "point": point} for role in ("trainer", "engine") for point in points]
+    cuts = [{"role": "explorer", "kind": "cut", "seconds": 2.0, "point": point} for point in points[:2]]
+    file = schedule(tmp_path / "schedule.json", *kills, *cuts)
+    settings = ("buffer.total_steps=2000", *SETTINGS[1:], f"synchronizer.sync_method={method}")
+    words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={tmp_path / 'run'}", *settings, "--schedule", str(file))
+    code, report, said = await chaos(*words, "--after", "3", "--further", "3")
+    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+    assert [fault["note"] for fault in report["faults"]] == [""] * 10, "each at its point"
     assert set(judged(report).values()) == {"holds"}, report
 
 
@@ -116,7 +113,7 @@ async def test_a_run_that_runs_already_goes_on_afterwards(tmp_path: Path) -> Non
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ("buffer.total_steps=5000", *SETTINGS[1:])) as run:
         await run.until_progress(3, 120.0)
         words = ("--attach", str(run.run_dir), "--kills", "4", "--seed", "1", "--every", "0.5", "--after", "1")
-        code, report, said = await command(*words)
+        code, report, said = await chaos(*words)
         assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
         assert not report["over"]
         assert (
@@ -155,7 +152,7 @@ async def test_two_gateways_are_killed_inside_while_agents_hold_sessions(tmp_pat
         *("trainer.save_interval=5", "explorer.eval_on_startup=false", "explorer.eval_interval=10000"),
         *("--after", "2", "--schedule", str(file), "--further", "3"),
     )
-    code, report, said = await command(*words)
+    code, report, said = await chaos(*words)
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
     assert [fault["inside"] for fault in report["faults"]] == [True] * 5, report
     assert judged(report) == dict.fromkeys([*ALWAYS, *OF_SESSIONS, "no process left"], "holds"), report

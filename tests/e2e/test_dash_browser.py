@@ -1,7 +1,4 @@
-"""The page in a headless Chromium: every section is clicked through, nothing fails, and ten thousand samples scroll.
-
-TRINITY_MQ_SCREENSHOTS=FOLDER keeps pictures of what was seen.
-"""
+"""The page in a headless Chromium: every section is clicked through, nothing fails, and ten thousand samples scroll."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ QUIET = [
     "--no-first-run",
 ]
 SECTIONS = ("flow", "timeline", "samples", "learning", "evaluations", "sync", "dead", "review", "runs")
-SCREENSHOTS = os.environ.get("TRINITY_MQ_SCREENSHOTS")
 
 playwright = pytest.importorskip(
     "playwright.async_api", reason="playwright is not installed: scripts/test --all does it"
@@ -67,10 +63,6 @@ class Browser:
         if not url.startswith(("http://127.0.0.1:", "data:")):
             self.elsewhere.append(url)
 
-    async def keep(self, name: str) -> None:
-        if SCREENSHOTS:
-            await self.page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
-
 
 @contextlib.asynccontextmanager
 async def browser(width: int = 1280, height: int = 900, scheme: str = "light") -> AsyncIterator[Browser]:
@@ -86,7 +78,7 @@ async def browser(width: int = 1280, height: int = 900, scheme: str = "light") -
             await chromium.close()
 
 
-async def test_every_section_of_a_run_at_work(tmp_path: Path) -> None:
+async def test_every_section_of_a_run_at_work_and_the_culprit_once_it_is_stuck(tmp_path: Path) -> None:
     words = ("buffer.total_steps=10000", "explorer.eval_interval=20", "trainer.save_interval=1000")
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", words) as run:
         await run.until((tmp_path / "run" / "config.yaml").exists, 60)
@@ -104,42 +96,35 @@ async def test_every_section_of_a_run_at_work(tmp_path: Path) -> None:
                 await page.keyboard.press("2")
                 await page.locator("canvas").wait_for()
                 await page.locator("canvas").hover(position={"x": 400, "y": 10})
-                await chromium.keep("timeline")
                 await page.keyboard.press("4")
                 await page.locator("figure.chart path").first.wait_for()
-                await chromium.keep("learning")
                 await page.keyboard.press("1")
                 await page.locator(".node").first.wait_for()
-                await chromium.keep("flow")
                 page.on("dialog", lambda dialog: dialog.accept())
                 row = page.locator("tr", has_text="operator-0")
                 await row.get_by_role("button", name="restart").click()
                 await run.until(
                     lambda: (tmp_path / "run/logs/operator-0.jsonl").read_text().count('"agent_starts"') > 1, 30
                 )
+                frozen = run.kill("engine", signal.SIGSTOP)
+                try:
+                    finding = page.locator("#finding.stuck, #finding.waiting").first
+                    await finding.wait_for(timeout=90_000)
+                    told = await finding.inner_text()
+                    assert "engine" in told, told
+                finally:
+                    os.kill(frozen, signal.SIGCONT)
+                await page.locator("#finding.stuck, #finding.waiting").wait_for(state="detached", timeout=60_000)
 
 
-async def test_a_run_that_is_stuck_names_its_culprit(tmp_path: Path) -> None:
-    words = ("buffer.total_steps=10000", "explorer.eval_interval=5000", "trainer.save_interval=1000")
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", words) as run:
-        await run.until((tmp_path / "run" / "config.yaml").exists, 60)
-        async with DashProcess(tmp_path / "run") as dash, browser() as chromium:
-            await dash.until(["live", "step"], 90)
-            await chromium.page.goto(dash.url)
-            frozen = run.kill("engine", signal.SIGSTOP)
-            try:
-                finding = chromium.page.locator("#finding.stuck, #finding.waiting").first
-                await finding.wait_for(timeout=90_000)
-                told = await finding.inner_text()
-                assert "engine" in told, told
-                await chromium.keep("stuck")
-            finally:
-                os.kill(frozen, signal.SIGCONT)
-            await chromium.page.locator("#finding.stuck, #finding.waiting").wait_for(state="detached", timeout=60_000)
-
-
-async def test_a_sample_token_by_token_on_a_phone(tmp_path: Path) -> None:
+async def test_a_sample_token_by_token_and_the_answers_to_a_question_on_a_phone(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run", steps=30)
+    log = EvaluationLog(folder, 2**20)
+    for label in (0, 5):
+        answers = [EvaluationAnswer(run=0, answer=f"answer at {label}", reward=label / 5)]
+        log.append(
+            Evaluation(set="held_out", label=label, questions=[EvaluationQuestion(question="3+4=?", answers=answers)])
+        )
     async with DashProcess(folder) as dash, browser(400, 800, "dark") as chromium:
         page = chromium.page
         await page.goto(f"{dash.url}#samples")
@@ -158,28 +143,14 @@ async def test_a_sample_token_by_token_on_a_phone(tmp_path: Path) -> None:
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "nothing is wider than a phone"
         )
-        await chromium.keep("sample-phone")
         await page.keyboard.press("Escape")
         await page.locator(".detail").wait_for(state="hidden")
-
-
-async def test_the_answers_to_a_question_of_an_evaluation(tmp_path: Path) -> None:
-    folder = made_run(tmp_path / "run", steps=2)
-    log = EvaluationLog(folder, 2**20)
-    for label in (0, 5):
-        answers = [EvaluationAnswer(run=0, answer=f"answer at {label}", reward=label / 5)]
-        log.append(
-            Evaluation(set="held_out", label=label, questions=[EvaluationQuestion(question="3+4=?", answers=answers)])
-        )
-    async with DashProcess(folder) as dash, browser(400, 800) as chromium:
-        page = chromium.page
-        await page.goto(f"{dash.url}#evaluations")
+        await page.keyboard.press("5")
         await page.locator("tr.pick", has_text="3+4=?").click()
         for label in (0, 5):
             await page.get_by_text(f"answer at {label}").wait_for()
         assert "null" not in await page.locator("main").inner_text()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        await chromium.keep("evaluations-phone")
 
 
 async def test_ten_thousand_samples_scroll_and_the_page_is_there_within_a_second(tmp_path: Path) -> None:
@@ -205,7 +176,6 @@ async def test_ten_thousand_samples_scroll_and_the_page_is_there_within_a_second
             await page.keyboard.press("Escape")
             await page.keyboard.press("j")
             await page.locator(".detail .tokens").wait_for()
-            await chromium.keep("samples")
 
 
 def made_run(folder: Path, steps: int) -> Path:

@@ -12,34 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 START_SECONDS = 300.0
 
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(700)]
-
-MINE = """
-from trinity_mq.workflows import Workflow
-
-class Judged(Workflow):
-    is_async = True
-
-    async def run_async(self):
-        [one] = await self.model.chat_async([{"role": "user", "content": "1,2,3="}])
-        [judge], [view] = self.auxiliary_models, self.auxiliary_model_wrappers
-        said = await judge.chat.completions.create(
-            model=view.model_name, messages=[{"role": "user", "content": "ab"}], max_tokens=2
-        )
-        one.reward = float(len(said.choices))
-        return [one]
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
-    return tmp_path
 
 
 @asynccontextmanager
@@ -69,8 +46,8 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith(("tmq", "runs")))
 
 
-async def test_one_task_without_a_broker(folder: Path) -> None:
-    async with command(folder, "--task", "3", "--json") as process:
+async def test_one_task_without_a_broker(tmp_path: Path) -> None:
+    async with command(tmp_path, "--task", "3", "--json") as process:
         code, events, err = await ended(process)
     assert code == 0, err
     assert [event["event"] for event in events] == ["task", "call", "experience", "end"]
@@ -79,22 +56,4 @@ async def test_one_task_without_a_broker(folder: Path) -> None:
     assert experience["logprobs"] == pytest.approx(call["choices"][0]["logprobs"], abs=1e-6)
     assert experience["versions"] == [[0, 0, 0]]
     assert end["ok"]
-    assert left(folder) == [], "no run folder, no files of the engine"
-
-
-@pytest.mark.extended
-async def test_auxiliary_models_are_there_and_seen(folder: Path) -> None:
-    settings = yaml.safe_load(EXAMPLE.read_text())
-    judge = {"tiny": {"characters": "abc"}, "max_model_len": 32, "max_prompt_tokens": 16, "max_response_tokens": 8}
-    settings["explorer"]["auxiliary_models"] = [{"name": "judge", "model": judge}]
-    settings["buffer"]["taskset"]["workflow"] = "mine.Judged"
-    config = folder / "judged.yaml"
-    config.write_text(yaml.safe_dump(settings))
-    async with command(folder, "--json", config=config) as process:
-        code, events, err = await ended(process)
-    assert code == 0, err
-    first, second = [event for event in events if event["event"] == "call"]
-    assert (first["number"], first["engine"], second["number"], second["engine"]) == (1, None, 2, "judge")
-    assert set("".join(second["choices"][0]["token_texts"])) <= set("abc<eopsad>")
-    assert (events[-1]["calls"], events[-1]["metrics"]["reward"]) == (2, 1.0)
-    assert left(folder) == []
+    assert left(tmp_path) == [], "no run folder, no files of the engine"

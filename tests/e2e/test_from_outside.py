@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import aio_pika
 import pytest
 
+from tests.processes import command, python
 from trinity_mq.experience import Experience
 from trinity_mq.rewards.text import char_match
 from trinity_mq.testing.runs import LocalRun
@@ -19,16 +19,6 @@ RUBBISH = b"\xc1 this is no message"
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "results", "ready")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-
-async def command(*words: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT
-    )
-    async with asyncio.timeout(90):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
 
 
 async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
@@ -45,13 +35,11 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
                 await target.publish(aio_pika.Message(RUBBISH), key, mandatory=False)
 
             # one task by the example script, one by the command line, one that wants its experiences
-            script = command(
+            script = python(
                 "examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7"
             )
             words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}})
             cli = command(
-                "-m",
-                "trinity_mq.cli.main",
                 "submit",
                 "outside",
                 "--broker",

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from trinity_mq import RunError, load_config, run
+from trinity_mq import RunError, run
 from trinity_mq.config import ConfigError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -39,36 +39,6 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
         },
         **more,
     }
-
-
-@pytest.mark.extended
-async def test_a_run_is_followed_stopped_and_gone_on_with(tmp_path: Path) -> None:
-    config = load_config(settings(tmp_path), ["buffer.total_steps=400", "trainer.save_interval=2"])
-    with run(config) as handle:
-        steps: list[int] = []
-        async for line in handle:
-            steps += [line.step] if "trainer/step" in line.values else []
-            if len(steps) == 3:
-                break
-        assert handle.running
-        assert handle.latest["trainer/step"] == steps[-1] == 3
-        with pytest.raises(TimeoutError, match="goes on"):
-            handle.wait(0.01)
-        stopped = handle.stop()
-    assert stopped.code == 130
-    assert not stopped.finished
-    assert stopped.model is None
-
-    again = run(settings(tmp_path), ["trainer.save_interval=2", f"buffer.total_steps={max(steps) + 40}"])
-    later = [line.step for line in again.metrics() if "trainer/step" in line.values]
-    result = again.wait()
-    assert result.finished, again.output
-    assert min(later) > 1, "it went on from its checkpoint"
-    assert max(later) == max(steps) + 40
-    assert result.model is not None
-    assert (result.model / "model.safetensors").is_file()
-    assert next(step for step, _ in result.evaluations["held"]) == 0
-    assert "run api:" in result.report
 
 
 def test_what_is_wrong_is_said_where_it_was_asked_for(tmp_path: Path) -> None:

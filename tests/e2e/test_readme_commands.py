@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until
-
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
@@ -73,19 +71,3 @@ async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
         assert b"my-first-run: http://127.0.0.1:" in await page.stdout.readline()
     assert "advantage" in await said(inspect, here)
     assert "run 'my-first-run' has no dead letters" in await said(dead, here)
-
-
-@pytest.mark.extended
-async def test_an_agent_that_knows_only_a_base_url(here: Path) -> None:
-    serve, agent, *_ = commands("An agent that knows only a base URL")
-    python = here / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    async with shell(serve, here) as running:
-        log = here / "runs" / "serve" / "logs" / "gateway-0.jsonl"
-        await until(lambda: log.exists() and "sessions_read" in log.read_text(), 120.0)
-        told = await said(agent, here)
-        assert running.returncode is None
-    rewards = [float(one) for one in re.findall(r"reward of the last 500: ([\d.]+)", told)]
-    assert len(rewards) == 8
-    assert rewards[-1] > rewards[0] + 0.1

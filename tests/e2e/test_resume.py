@@ -5,18 +5,15 @@ The broker lives on because a killed one may lose what it confirmed into a queue
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.processes import command
 from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 BATCHES = 24
@@ -69,44 +66,5 @@ async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_th
     assert [step for step, _ in again] == [step for step in trained if step >= again[0][0]]
     assert max(value for _, value in again) < 1e-4, again
     assert {line["sample/staleness/max"] for line in lines if "sample/staleness/max" in line} == {0.0}
-    assert await audit(folder) == "proven"
-
-
-@pytest.mark.extended
-async def test_a_finished_run_goes_back_to_a_named_checkpoint_and_comes_to_the_same_weights(
-    tmp_path: Path, broker_url: str, unique_run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", broker_url)
-    folder = tmp_path / "run"
-    settings = (f"name={unique_run}", "buffer.total_steps=8", "trainer.save_interval=3", "trainer.keep_every=3")
-    for origin, others in ((None, ()), ("step-3", ("--from", "step-3")), ("none", ("--from", "step-4"))):
-        async with LocalRun(SMOKE, folder, (*settings, *others)) as run:
-            code, output = await run.ended(150.0)
-        if origin == "none":
-            assert code == 2
-            assert "--from: there is no checkpoint step-4" in output
-            assert "available: progress-000003, progress-000006, progress-000008" in output
-            continue
-        assert code == 0, output
-        newest = find_checkpoints(folder / "checkpoints")[0][0]
-        assert (newest.state.generation, newest.state.progress) == (1 if origin is None else 2, 8)
-        if origin is None:
-            weights, before = newest.weights, run.values("eval/max3_held_out/accuracy/mean@1")
-            assert weights is not None
-        else:
-            assert f"resumes from {origin.replace('step-', 'progress-00000')}; up to 5 batches" in output
-            assert newest.weights == weights
-            header = (folder / "history" / "2.jsonl").read_text().splitlines()[0]
-            assert json.loads(header)["resumed_from"] == {"generation": 1, "progress": 3}
-            assert [step for step, _ in run.values("actor/loss")][-5:] == [4, 5, 6, 7, 8]
-            assert len(run.values("eval/max3_held_out/accuracy/mean@1")) == len(before) + 1
-        assert await audit(folder) == "proven"
-
-
-async def audit(folder: Path) -> str:
-    """Return the verdict of ``trinity-mq audit`` on all checkpoints of a run, with its stream."""
-    words = ["-m", "trinity_mq.cli.main", "audit", str(folder), "--checkpoint", "all"]
-    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    return output.decode().splitlines()[-1]
+    code, told, _ = await command("audit", str(folder), "--checkpoint", "all")
+    assert (code, told.splitlines()[-1]) == (0, "proven"), told

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 import trustme
 import yaml
 
-from tests.processes import descendants
+from tests.processes import command, descendants
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -108,18 +107,10 @@ def leaks(folder: Path, token: str = "") -> list[str]:
     return found
 
 
-async def command(*words: str, **environment: str) -> tuple[int, str]:
+async def printed(*words: str, **environment: str) -> tuple[int, str]:
     """Run ``trinity-mq`` and return its exit code and all that it prints."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "trinity_mq.cli.main", *words),
-        env={**os.environ, **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(120):
-        output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
+    code, out, errors = await command(*words, env={**os.environ, **environment})
+    return code, out + errors
 
 
 def configuration(folder: Path, run: str, **broker: object) -> Path:
@@ -162,12 +153,12 @@ async def test_a_run_shows_none(
         assert [line for line in lines if shown(line, token)] == []
         assert leaks(tmp_path / "run", token) == []
         told = await asyncio.gather(
-            command("submit", run, "--task", "not JSON"),
-            command(
+            printed("submit", run, "--task", "not JSON"),
+            printed(
                 "submit", str(config), "--task", '{"raw_task": {"question": "3,7=", "answer": "7"}, "workflow": "none"}'
             ),
-            command("status", str(config), "--seconds", "2"),
-            command("dead", "list", str(config)),
+            printed("status", str(config), "--seconds", "2"),
+            printed("dead", "list", str(config)),
         )
         await broker.node.ctl("close_all_connections", "maintenance")
         await going.until_progress(max(step for step, _ in going.values("trainer/step")) + 2, 90.0)
@@ -204,7 +195,7 @@ async def test_a_failing_start_shows_none(
     url = form.format(pw=PASSWORD, place=broker.place, tls=broker.tls_port, lost=f"{LOOPBACK}:{free_ports(1)[0]}")
     config = configuration(tmp_path, topology.run, connect_timeout=2.0)
     words = ("run", str(config)) if way == "run" else ("status", str(config), "--seconds", "0.1")
-    code, output = await command(*words, TRINITY_MQ_BROKER_URL=url)
+    code, output = await printed(*words, TRINITY_MQ_BROKER_URL=url)
     assert code not in {0, -signal.SIGKILL}
     assert said in output
     assert "Traceback" not in output
@@ -225,7 +216,7 @@ async def test_files_that_hold_secrets_are_named_and_not_quoted(
     config = configuration(
         tmp_path, topology.run, url=url, password_file=str(password), tls={"cert_file": str(own)}, connect_timeout=2.0
     )
-    code, output = await command("run", str(config))
+    code, output = await printed("run", str(config))
     assert code != 0
     assert re.search(r"broker\.tls\.cert_file.*own\.pem.*wanted PEM", output)
     assert shown(output) == []

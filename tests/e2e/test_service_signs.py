@@ -35,6 +35,7 @@ class Manager:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(address)
+        self.address = address
         self.lines: list[str] = []
         asyncio.get_running_loop().add_reader(self._socket, self._read)
 
@@ -64,17 +65,17 @@ def run_folder(tmp_path: Path, unique_run: str) -> Path:
 
 
 @asynccontextmanager
-async def agent(role: str, url: str, folder: Path, address: str, *overrides: str, **variables: str) -> Any:
-    """An agent as systemd starts it: ``exec`` keeps the process id that WATCHDOG_PID names."""
+async def runner(url: str, folder: Path, manager: Manager, **variables: str) -> Any:
+    """A runner as systemd starts it: ``exec`` keeps the process id that WATCHDOG_PID names."""
     environ = {
         **os.environ,
         "TRINITY_MQ_BROKER_URL": url,
-        "NOTIFY_SOCKET": address,
+        "NOTIFY_SOCKET": manager.address,
         "WATCHDOG_USEC": str(int(WATCHDOG * 1e6)),
         **variables,
     }
-    command = [sys.executable, "-m", "trinity_mq.cli.main", role, str(EXAMPLES / "smoke.yaml")]
-    command += [f"name={folder.name}", f"run_dir={folder}", *overrides]
+    command = [sys.executable, "-m", "trinity_mq.cli.main", "runner", str(EXAMPLES / "smoke.yaml")]
+    command += [f"name={folder.name}", f"run_dir={folder}"]
     process = await asyncio.create_subprocess_exec(
         "sh", "-c", 'WATCHDOG_PID=$$ exec "$@"', "sh", *command, env=environ, stdin=asyncio.subprocess.DEVNULL
     )
@@ -93,17 +94,13 @@ async def manager(tmp_path: Path) -> Any:
     made.close()
 
 
-def address_of(tmp_path: Path) -> str:
-    return str(tmp_path / "notify")
-
-
 async def test_ready_pings_freeze_outage_drain(
     broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
 ) -> None:
     health = tmp_path / "health"
     async with (
         FaultProxy(broker_url) as proxy,
-        agent("runner", proxy.url, run_folder, address_of(tmp_path), TRINITY_MQ_HEALTH_FILE=str(health)) as process,
+        runner(proxy.url, run_folder, manager, TRINITY_MQ_HEALTH_FILE=str(health)) as process,
     ):
         await until(lambda: manager.count("READY=1") == 1, START)
         assert manager.lines[0].startswith("STATUS=starting")
@@ -137,12 +134,12 @@ async def test_ready_pings_freeze_outage_drain(
     assert not health.exists()
 
 
-async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, tmp_path: Path, manager: Manager) -> None:
+async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, manager: Manager) -> None:
     """It pings and asks for time while it tries, and can be stopped at once."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and never listens
         url = f"amqp://tmq:x@127.0.0.1:{unused.getsockname()[1]}/"
-        async with agent("runner", url, run_folder, address_of(tmp_path)) as process:
+        async with runner(url, run_folder, manager) as process:
             await until(lambda: manager.count("WATCHDOG=1") >= 3, START)
             assert manager.status == "STATUS=starting; connects to the broker"
             assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in manager.lines)
@@ -152,13 +149,11 @@ async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, tmp_path: 
     assert manager.count("STOPPING=1") == 1
 
 
-async def test_a_wrong_password_ends_for_good(
-    broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
-) -> None:
+async def test_a_wrong_password_ends_for_good(broker_url: str, run_folder: Path, manager: Manager) -> None:
     """With the code that the units do not restart on."""
     before, _, host = broker_url.rpartition("@")
     wrong = f"{before.rpartition(':')[0]}:wrong@{host}"
-    async with agent("runner", wrong, run_folder, address_of(tmp_path)) as process:
+    async with runner(wrong, run_folder, manager) as process:
         assert await asyncio.wait_for(process.wait(), START) == EXIT_FATAL
     await until(lambda: manager.count("STOPPING=1") == 1)
     assert manager.count("READY=1") == 0

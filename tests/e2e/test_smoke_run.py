@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -60,29 +58,3 @@ async def test_it_learns_and_leaves_behind_what_it_promises(tmp_path: Path) -> N
         code, output = await again.ended(30.0)
     assert code == 0
     assert len(run.metrics()) == len(again.metrics())
-
-
-@pytest.mark.extended
-async def test_ctrl_c_drains_and_the_same_command_resumes(tmp_path: Path) -> None:
-    overrides = ("buffer.total_steps=30", "trainer.save_interval=100")
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", overrides) as run:
-        await run.until_progress(8, 120.0)
-        assert run.process is not None
-        run.process.send_signal(signal.SIGINT)
-        code, output = await run.ended(60.0)
-        assert code == 130, output
-    reached = max(step for step, _ in run.values("trainer/step"))
-    assert reached < 30
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", overrides) as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    steps = [step for step, _ in run.values("trainer/step")]
-    assert steps == list(range(1, 31)), "drained means saved: nothing was done twice"
-    history = lineage(tmp_path / "run" / "history", 2, 30)
-    assert len({entry["ticket"] for entry in history}) == 30
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*overrides, "buffer.total_steps=33")) as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    assert "finished after 30 batches and continues to batch 33" in output
-    assert [step for step, _ in run.values("trainer/step")] == list(range(1, 34))
-    await asyncio.sleep(0)

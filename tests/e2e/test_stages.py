@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,14 +34,11 @@ FILE: dict[str, Any] = {
 }
 
 
-def command(folder: Path, *words: str) -> list[str]:
+def run(folder: Path, *words: str) -> tuple[int, str]:
     file = folder / "two.yaml"
     file.write_text(yaml.safe_dump({**FILE, "run_dir": str(folder / "run")}))
-    return [sys.executable, "-m", "trinity_mq.cli.main", "run", str(file), "--plain", *words]
-
-
-def run(folder: Path, *words: str) -> tuple[int, str]:
-    done = subprocess.run(command(folder, *words), capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "trinity_mq.cli.main", "run", str(file), "--plain", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -65,28 +60,3 @@ def test_the_second_begins_with_the_model_of_the_first_and_finished_ones_are_not
     code, output = run(tmp_path)
     assert code == 2, output
     assert "stage first has finished, and the model it left" in output, output
-
-
-@pytest.mark.extended
-def test_a_stopped_stage_goes_on_and_later_ones_wait_for_it(tmp_path: Path) -> None:
-    long = "stages.0.buffer.total_steps=400"
-    with subprocess.Popen(
-        command(tmp_path, long), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as started:
-        assert started.stdout is not None
-        seen = ""
-        for line in started.stdout:
-            seen += line
-            if " step " in line and " step 0/" not in line:
-                os.kill(started.pid, signal.SIGTERM)
-                break
-        seen += started.stdout.read()
-    assert started.returncode == 128 + signal.SIGTERM, seen
-    assert "stage 1 of 2, first: not finished; stages not started: second" in seen
-    assert not (tmp_path / "run-second").exists()
-    done = len((tmp_path / "run-first" / "metrics.jsonl").read_text().splitlines())
-    assert done > 0
-
-    code, output = run(tmp_path, "stages.0.buffer.total_steps=400", "--from", "progress-1")
-    assert code == 2, output
-    assert "give the stage's folder" in output, output

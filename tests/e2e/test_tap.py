@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from trinity_mq.testing.runs import LocalRun
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
-ACCURACY = "eval/max3_held_out/accuracy/mean@1"
 
 
 def entries(run: Path, progress: int) -> list[dict[str, Any]]:
@@ -56,27 +52,3 @@ async def test_it_learns_from_what_another_run_sees_each_batch_once_though_it_is
     assert [one["uids"] for one in trained] == [one["uids"] for one in entries(first, 90)]
     assert main(["audit", str(second), "--offline"]) == 0, capsys.readouterr().out
     assert undocumented({name for line in learns.metrics() for name in line}) == set()
-    async with LocalRun(SMOKE, second, [*words, "mode=bench", "explorer.eval_on_startup=true"]) as bench:
-        code, output = await bench.ended(120.0)
-    assert code == 0, output
-    accuracy = dict(LocalRun(SMOKE, tmp_path / "second-bench").values(ACCURACY))
-    assert accuracy[0] < 0.2, "weights of its own, by another seed"
-    assert accuracy[90] > accuracy[0] + 0.2
-
-
-async def test_tap_beside_a_whole_run_shows_all_of_it_and_ends_with_it(tmp_path: Path) -> None:
-    async with LocalRun(SMOKE, tmp_path / "run", ["buffer.total_steps=90"]) as run:
-        await run.until_progress(2, 120.0)
-        tap = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "trinity_mq.cli.main", "tap", str(tmp_path / "run")),
-            *("--from", "beginning", "--fields", "uid,reward,response_text"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await asyncio.wait_for(tap.communicate(), 120)
-        code, output = await run.ended(60.0)
-    assert (code, tap.returncode) == (0, 0), output + err.decode()
-    shown = [json.loads(line) for line in out.splitlines()]
-    trained = [uid for one in entries(tmp_path / "run", 90) for uid in one["uids"]]
-    assert [one["uid"] for one in shown] == trained
-    assert all(one["response_text"] is not None for one in shown)

@@ -44,9 +44,6 @@ STARTS_WITHIN = 60.0
 HANDLED_WITHIN = 30.0
 """Seconds within which the messages of a round are read, and a good one is trained on."""
 LOOK_AGAIN = 0.02
-OUTCOMES = {"handled": "h", "dead letter": "d", "ignored": "i", "refused": "r", "expired": "e", "unread": "U"}
-"""Outcomes, and their letters in the table. Handled: it is a right message. Ignored: it is none, and no dead letter
-was made of it. Refused: by the broker. Expired: the broker dropped it in time. Unread: nobody took it."""
 
 
 class FuzzError(AssertionError):
@@ -67,7 +64,9 @@ class Try:
 
     @property
     def outcome(self) -> str:
-        """One of :data:`OUTCOMES`."""
+        """Handled: it is a right message. Ignored: it is none, and no dead letter was made of it. Refused: by the
+        broker. Expired: the broker dropped it in time. Unread: nobody took it.
+        """
         if self.refused:
             return "refused"
         if self.dead and self.hostile.target.name != "dead":
@@ -142,9 +141,8 @@ class WatchedBus(RabbitBus):
         consumer._hand_over, consumer._refuse = noted, noted_refusal
         return consumer  # type: ignore[no-any-return]
 
-    def _lost(self, reason: str) -> None:
-        self.lost += not self._closed
-        super()._lost(reason)
+    def note_change(self) -> None:
+        self.lost += not self.usable
 
 
 @dataclass
@@ -189,6 +187,7 @@ class FuzzedRun(Simulation):
     def bus(self) -> Any:
         made = WatchedBus(self.url, self.topology, config=self.config.broker, name=f"fuzz {len(self.buses)}")
         made.seen, made.last = self.seen, deque(maxlen=4)
+        made.on_change(made.note_change)
         self.buses.append(made)
         return made
 
@@ -375,26 +374,11 @@ class FuzzedRun(Simulation):
 
     # -- what came of it
 
-    def table(self) -> str:
-        """Return the tries by property, consumer and outcome."""
-        counts = Counter((one.hostile.what, one.hostile.target.name, one.outcome) for one in self.tries)
-        names = [target.name for target in TARGETS]
-        rows = [["property", *names]]
-        for what in sorted({what for what, _, _ in counts}):
-            rows.append([what, *(_cell(counts, what, name) for name in names)])
-        widths = [max(len(line[place]) for line in rows) for place in range(len(names) + 1)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in rows
-        ]
-        legend = ", ".join(f"{letter} {name}" for name, letter in OUTCOMES.items())
-        totals = Counter(one.outcome for one in self.tries)
-        told = ", ".join(f"{totals[name]} {name}" for name in OUTCOMES if totals[name])
-        return "\n".join([*lines, legend, f"{len(self.tries)} tries in {self.rounds} rounds: {told}"])
-
-
-def _cell(counts: Counter[tuple[str, str, str]], what: str, name: str) -> str:
-    parts = [f"{counts[what, name, outcome]}{letter}" for outcome, letter in OUTCOMES.items()]
-    return " ".join(part for part in parts if not part.startswith("0")) or "-"
+    def summary(self) -> str:
+        """Return how many tries there were, by consumer and outcome."""
+        counts = Counter((one.hostile.target.name, one.outcome) for one in self.tries)
+        told = ", ".join(f"{name} {outcome} {count}" for (name, outcome), count in sorted(counts.items()))
+        return f"{len(self.tries)} tries in {self.rounds} rounds: {told}"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
     python tests/fuzz/fuzz_broker.py [--minutes 20] [--seed 1]
 
-Wants RabbitMQ or Docker. It ends by itself, and prints the tries by property, consumer and outcome; it exits with 1
+Wants RabbitMQ or Docker. It ends by itself, and prints the tries by consumer and outcome; it exits with 1
 where an agent ended, lost its connection or no longer handles good messages, and prints the messages of that round.
 """
 
@@ -37,7 +37,7 @@ async def fuzz(minutes: float, seed: int, folder: Path) -> int:
         except FuzzError as error:
             print(error)
             code = 1
-        print(run.table())
+        print(run.summary())
     finally:
         await node.kill()
     return code

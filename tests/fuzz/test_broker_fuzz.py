@@ -19,7 +19,7 @@ async def test_no_message_ends_an_agent_or_stops_its_work(broker_url: str, uniqu
     with quiet():
         async with run.running():
             await run.fuzz(SECONDS)
-    print(run.table())  # noqa: T201  # what was tried
+    print(run.summary())  # noqa: T201  # what was tried
     outcomes = {(one.hostile.target.name, one.outcome) for one in run.tries}
     assert {name for name, outcome in outcomes if outcome == "handled"} >= {"submitted", "results", "dead"}
     assert {name for name, _ in outcomes} == {target.name for target in TARGETS}

@@ -13,7 +13,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5"
 )
 
-// broker returns the URL of a real one; the tests below are run by tests/broker/test_go_client.py.
+// broker returns the URL of a real one; the tests below are run by tests/broker/test_clients.py.
 func broker(t *testing.T) string {
 	t.Helper()
 	url := os.Getenv("TRINITY_MQ_TEST_BROKER_URL")

@@ -335,7 +335,7 @@ async def test_names_in_the_question_are_no_code() -> None:
 # -- the report
 
 
-def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
+def test_a_private_broker_is_enough_and_an_unreachable_one_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trinity_mq.operations.doctor.facts.ask_torch", lambda: CPU)
@@ -343,7 +343,7 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = dict.fromkeys(("target", "broker", "management", "node")) | {"overrides": [], "json": True}
     assert doctor(Namespace(**words)) == 0
-    assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
+    assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "ok"
     with monkeypatch.context() as without:
         without.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
         without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=False))
@@ -354,7 +354,9 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
         assert "`apt-get install rabbitmq-server`" in finding["do"]
         without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=True))
         assert doctor(Namespace(**words)) == 0, "a container can"
-        assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
+        finding = json.loads(capsys.readouterr().out)["findings"][0]
+        assert finding["verdict"] == "ok"
+        assert "in a Docker container" in finding["seen"]
     assert doctor(Namespace(**{**words, "broker": "amqp://u:secret@127.0.0.1:1/"})) == 1
     printed = capsys.readouterr().out
     assert json.loads(printed)["findings"][0]["verdict"] == "problem"

@@ -1,9 +1,12 @@
-"""Real operator processes on a real broker: a failing chain, repaired and run again; work shared; one replaced."""
+"""Real operator processes on a real broker: a failing chain, repaired and run again; work shared; one replaced; human
+review by a plain AMQP client, the command line and the page.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -11,20 +14,34 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aio_pika
 import psutil
 import pytest
 import yaml
+from aiohttp.test_utils import TestClient, TestServer
 
 from tests.unit.agents.world import a_slice, experience
+from tests.waiting import until
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
+from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.cli.main import main as command
-from trinity_mq.config import SupervisorConfig, load_config
+from trinity_mq.config import BrokerConfig, SupervisorConfig, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.observability.experiences.token_texts import TokenTexts
+from trinity_mq.observability.history import RunHistory
+from trinity_mq.observability.run_state import RunState
+from trinity_mq.observability.sources import BrokerSource
+from trinity_mq.page.access import PageAccess
+from trinity_mq.page.actions import BrokerActions
+from trinity_mq.page.app import DashApp
+from trinity_mq.page.run_page import RunPage
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.targets.connection import Target
 from trinity_mq.transport.experience_parts import part_message
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
@@ -96,8 +113,52 @@ class Stage:
         """What a trainer reads from."""
         return StreamSource(self.bus, self.topology, "trainer-0")
 
-    async def command(self, *words: str) -> int:
-        return await asyncio.to_thread(command, [*words, self.topology.run, "--broker", self.url])
+    async def command(self, action: str, *words: str) -> int:
+        """Run a command, such as ``dead list RUN ...``."""
+        line = [*action.split(), self.topology.run, *words, "--broker", self.url]
+        return await asyncio.to_thread(command, line)
+
+    async def rewards(self) -> dict[int, float | None]:
+        """The rewards that a trainer reads, by run."""
+        found: dict[int, float | None] = {}
+        async with await self.bus.consume(self.topology.ready, offset=0) as feed:
+            while (delivery := await next_or_quiet(self.bus, feed, 2.0)) is not None:
+                if delivery.content_type == EXPERIENCES:
+                    found |= {exp.eid.run: exp.reward for exp in Experience.deserialize_many(delivery.body)}
+        return found
+
+
+class Page:
+    def __init__(self, client: TestClient[Any, Any], access: PageAccess) -> None:
+        self._client, self._key = client, {"X-TMQ-Key": access.key}
+
+    async def get(self, path: str) -> dict[str, Any]:
+        async with self._client.get(path) as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._client.post(path, json=body, headers=self._key) as answer:
+            found: dict[str, Any] = await answer.json()
+            assert answer.status == 200, found
+            return found
+
+
+@contextlib.asynccontextmanager
+async def page_of(stage: Stage) -> AsyncIterator[Page]:
+    state, history = RunState(stage.topology.run), RunHistory()
+    target = Target(stage.topology.run, BrokerConfig(url=stage.url))
+    source = BrokerSource(lambda: target, state, {"metrics", "samples", "reviews"}, history)
+    access = PageAccess("127.0.0.1", operate=True)
+    app = DashApp(RunPage(state, history), BrokerActions(source), access, lambda: TokenTexts(None))
+    async with TestClient(TestServer(app.application())) as client:
+        following = asyncio.create_task(source.run())
+        try:
+            await until(lambda: source.bus is not None, 30)
+            yield Page(client, access)
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
 
 
 def pid(ready: BatchReady) -> int:
@@ -169,7 +230,10 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")  # a table that folds nothing
     broker = {"delivery_limit": 2}
-    async with operators(tmp_path, topology, broker_url, "Choosy", "operator-0", broker=broker) as stage:
+    async with (
+        operators(tmp_path, topology, broker_url, "Choosy", "operator-0", broker=broker) as stage,
+        page_of(stage) as page,
+    ):
         for batch in (1, 2):
             await stage.closed(batch)
         states = {ready.batch: ready for ready in await stage.decided(2)}
@@ -178,14 +242,23 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
         async with await stage.bus.consume(topology.dead, prefetch=1) as feed, asyncio.timeout(20):
             assert (await anext(feed)).headers["operator"] == "0_Choosy"
         assert await stage.bus.depth(topology.batch_queue(1, "t1").name) == 2, "kept for the replay"
-        assert await stage.command("dead", "list") == 0
+        assert await stage.command("dead list") == 0
         listed = "".join(capsys.readouterr().out.split())
         assert "batch_closed" in listed
         assert "0_Choosy" in listed
 
+        assert await stage.command("review list") == 2
+        assert "none of its operators requests reviews" in capsys.readouterr().err
+
+        async def shown() -> bool:
+            return [letter["operator"] for letter in (await page.get("/api/dead"))["letters"]] == ["0_Choosy"]
+
+        await until(shown, 30)
+        assert await shown(), "looking takes nothing away"
+        assert len((await page.get("/api/samples"))["rows"]) == 2, "experiences of batch 2, from the stream"
         (tmp_path / "repaired").touch()
-        assert await stage.command("dead", "replay", "--batch", "1") == 0
-        assert "batch 1 was returned to the operators" in capsys.readouterr().out
+        done = await page.post("/api/dead/replay", {"batches": [1]})
+        assert (len(done["republished"]), done["problems"], done["kept"]) == (1, [], 0)
         again = (await stage.decided(3))[2]
         assert (again.batch, again.state, again.experiences) == (1, "ready", 2)
         assert await stage.bus.depth(topology.dead.name) == 0
@@ -227,3 +300,63 @@ async def test_a_process_that_blocks_for_ever_is_replaced_and_its_batch_done(
         assert pid(ready) != first
         assert not psutil.pid_exists(first), "a thread that computes for ever does not keep its process"
         assert await stage.bus.depth(topology.dead.name) == 0
+
+
+async def test_verdicts_of_a_plain_client_of_the_command_line_and_of_the_page_count(
+    broker_url: str, topology: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    review = {"name": "human_review", "args": {"choose": {"fraction": 1.0}, "seconds": 60, "default": "drop"}}
+    async with (
+        operators(tmp_path, topology, broker_url, "", "operator-0", operator={"operators": [review]}) as stage,
+        page_of(stage) as page,
+    ):
+        listed: list[dict[str, Any]] = []
+
+        async def asked() -> bool:
+            code = await stage.command("review list", "--json")
+            out = capsys.readouterr().out
+            listed[:] = json.loads(out) if code == 0 else []
+            return len(listed) == len((await page.get("/api/reviews"))["reviews"]) == 3
+
+        await stage.closed(1, runs=3)
+        await until(asked, 60.0)
+        first, second, third = sorted(listed, key=lambda request: request["uid"])
+        assert first["ticket"] == "t1"
+        assert first["reasons"] == ["one of 1 of all runs"]
+        assert 0 < first["seconds_left"] <= 60
+
+        async with await aio_pika.connect(broker_url) as connection:
+            channel = await connection.channel()
+            exchange = await channel.get_exchange(f"tmq.{topology.run}.review")
+            body = json.dumps({"request": first["request"], "verdict": "reward", "reward": 0.25, "by": "a program"})
+            message = aio_pika.Message(body.encode(), content_type="application/json")
+            await exchange.publish(message, routing_key="verdict")
+        code = await stage.command("review keep", second["request"][:12], "--by", "ann", "--json")
+        verdict = json.loads(capsys.readouterr().out)
+        assert (code, verdict["counts"], verdict["closed"]["by"]) == (0, True, "ann")
+        on_page = {"verdict": "reward", "reward": 0.75, "note": "half right"}
+        assert (await page.post(f"/api/reviews/{third['request']}", on_page))["taken"] == "new"
+        (decided,) = await stage.decided(1)
+        assert (decided.state, decided.experiences) == ("ready", 3)
+        assert {name: value for name, value in decided.metrics.items() if name.startswith("review/")} == {
+            "review/asked": 3.0,
+            "review/not_asked": 0.0,
+            "review/kept": 1.0,
+            "review/dropped": 0.0,
+            "review/rewarded": 2.0,
+            "review/timed_out": 0.0,
+        }
+        assert await stage.rewards() == {0: 0.25, 1: 1.0, 2: 0.75}
+
+        assert await stage.command("review drop", second["request"], "--by", "bob") == 1
+        assert "does not count: it is closed: keep by ann" in capsys.readouterr().err
+        late = await page.post(f"/api/reviews/{first['request']}", {"verdict": "drop"})
+        assert (late["taken"], "it is closed" in late["reason"]) == ("refused", True)
+        assert await stage.command("review show", first["request"]) == 0
+        assert "decided: reward 0.25 by a program" in capsys.readouterr().out
+        assert await stage.command("review list") == 0
+        assert capsys.readouterr().out == "no run waits for a verdict\n"
+    assert await stage.command("clean") == 0
+    async with await aio_pika.connect(broker_url) as connection:
+        with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+            await (await connection.channel()).get_queue(topology.review.name)
