@@ -45,14 +45,14 @@ def contains(whole: Any, part: Any) -> bool:
 
 @pytest.mark.parametrize("key", [*CATALOGUE, *UPGRADES], ids=str)
 def test_every_kind_and_version_has_goldens(key: tuple[str, int]) -> None:
-    assert len([path for path in BODIES if key_of(path) == key]) >= 2, "add cases to tests/golden/control_cases.py"
+    assert len([path for path in BODIES if key_of(path) == key]) >= 2, "add cases to tests/golden/control_cases.json"
 
 
 @pytest.mark.parametrize(("key", "cls"), CATALOGUE.items(), ids=str)
 def test_every_field_is_in_a_golden(key: tuple[str, int], cls: type[Message]) -> None:
     given = {name for path in BODIES if key_of(path) == key for name in shown(path)}
     missing = cls.model_fields.keys() - given
-    assert not missing, "fields without a golden: add a case to tests/golden/control_cases.py, run make_goldens.py"
+    assert not missing, "fields without a golden: add a case to tests/golden/control_cases.json, run make_goldens.py"
 
 
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
