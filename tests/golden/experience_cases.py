@@ -217,17 +217,10 @@ def unicode() -> list[Experience]:
 
 def mixed_ids() -> list[Experience]:
     ids: list[tuple[int | str, int | str]] = [
-        (1, "a/b"),
-        ("3/gsm8k", -5),
-        (-9007199254740991, 2**60),
-        ("", "7"),
-    ]
+        (1, "a/b"), ("3/gsm8k", -5), (-9007199254740991, 2**60), ("", "7")
+    ]  # fmt: skip
     return [
-        Experience(
-            eid=EID(batch=batch, task=task, run=number - 1, step=2**40 + number, suffix="same"),
-            tokens=[1, 2],
-            prompt_length=1,
-        )
+        Experience(eid=EID(batch, task, number - 1, 2**40 + number, "same"), tokens=[1, 2], prompt_length=1)
         for number, (batch, task) in enumerate(ids)
     ]
 

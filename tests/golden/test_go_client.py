@@ -41,15 +41,12 @@ def go(cache: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_go_test(cache: Path) -> None:
+def test_go_test_and_go_vet(cache: Path) -> None:
     said = go(cache, "test", "-count=1", "-v", *PACKAGES)
     # as many cases as there are bodies: none is left out by its name
     bodies = len(list((GOLDEN / "experiences").glob("v1.*.tmqx")))
     assert bodies > 10
     assert said.count("--- PASS: TestGoldenExperiences/") == bodies
-
-
-def test_go_vet(cache: Path) -> None:
     go(cache, "vet", *PACKAGES)
 
 

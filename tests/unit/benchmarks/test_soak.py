@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -41,17 +41,8 @@ def soak() -> Iterator[ModuleType]:
         yield importlib.import_module("benchmarks.soak")
 
 
-class Run:
-    """A run of which the soak knows a process."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    def pid(self, agent: str) -> int | None:
-        return None
-
-
 async def test_agents_whose_command_line_is_one_text_are_found(soak: ModuleType, tmp_path: Path) -> None:
+    """The soak asks for nothing but the supervisor's process, and for the pids of agents that it does not know."""
     words = ("python", "-m", "trinity_mq.cli.main", "agent", str(tmp_path / "config.yaml"))
     supervisor = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SUPERVISOR, FORKED, *words),
@@ -60,7 +51,7 @@ async def test_agents_whose_command_line_is_one_text_are_found(soak: ModuleType,
     )
     assert supervisor.stdin is not None
     assert supervisor.stdout is not None
-    run: Any = Run(supervisor)
+    run: Any = SimpleNamespace(process=supervisor, pid=lambda agent: None)
     try:
         for _ in range(2):
             assert await supervisor.stdout.readline() == b"up\n"
