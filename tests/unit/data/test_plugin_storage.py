@@ -54,10 +54,8 @@ def test_a_storage_in_one_file_serves_tasks_training_data_and_experiences(tmp_pa
     name = "shelf_storage.Shelf"
     config = TasksetConfig(storage_type=name, path=str(shelf), selector="sequential", dataset_args={"sign": "!"})
     taskset = open_taskset(config, seed=5)
-    assert [body.raw_task for body in taskset.all_tasks()] == [
-        {"question": "3,7=!", "answer": "5"},
-        {"question": "1,2=!", "answer": "5"},
-    ]
+    tasks = [{"question": "3,7=!", "answer": "5"}, {"question": "1,2=!", "answer": "5"}]
+    assert [body.raw_task for body in taskset.all_tasks()] == tasks
     data = ExperienceBufferConfig(storage_type=name, schema_type="sft", path=str(shelf), limit=1)
     assert read_records(data)[0] == [{"question": "3,7=?", "answer": "0"}]
     sink = open_output(ExplorerOutputConfig(storage_type=name), tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ def experiences(batch: int, count: int, reward: float = 1.0) -> list[Experience]
 
 def rewards(folder: Path, kind: str) -> dict[str, list[float]]:
     """Return the rewards by batch, as a reader of each kind finds them."""
-    if kind == "sql":
-        with sqlite3.connect(folder / "out.db") as database:
-            found: dict[str, list[float]] = {}
-            for batch, reward in database.execute("SELECT batch, reward FROM experiences ORDER BY id"):
-                found.setdefault(batch, []).append(reward)
-        database.close()
-        return found
     files = sorted((folder / "out").iterdir())
     if kind == "jsonl":
         return {file.stem[-1]: [json.loads(line)["reward"] for line in file.read_text().splitlines()] for file in files}
@@ -54,11 +46,10 @@ def rewards(folder: Path, kind: str) -> dict[str, list[float]]:
 
 
 def sink_of(folder: Path, kind: Any) -> ExperienceSink:
-    path = f"sqlite:///{folder / 'out.db'}" if kind == "sql" else str(folder / "out")
-    return open_output(ExplorerOutputConfig(storage_type=kind, path=path), folder)
+    return open_output(ExplorerOutputConfig(storage_type=kind, path=str(folder / "out")), folder)
 
 
-@pytest.mark.parametrize("kind", ["body", "jsonl", "parquet", "sql"])
+@pytest.mark.parametrize("kind", ["body", "jsonl", "parquet"])
 def test_a_batch_that_is_written_again_is_there_once(tmp_path: Path, kind: str) -> None:
     sink = sink_of(tmp_path, kind)
     sink.write(1, experiences(1, 2))
@@ -71,14 +62,11 @@ def test_a_batch_that_is_written_again_is_there_once(tmp_path: Path, kind: str) 
     assert rewards(tmp_path, kind) == {"1": [1.0, 1.0], "2": [1.0], "3": [0.5] * 3}
 
 
-def test_rows_show_what_a_dataset_is_filtered_by(tmp_path: Path) -> None:
+def test_rows_show_what_a_dataset_is_filtered_by_and_the_default_is_a_folder_of_the_run(tmp_path: Path) -> None:
     sink_of(tmp_path, "jsonl").write(1, experiences(1, 1))
     row = json.loads((tmp_path / "out" / "batch-000001.jsonl").read_text())
     assert (row["tokens"], row["logprobs"], row["prompt_length"]) == ([1, 2, 3], [-0.25, -0.5], 1)
     assert (row["taskset"], row["index"], row["batch"], row["response_text"]) == ("train", 0, "1", "é")
-
-
-def test_the_default_is_a_folder_of_the_run(tmp_path: Path) -> None:
     open_output(ExplorerOutputConfig(), tmp_path).write(7, experiences(7, 1))
     assert [path.name for path in (tmp_path / "experiences").iterdir()] == ["batch-000007.tmqx"]
 
@@ -89,15 +77,3 @@ def test_what_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
         open_output(ExplorerOutputConfig(path=str(tmp_path / "file" / "out")), tmp_path)
     with pytest.raises(SinkError, match=r"table experiences of sqlite:.* cannot be used"):
         open_output(ExplorerOutputConfig(storage_type="sql", path="sqlite:////nowhere/at/all.db"), tmp_path)
-    with pytest.raises(SinkError) as caught:
-        open_output(ExplorerOutputConfig(storage_type="sql", path="mysterious://me:secret@host/db"), tmp_path)
-    assert "secret" not in str(caught.value)
-    with pytest.raises(ValueError, match="wanted the URL of a database"):
-        ExplorerOutputConfig(storage_type="sql", path="out.db")
-    sink = sink_of(tmp_path, "sql")
-    with sqlite3.connect(tmp_path / "out.db") as database:
-        database.execute("DROP TABLE experiences")
-    database.close()
-    with pytest.raises(SinkError, match="batch 1 cannot be written"):
-        sink.write(1, experiences(1, 1))
-    sink.close()

@@ -11,11 +11,7 @@ def signed(match):
 
 
 WANTED = {
-    "ops3": (
-        3000,
-        r"[-+,]\d{3}=",
-        lambda q: {"+": max(q[1:4]), "-": min(q[1:4]), ",": sorted(q[1:4])[1]}[q[0]],
-    ),
+    "ops3": (3000, r"[-+,]\d{3}=", lambda q: sorted(q[1:4])["-,+".index(q[0])]),
     "max3": (1000, r"\d,\d,\d=", lambda q: max(q[:-1].split(","))),
     "copy3": (1000, r"\d{3}=", lambda q: q[:-1]),
     "sort3": (1000, r"\d{3}=", lambda q: "".join(sorted(q[:-1]))),
@@ -45,10 +41,10 @@ def test_the_held_out_part_is_the_same_on_every_machine():
     assert problems("ops3", "test")[:2] == [{"question": "+360=", "answer": "6"}, {"question": "+355=", "answer": "5"}]
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(TasksetError, match="did you mean 'ops3'"):
-        problems("ops", "train")
-    with pytest.raises(TasksetError, match="there are copy3"):
-        problems("xyz", "train")
-    with pytest.raises(TasksetError, match="no split 'validation'"):
-        problems("ops3", "validation")
+@pytest.mark.parametrize(
+    ("kind", "split", "said"),
+    [("ops", "train", "did you mean 'ops3'"), ("xyz", "train", "there are copy3"), ("ops3", "dev", "no split 'dev'")],
+)
+def test_unknown_names_are_refused(kind, split, said):
+    with pytest.raises(TasksetError, match=said):
+        problems(kind, split)
