@@ -26,13 +26,15 @@ def pieces(config: AlgorithmConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_is_valid_and_says_what_it_is(name: str) -> None:
-    preset = PRESETS[name]
-    assert loss_of(algorithm_type=name).algorithm_type == name
+def test_each_preset_is_valid_contradicts_itself_nowhere_and_says_what_it_is(name: str) -> None:
+    preset, config = PRESETS[name], loss_of(algorithm_type=name)
+    assert config.algorithm_type == name
     assert preset.summary.endswith(".")
     assert preset.source
     assert preset.formula
     assert preset.estimator["kind"]
+    assert list(algorithm_problems(config, 0, 4096)) == []
+    assert bool(list(algorithm_problems(config, 8, 4096))) == (name == "vespo"), "on old data"
 
 
 def test_a_preset_overridden_piece_by_piece_is_the_one_written_by_hand() -> None:
@@ -74,11 +76,8 @@ def test_names_of_trinity() -> None:
     rec = loss_of(algorithm_type="rec", advantage_fn_args={"std_normalize": True}).estimator
     assert rec == GroupEstimator(scale="population")
     mixed = loss_of(advantage_fn="rloo", policy_loss_fn="sapo", policy_loss_fn_args={"loss_agg_mode": "token-mean"})
-    assert (mixed.estimator, mixed.surrogate.kind, mixed.reduction.kind) == (
-        GroupEstimator(baseline="leave_one_out", scale="none"),
-        "gate",
-        "token",
-    )
+    assert mixed.estimator == GroupEstimator(baseline="leave_one_out", scale="none")
+    assert (mixed.surrogate.kind, mixed.reduction.kind) == ("gate", "token")
     assert loss_of(algorithm_type="grpo_verl").algorithm_type == "grpo"
     assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
 
@@ -112,6 +111,8 @@ def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, A
     assert config.reward_kl == reward_kl
     assert config.advantage_agent == ("operator" if reward_kl is None else "trainer")
     assert config.kl == ReferenceKL(kind="k2", coef=0.001), "the term in the loss is another one"
+    in_the_rewards = loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"})
+    assert list(algorithm_problems(in_the_rewards, 0, 4096)) == []
 
 
 @pytest.mark.parametrize(
@@ -139,38 +140,47 @@ def test_errors_are_found_when_the_configuration_is_read(section: dict[str, Any]
         AlgorithmConfig.model_validate(section)
 
 
-STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
+STALE = {"synchronizer": {"sync_style": "fully_async", "pipeline_depth": 8}}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "synchronizer", "words"),
+    ("sections", "words"),
     [
-        ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
-        ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
-        ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
-        ({"reference": {"update": "ema"}}, {}, "nothing compares the policy with a reference"),
-        ({"reward_kl": {}}, {}, "the estimator is group, wanted discounted or gae"),
-        ({"algorithm_type": "sft", "reward_kl": {}}, {}, "no reward has a part in the loss"),
+        ({"weights": {"rl": 0.0}}, "nothing would be trained"),
+        ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, "belongs to sampled answers"),
+        ({"kl": {"kind": "k1", "coef": 0.1}}, "its expected gradient is 0"),
+        ({"reference": {"update": "ema"}}, "nothing compares the policy with a reference"),
+        ({"reward_kl": {}}, "the estimator is group, wanted discounted or gae"),
+        ({"algorithm_type": "sft", "reward_kl": {}}, "no reward has a part in the loss"),
+        ({"algorithm_type": "reinforceplusplus", "weights": {"ce": 1.0}, "reward_kl": {}}, "advantages of samples"),
+        ({"estimator": "none"}, "would have no advantage"),
+        ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, "advantages of samples alone"),
+        ({"anchor": "old", **STALE}, "old data would count as fresh"),
+        ({"correction": [{"kind": "weight"}]}, "weighed twice"),
+        ({"ratio": {"kind": "sequence"}}, "be weighted by its length"),
+        ({"ratio": {"kind": "sequence_product"}, **STALE}, "these answers are lost"),
+        ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, "has kind covariance 2 times"),
+        ({"surrogate": {"lo": 0.1}}, r"algorithm\.surrogate\.lo: unknown key; did you mean 'low'"),
+        ({"correction": [{"kind": "weight", "hihg": 2.0}]}, r"algorithm\.correction\.0\.hihg: unknown key; did you"),
+        ({"estimator": {"basline": "mean"}}, r"algorithm\.estimator\.basline: unknown key; did you mean 'baseline'"),
+        ({"surrogate": {"kind": "my.loss", "arg": 1}}, r"algorithm\.surrogate\.arg: unknown key; did you mean 'args'"),
+        ({"reduction": {"kind": "tokens"}}, r"algorithm\.reduction\.kind: Input should be 'token'"),
+        ({"pair": {"form": "hinge"}}, r"algorithm\.pair\.form: Input should be 'sigmoid' or 'ipo'"),
         (
-            {"algorithm_type": "reinforceplusplus", "weights": {"ce": 1.0}, "reward_kl": {}},
-            {},
-            "advantages of samples alone",
+            {"trainer": {"trainer_config": {"critic": {"ppo_epochs": 2}}}},
+            r"config\.critic\.ppo_epochs is not supported",
         ),
-        ({"estimator": "none"}, {}, "would have no advantage"),
-        ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, {}, "advantages of samples alone"),
-        ({"anchor": "old"}, STALE, "old data would count as fresh"),
-        ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
-        ({"ratio": {"kind": "sequence"}}, {}, "be weighted by its length"),
-        ({"ratio": {"kind": "sequence_product"}}, STALE, "these answers are lost"),
-        ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, {}, "has kind covariance 2 times"),
+        ({"trainer": {"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}}, r"critic\.lr: Input should be greater"),
+        ({"trainer": {"trainer_config": "train.yaml"}}, r"trainer_config is not supported: of trainer_config only"),
+        ({"trainer": {"critic_warmups": 1}}, r"trainer\.critic_warmups: unknown key"),
     ],
 )
-def test_what_would_learn_nothing_is_refused_with_its_reason(
-    algorithm: dict[str, Any], synchronizer: dict[str, Any], words: str
-) -> None:
-    model = {"tiny": {}, "max_response_tokens": 256}
+def test_what_would_learn_nothing_and_what_nobody_knows_is_refused(sections: dict[str, Any], words: str) -> None:
+    """Settings of the algorithm, with those of other sections."""
+    others = {name: sections[name] for name in ("synchronizer", "trainer") if name in sections}
+    algorithm = {name: value for name, value in sections.items() if name not in others}
     with pytest.raises(ConfigError, match=words):
-        load_config({"model": model, "algorithm": algorithm, "synchronizer": synchronizer})
+        load_config({"model": {"tiny": {}, "max_response_tokens": 256}, "algorithm": algorithm, **others})
 
 
 VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad_clip": 2.0, "cliprange_value": 0.2}}
@@ -181,11 +191,7 @@ VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad
     [
         ({"critic_warmup": 5}, None, CriticConfig(warmup_steps=5)),
         ({"critic_warmup": 5, "trainer_config": None}, {"lr": 1e-3}, CriticConfig(warmup_steps=5, lr=1e-3)),
-        (
-            {"trainer_config": VERL},
-            {"lr": 1e-3},
-            CriticConfig(warmup_steps=3, lr=1e-3, clip_grad=2.0, value_clip=0.2),
-        ),
+        ({"trainer_config": VERL}, {"lr": 1e-3}, CriticConfig(warmup_steps=3, lr=1e-3, clip_grad=2.0, value_clip=0.2)),
         ({"trainer_config": {"critic": {"optim": {}}}}, None, CriticConfig()),
     ],
 )
@@ -194,52 +200,6 @@ def test_the_critic_of_trinity_is_found_in_its_trainer(trainer: Any, critic: Any
     config = load_config({"model": {"tiny": {}}, "algorithm": algorithm, "trainer": trainer | {"save_interval": 7}})
     assert config.algorithm.critic == wanted
     assert config.trainer.save_interval == 7
-
-
-@pytest.mark.parametrize(
-    ("trainer", "words"),
-    [
-        ({"trainer_config": {"critic": {"ppo_epochs": 2}}}, r"trainer_config\.critic\.ppo_epochs is not supported"),
-        ({"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}, r"algorithm\.critic\.lr: Input should be greater"),
-        ({"trainer_config": "train.yaml"}, r"trainer\.trainer_config is not supported: of trainer_config only"),
-        ({"critic_warmups": 1}, r"trainer\.critic_warmups: unknown key"),
-    ],
-)
-def test_what_else_a_trainer_of_trinity_says_is_refused(trainer: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"tiny": {}}, "trainer": trainer})
-
-
-def test_k1_belongs_in_the_rewards() -> None:
-    assert (
-        list(algorithm_problems(loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"}), 0, 4096)) == []
-    )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_no_preset_contradicts_itself_on_fresh_data(name: str) -> None:
-    assert list(algorithm_problems(loss_of(algorithm_type=name), 0, 4096)) == []
-
-
-def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> None:
-    refused = {name for name in PRESETS if list(algorithm_problems(loss_of(algorithm_type=name), 8, 4096))}
-    assert refused == {"vespo"}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "words"),
-    [
-        ({"surrogate": {"lo": 0.1}}, r"algorithm\.surrogate\.lo: unknown key; did you mean 'low'"),
-        ({"correction": [{"kind": "weight", "hihg": 2.0}]}, r"algorithm\.correction\.0\.hihg: unknown key; did you"),
-        ({"estimator": {"basline": "mean"}}, r"algorithm\.estimator\.basline: unknown key; did you mean 'baseline'"),
-        ({"surrogate": {"kind": "my.loss", "arg": 1}}, r"algorithm\.surrogate\.arg: unknown key; did you mean 'args'"),
-        ({"reduction": {"kind": "tokens"}}, r"algorithm\.reduction\.kind: Input should be 'token'"),
-        ({"pair": {"form": "hinge"}}, r"algorithm\.pair\.form: Input should be 'sigmoid' or 'ipo'"),
-    ],
-)
-def test_a_wrong_key_of_a_piece_is_named_as_it_was_written(algorithm: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"tiny": {}}, "algorithm": algorithm})
 
 
 def test_the_constant_is_the_longest_answer_unless_it_is_said() -> None:

@@ -41,14 +41,8 @@ def test_auxiliary_models_keep_their_order_and_engines_default_to_one() -> None:
 def test_what_does_not_fit_the_kind_of_engine_is_refused(model: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(model)
-
-
-def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="auxiliary_models need different names"):
         load(JUDGE, {**TEACHER, "name": "judge"})
-
-
-def test_an_external_server_cannot_be_the_policy() -> None:
     with pytest.raises(ConfigError, match="takes no weights from the trainer"):
         load(explorer={"rollout_model": {"engine": "external"}})
 

@@ -20,36 +20,22 @@ from trinity_mq.config.estimators import (
 ESTIMATOR: TypeAdapter[EstimatorBase] = TypeAdapter(Estimator)
 
 
-def test_the_kind_alone_is_a_section() -> None:
-    assert ESTIMATOR.validate_python("discounted") == DiscountedEstimator()
-    assert ESTIMATOR.validate_python({"kind": "group", "scale": "batch"}) == GroupEstimator(scale="batch")
-
-
 def test_every_kind_is_a_function_and_agents_read_what_was_written() -> None:
     assert set(ESTIMATORS) == set(KINDS)
-    given = [
-        *map(ESTIMATOR.validate_python, KINDS),
-        EstimatorPlugin(kind="my.own", args={"a": 1}),
-    ]
-    for one in given:
+    assert ESTIMATOR.validate_python("discounted") == DiscountedEstimator()
+    for one in (*map(ESTIMATOR.validate_python, KINDS), EstimatorPlugin(kind="my.own", args={"a": 1})):
         assert ESTIMATOR.validate_python(ESTIMATOR.dump_python(one, mode="json")) == one
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            "grop",
-            r"kind is 'grop', wanted one of group, discounted, gigpo, distill, jsd, gae, none, or the dotted path",
-        ),
+        ("grop", "kind is 'grop', wanted one of group, discounted, gigpo, distill, jsd, gae, none, or the dotted path"),
         ({"scale": "batch"}, "kind is None, wanted one of group"),
         ({"kind": "group", "epsilom": 1}, "epsilom"),
         ({"kind": "group", "tau": 0.0}, "greater than 0"),
         ({"kind": "group", "shift": float("nan")}, "finite"),
-        (
-            {"kind": "group", "baseline": "none"},
-            "scale is 'group' with baseline 'none', wanted none, batch or batch_raw",
-        ),
+        ({"kind": "group", "baseline": "none"}, "scale is 'group' with baseline 'none', wanted none, batch or batch_"),
         ({"kind": "group", "baseline": "role_mean", "scale": "mean"}, "scale is 'mean' with baseline 'role_mean'"),
         (
             {"kind": "group", "baseline": "second_best", "shift": 1.0},
@@ -73,10 +59,6 @@ def test_what_an_estimator_needs_depends_on_its_fields() -> None:
     }
     assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "own"}
     assert {name for name, args in given.items() if args.where == "trainer"} == {"roles", "gae"}
-    assert {name: args.needs for name, args in given.items() if args.needs} == {
-        "roles": ("roles",),
-        "gae": ("critic",),
-        "distill": ("teacher",),
-        "jsd": ("teacher",),
-    }
+    needs = {"roles": ("roles",), "gae": ("critic",), "distill": ("teacher",), "jsd": ("teacher",)}
+    assert {name: args.needs for name, args in given.items() if args.needs} == needs
     assert {name for name, args in given.items() if not args.needs_reward} == {"distill", "jsd", "none"}

@@ -43,6 +43,11 @@ def test_a_removed_key_warns_with_its_value_the_constant_and_the_next_step() -> 
         "refuses the key"
     )
     assert config == load_config(TINY, ["explorer.eval_interval=3"]), "nothing else is ignored"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the value of the constant is in folders of earlier runs
+        assert load_config(TINY, ["explorer.batch_tries=3", "explorer.cancel_grace=2"]) == load_config(TINY)
+    with pytest.raises(ConfigError, match="explorer"):
+        load_config({**TINY, "explorer": 3})
 
 
 def test_the_file_of_a_user_is_named_and_stages_warn_too(tmp_path: Path) -> None:
@@ -53,12 +58,6 @@ def test_the_file_of_a_user_is_named_and_stages_warn_too(tmp_path: Path) -> None
     assert [warning.filename for warning in caught] == [f"{path}: stage a"]
 
 
-def test_the_value_of_the_constant_is_no_warning_because_folders_of_earlier_runs_have_it() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_config(TINY, ["explorer.batch_tries=3", "explorer.cancel_grace=2"]) == load_config(TINY)
-
-
 def test_release_0_3_refuses_what_0_2_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_refusing("0.2.9")
     assert is_refusing("0.3.0.dev0")
@@ -67,11 +66,6 @@ def test_release_0_3_refuses_what_0_2_ignores(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"configuration: explorer.batch_tries: this setting was removed"):
         load_config(TINY, ["explorer.batch_tries=7"])
     assert load_config(TINY, ["explorer.batch_tries=3"]) == load_config(TINY)
-
-
-def test_a_section_that_is_none_is_left_to_the_validation() -> None:
-    with pytest.raises(ConfigError, match="explorer"):
-        load_config({**TINY, "explorer": 3})
 
 
 @pytest.mark.parametrize(("key", "row"), REMOVED_KEYS.items(), ids=REMOVED_KEYS)

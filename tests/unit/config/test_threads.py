@@ -8,44 +8,29 @@ from pydantic import ValidationError
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.config.threads import available_cores, cpu_threads
 
-AUXILIARY = {"name": "judge", "model": {"tiny": {}}}
+JUDGE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
 
 
-def config(*overrides: str, auxiliary: int = 0) -> Config:
-    data = {"name": "w", "model": {"tiny": {}}}
-    if auxiliary:
-        data["explorer"] = {"auxiliary_models": [{**AUXILIARY, "engine_num": auxiliary}]}
-    return load_config(data, overrides)
+def config(*overrides: str) -> Config:
+    return load_config({"name": "w", "model": {"tiny": {}}}, overrides)
 
 
 @pytest.mark.parametrize(
-    ("cores", "overrides", "auxiliary", "expected"),
+    ("cores", "override", "expected"),
     [
-        (2, (), 0, 1),
-        (1, (), 0, 1),
-        (16, (), 0, 8),
-        (16, ("trainer.nproc=2",), 0, 5),
-        (16, ("explorer.rollout_model.engine_num=3",), 0, 4),
-        (16, (), 2, 4),
-        (2, ("explorer.rollout_model.engine_num=8",), 0, 1),
+        (2, "seed=1", 1),
+        (1, "seed=1", 1),
+        (16, "seed=1", 8),
+        (16, "trainer.nproc=2", 5),
+        (16, "explorer.rollout_model.engine_num=3", 4),
+        (16, f"explorer.auxiliary_models=[{JUDGE}]", 4),
+        (8, f"explorer.auxiliary_models=[{ELSEWHERE}]", 4),
+        (2, "explorer.rollout_model.engine_num=8", 1),
     ],
 )
-def test_trainer_and_engines_share_the_cores(
-    cores: int, overrides: tuple[str, ...], auxiliary: int, expected: int
-) -> None:
-    assert cpu_threads(config(*overrides, auxiliary=auxiliary), "auto", cores) == expected
-
-
-def test_a_number_is_that_number() -> None:
-    assert cpu_threads(config(), 7) == 7
-    assert config("trainer.num_threads=3").trainer.num_threads == 3
-    assert config().trainer.num_threads == "auto"
-
-
-def test_external_engines_compute_elsewhere() -> None:
-    external = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:1/v1"}
-    run = load_config({"name": "w", "model": {"tiny": {}}, "explorer": {"auxiliary_models": [external]}})
-    assert cpu_threads(run, "auto", 8) == 4
+def test_trainer_and_engines_share_the_cores(cores: int, override: str, expected: int) -> None:
+    assert cpu_threads(config(override), "auto", cores) == expected
+    assert cpu_threads(config(override), 7) == 7
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
@@ -76,7 +61,5 @@ def test_the_cores_are_those_that_a_container_may_use(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert available_cores(tmp_path) == expected
-
-
-def test_this_process_has_cores() -> None:
+    monkeypatch.undo()
     assert available_cores() >= 1
