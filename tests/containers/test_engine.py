@@ -34,12 +34,8 @@ class Machine:
     """A network name space with nothing but its own loopback: engines in there meet no other engine's rules."""
 
     def __init__(self) -> None:
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "up\n"
         self.folder = Path(tempfile.mkdtemp(prefix="tmq-"))  # a socket's path has to be short
@@ -185,14 +181,11 @@ def test_where_it_cannot_run_it_says_why(public: Path) -> None:
     assert done.stderr == "no Docker engine: not root: start Docker yourself and set DOCKER_HOST\n"
 
 
-def test_wrong_words_are_told() -> None:
+def test_wrong_words_are_told_and_nothing_is_prepared_where_no_docker_is_wanted() -> None:
     done = subprocess.run([SCRIPT, "restart"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "scripts/docker-engine start" in done.stderr
-
-
-def test_preparing_is_left_out_where_no_docker_is_wanted() -> None:
     settings = os.environ | {"TRINITY_MQ_TEST_BROKER": "node", "TRINITY_MQ_TEST_BROKER_URL": ""}
     done = subprocess.run([PREPARE], capture_output=True, text=True, check=False, env=settings)
-    assert (done.returncode, done.stdout) == (69, "")
-    assert done.stderr == "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"
+    said = "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"
+    assert (done.returncode, done.stdout, done.stderr) == (69, "", said)

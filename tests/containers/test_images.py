@@ -102,15 +102,6 @@ async def test_the_python_image_makes_environments_and_has_no_compiler() -> None
     assert said.endswith("none")
 
 
-@pytest.mark.extended
-@pytest.mark.skipif(engine_version() is None, reason="needs a Docker engine")
-def test_what_is_there_is_not_built_again() -> None:
-    if not all(has_image(f"trinity-mq-test/rabbitmq:{tag}") for tag in BROKERS) or not has_image(PYTHON):
-        pytest.skip("needs all images (tests/containers/build-images)")
-    done = subprocess.run([BUILD], capture_output=True, text=True, check=True, timeout=50)
-    assert done.stderr.count(": there\n") == 3
-
-
 def test_wrong_names_and_no_engine_are_told(tmp_path: Path) -> None:
     settings = os.environ | {"DOCKER_HOST": "unix:///nowhere.sock", "TRINITY_MQ_DOCKER_FOLDER": str(tmp_path)}
 

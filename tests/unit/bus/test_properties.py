@@ -63,13 +63,6 @@ async def test_a_header_of_ours_that_cannot_travel_is_a_property_error(headers: 
     await bus.declare(*TOPOLOGY.durable)
     with pytest.raises(PropertyError, match=says):
         await bus.publish(TOPOLOGY.exchange("tasks"), "submit", Envelope(body=b"", kind="k", headers=headers))
-    await bus.close()
-
-
-async def test_the_memory_bus_shortens_ids_and_keys_as_well() -> None:
-    bus = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
-    await bus.connect()
-    await bus.declare(*TOPOLOGY.durable)
     long = "a" * 300
     assert await bus.publish(TOPOLOGY.exchange("dead"), long, Envelope(body=b"", kind="k", message_id=long))
     delivery = await anext(await bus.consume(TOPOLOGY.dead))
@@ -89,11 +82,8 @@ def test_of_an_outsiders_headers_those_travel_on_that_can() -> None:
     assert said.endswith("and 2 more")
     assert len(said) < 300
     assert omitted_headers_text(()) == ""
-
-
-def test_an_outsiders_headers_leave_room_for_ours() -> None:
     kept, left_out = outside_headers({f"h{n}": "x" * 1000 for n in range(100)})
-    assert len(kept) == MAX_OUTSIDE_HEADERS // (1000 + 16 + 3)
+    assert len(kept) == MAX_OUTSIDE_HEADERS // (1000 + 16 + 3), "they leave room for ours"
     assert len(kept) + len(left_out) == 100
 
 

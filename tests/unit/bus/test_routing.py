@@ -27,24 +27,6 @@ def test_matches_as_a_regular_expression_does(pattern: list[str], key: list[str]
     assert topic_matches(".".join(pattern), ".".join(key)) == by_regex(pattern, key)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "key", "fits"),
-    [
-        ("#", "", True),
-        ("#", "a.b.c", True),
-        ("*", "", False),
-        ("train.#", "train", True),
-        ("train.#", "train.3.gsm8k", True),
-        ("train.#", "trainer.3", False),
-        ("*.b", "a.b", True),
-        ("*.b", "a.a.b", False),
-        ("#.b.#", "b", True),
-    ],
-)
-def test_known_cases(pattern: str, key: str, fits: bool) -> None:
-    assert topic_matches(pattern, key) is fits
-
-
 RUN = Topology("r")
 MOVED = {"x-first-death-queue": "tmq.r.replies.submit.mine"}
 

@@ -19,6 +19,7 @@ from trinity_mq.bus.tls import KEY_PASSWORD_VARIABLE, tls_context, tls_problem
 from trinity_mq.config.bus import TlsConfig
 
 SECRET = "a key's password"
+LOCKED = {"cert_file": "cert.pem", "key_file": "locked.pem"}
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +44,13 @@ def config(folder: Path, **files: str) -> TlsConfig:
     return TlsConfig.model_validate({name: str(folder / file) for name, file in files.items()})
 
 
-async def test_the_default_verifies() -> None:
-    for given in (None, TlsConfig()):
-        context = await tls_context(given)
+async def test_the_default_verifies_and_a_ca_file_replaces_what_the_system_trusts(folder: Path) -> None:
+    contexts = [await tls_context(given) for given in (None, TlsConfig(), config(folder, ca_file="ca.pem"))]
+    for context in contexts:
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.check_hostname
-
-
-async def test_a_ca_file_replaces_what_the_system_trusts(folder: Path) -> None:
-    context = await tls_context(config(folder, ca_file="ca.pem"))
-    assert context.verify_mode is ssl.CERT_REQUIRED
-    assert context.check_hostname
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-    assert len(context.get_ca_certs()) == 1
+    assert contexts[-1].minimum_version == ssl.TLSVersion.TLSv1_2
+    assert len(contexts[-1].get_ca_certs()) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,11 +61,8 @@ async def test_a_ca_file_replaces_what_the_system_trusts(folder: Path) -> None:
         {"cert_file": "cert.pem", "key_file": "locked.pem", "key_password_file": "password"},
     ],
 )
-async def test_ways_to_give_a_certificate(folder: Path, files: dict[str, str]) -> None:
+async def test_ways_to_give_a_certificate(folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     await tls_context(config(folder, **files))
-
-
-async def test_a_keys_password_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_PASSWORD_VARIABLE, SECRET)
     await tls_context(config(folder, cert_file="cert.pem", key_file="locked.pem"))
 
@@ -83,13 +75,10 @@ async def test_a_keys_password_from_the_environment(folder: Path, monkeypatch: p
         ({"cert_file": "gone.pem"}, "cert_file.*gone.pem: no such file"),
         ({"cert_file": "cert.pem", "key_file": "other.pem"}, "other.pem: key values mismatch"),
         ({"cert_file": "cert.pem"}, "cert.pem: .*wanted PEM with a certificate and its key"),
-        ({"cert_file": "cert.pem", "key_file": "locked.pem"}, "encrypted and its password is not given"),
-        (
-            {"cert_file": "cert.pem", "key_file": "locked.pem", "key_password_file": "wrong"},
-            "is the key's password.*right",
-        ),
-        ({"cert_file": "cert.pem", "key_file": "locked.pem", "key_password_file": "empty"}, "password is not given"),
-        ({"cert_file": "cert.pem", "key_file": "locked.pem", "key_password_file": "gone"}, "gone cannot be read"),
+        (LOCKED, "encrypted and its password is not given"),
+        ({**LOCKED, "key_password_file": "wrong"}, "is the key's password.*right"),
+        ({**LOCKED, "key_password_file": "empty"}, "password is not given"),
+        ({**LOCKED, "key_password_file": "gone"}, "gone cannot be read"),
     ],
 )
 async def test_what_cannot_be_used_is_named(

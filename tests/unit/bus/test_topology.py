@@ -20,22 +20,14 @@ TOPOLOGY = Topology("run-1")
         st.integers(), st.tuples(st.integers(0), st.text(min_size=1, max_size=30)).map(lambda p: f"{p[0]}/{p[1]}")
     )
 )
-def test_batch_keys_are_reversible_topic_words(batch: int | str) -> None:
+def test_batch_keys_are_reversible_topic_words_and_queue_names_hold_what_clients_accept(batch: int | str) -> None:
     key = batch_key(batch)
+    for queue in (*TOPOLOGY.durable, TOPOLOGY.batch_queue(batch, "0f3e"), TOPOLOGY.listener("a", "1", "sync", "w.*")):
+        assert re.fullmatch(r"tmq\.run-1\.[a-z0-9.-]+", queue.name), queue.name
+        assert all(binding.exchange in TOPOLOGY.exchanges for binding in queue.bindings)
     assert urllib.parse.unquote(key.replace(".", "/")) == str(batch)
     assert not re.search(r"[*#/\s]", key)
     assert key.isascii()
-
-
-def test_queue_names_hold_only_what_clients_accept() -> None:
-    queues = [
-        *TOPOLOGY.durable,
-        TOPOLOGY.batch_queue("3/ä =%", "0f3e"),
-        TOPOLOGY.listener("a", "1", "sync", "weights.*"),
-    ]
-    for queue in queues:
-        assert re.fullmatch(r"tmq\.run-1\.[a-z0-9.-]+", queue.name), queue.name
-        assert all(binding.exchange in TOPOLOGY.exchanges for binding in queue.bindings)
 
 
 @pytest.mark.parametrize("run", ["", "A", "a b", "a.b", "x" * 41])
@@ -51,22 +43,18 @@ def test_what_each_kind_of_queue_declares() -> None:
     assert batch.arguments["x-dead-letter-exchange"] == TOPOLOGY.exchange("dead")
     assert batch.redeclare is False
     assert "x-consumer-timeout" not in batch.arguments
-    config = load_config({"name": "r", "model": {"tiny": {}}, "broker": {"consumer_timeout": 7200}})
+    limits = {"submitted_max_bytes": 100 * 1024**2, "dead_max_bytes": 200 * 1024**2, "consumer_timeout": 7200}
+    config = load_config({"name": "r", "model": {"tiny": {}}, "broker": limits})
     run = Topology.of(config)
     held = (run.tasks_train, run.tasks_eval, run.closed, run.submitted, run.batch_queue(1, "t"))
     assert {queue.arguments["x-consumer-timeout"] for queue in held} == {7_200_000}
     assert not any("x-consumer-timeout" in queue.arguments for queue in (run.ready, run.results, run.dead))
+    bounds = [
+        (queue.arguments["x-max-length-bytes"], queue.arguments["x-overflow"]) for queue in (run.submitted, run.dead)
+    ]
+    assert bounds == [(100 * 1024**2, "reject-publish"), (200 * 1024**2, "drop-head")], "what outsiders can fill"
+    for queue in (run.tasks_train, run.tasks_eval, run.closed, run.batch_queue(1, "t")):
+        assert "x-max-length-bytes" not in queue.arguments, "nothing of these may be lost"
     assert "x-expires" not in TOPOLOGY.ready.arguments
     assert "x-delivery-limit" not in TOPOLOGY.ready.arguments
     assert TOPOLOGY.listener("a", "1", "sync").arguments == {}
-
-
-def test_what_outsiders_can_fill_has_a_bound() -> None:
-    limits = {"submitted_max_bytes": 100 * 1024**2, "dead_max_bytes": 200 * 1024**2}
-    run = Topology.of(load_config({"name": "r", "model": {"tiny": {}}, "broker": limits}))
-    assert run.submitted.arguments["x-max-length-bytes"] == 100 * 1024**2
-    assert run.submitted.arguments["x-overflow"] == "reject-publish"
-    assert run.dead.arguments["x-max-length-bytes"] == 200 * 1024**2
-    assert run.dead.arguments["x-overflow"] == "drop-head"
-    for queue in (run.tasks_train, run.tasks_eval, run.closed, run.batch_queue(1, "t")):  # nothing of these may be lost
-        assert "x-max-length-bytes" not in queue.arguments

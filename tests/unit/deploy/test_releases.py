@@ -26,16 +26,6 @@ IDENTITY = {
 }
 
 
-def test_the_version_is_said_once_more_in_pyproject_and_comes_after_the_last_release() -> None:
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert stated == VERSION
-    released = [one.version for one in releases()]
-    assert released[0] == FIRST
-    base = re.sub(r"\.dev\d+$", "", VERSION)
-    assert base not in released or released[-1] == VERSION, "raise the version after a release, with .dev0"
-    assert tuple(map(int, base.split("."))) >= releases()[-1].order[:3]
-
-
 def test_each_release_has_its_section_and_goldens_and_what_is_new_has_a_section_above() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == ["Unreleased", *reversed([one.version for one in releases()])]
@@ -50,26 +40,16 @@ class Clone:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.git("clone", "-q", str(ROOT), str(folder), at=folder.parent)
-        listed = subprocess.run(
-            ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            capture_output=True,
-            check=True,
-        ).stdout.decode()
-        for name in filter(None, listed.split("\0")):
+        for name in self.git("ls-files", "-z", "--cached", "--others", "--exclude-standard", at=ROOT).split("\0"):
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         self.commit("The tree as it is")
 
     def git(self, *words: str, at: Path | None = None) -> str:
-        done = subprocess.run(
-            ["git", *words],
-            cwd=at or self.folder,
-            env=os.environ | IDENTITY,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        folder, environment = at or self.folder, os.environ | IDENTITY
+        command = ["git", *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     def commit(self, message: str) -> str:
@@ -85,13 +65,9 @@ class Clone:
 
     def release(self, *words: str) -> tuple[int, str]:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [str(self.folder / "scripts" / "release"), *words],
-            env=environment | IDENTITY | {"PYTHON": sys.executable},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        environment |= IDENTITY | {"PYTHON": sys.executable}
+        command = [str(self.folder / "scripts" / "release"), *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
 
@@ -153,22 +129,26 @@ def test_what_is_missing_is_said_step_by_step_and_then_it_is_released(clone: Clo
         assert clone.release("--check")[0] == 0
 
 
-@pytest.mark.parametrize("words", [(), ("0.2.0", "0.3.0")])
-def test_wrong_words_are_told(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err == "usage: scripts/release VERSION | --check | --tags\n"
-
-
 @pytest.mark.parametrize("version", ["0.2", "v0.2.0", "0.2.0.dev0", "next"])
 def test_no_version_to_release(version: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([version]) == 1
     assert f"{version!r} is no version to release" in capsys.readouterr().err
+    for words in ((), ("0.2.0", version)):
+        assert main(words) == 2
+        assert capsys.readouterr().err == "usage: scripts/release VERSION | --check | --tags\n"
 
 
-def test_versions_rise() -> None:
+def test_versions_rise_and_that_of_the_tree_comes_after_the_last_release() -> None:
     versions = ("0.9.10", "0.10.0a1", "0.10.0b1", "0.10.0rc1", "0.10.0rc2", "0.10.0", "1.0.0")
     made = [replace(releases()[0], version=one) for one in versions]
     assert sorted(made, key=lambda one: one.order) == made
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert stated == VERSION
+    released = [one.version for one in releases()]
+    assert released[0] == FIRST
+    base = re.sub(r"\.dev\d+$", "", VERSION)
+    assert base not in released or released[-1] == VERSION, "raise the version after a release, with .dev0"
+    assert tuple(map(int, base.split("."))) >= releases()[-1].order[:3]
 
 
 def test_a_section_without_a_change_is_none(tmp_path: Path) -> None:

@@ -42,93 +42,72 @@ def taken_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-class TestState:
-    def test_survives_and_stays_private(self, tmp_path: Path) -> None:
-        file = tmp_path / "node.json"
-        first = NodeState.load(file, "tmq", None)
-        first.choose_ports(("amqp", "dist"), {})
-        first.save(file)
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        again = NodeState.load(file, "tmq", None)
-        assert again == first
-        again.choose_ports(("amqp", "dist", "epmd"), {})
-        assert {name: again.ports[name] for name in ("amqp", "dist")} == first.ports
-
-    def test_each_folder_has_its_own_password(self, tmp_path: Path) -> None:
-        passwords = {NodeState.load(tmp_path / name, "tmq", None).password for name in "abc"}
-        assert len(passwords) == 3
-        assert all(len(password) >= 32 for password in passwords)
-
-    def test_another_password_than_the_brokers_is_refused(self, tmp_path: Path) -> None:
-        file = tmp_path / "node.json"
-        NodeState.load(file, "tmq", "first").save(file)
-        with pytest.raises(NodeError, match="own password") as error:
-            NodeState.load(file, "tmq", "second")
-        assert "first" not in str(error.value)
-
-    def test_a_damaged_file_says_what_to_do(self, tmp_path: Path) -> None:
-        file = tmp_path / "node.json"
-        file.write_text("{")
-        with pytest.raises(NodeError, match="to start afresh"):
-            NodeState.load(file, "tmq", None)
-
-    def test_a_remembered_port_that_is_taken_is_replaced(self, taken_port: int) -> None:
-        state = NodeState(user="u", password="p", ports={"amqp": taken_port})
-        state.choose_ports(("amqp", "dist"), {})
-        assert state.ports["amqp"] != taken_port
-        assert len(set(state.ports.values())) == 2
-
-    def test_a_fixed_port_that_is_taken_is_named(self, taken_port: int) -> None:
-        with pytest.raises(NodeError, match=f"port {taken_port} is in use"):
-            NodeState(user="u", password="p").choose_ports(("amqp",), {"amqp": taken_port})
+def test_a_state_survives_and_stays_private(tmp_path: Path) -> None:
+    file = tmp_path / "node.json"
+    first = NodeState.load(file, "tmq", None)
+    first.choose_ports(("amqp", "dist"), {})
+    first.save(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    again = NodeState.load(file, "tmq", None)
+    assert again == first
+    again.choose_ports(("amqp", "dist", "epmd"), {})
+    assert {name: again.ports[name] for name in ("amqp", "dist")} == first.ports
+    passwords = {NodeState.load(tmp_path / name, "tmq", None).password for name in "abc"}
+    assert len(passwords) == 3, "each folder has its own"
+    assert all(len(password) >= 32 for password in passwords)
+    with pytest.raises(NodeError, match="own password") as error:
+        NodeState.load(file, "tmq", "another")
+    assert first.password not in str(error.value)
+    file.write_text("{")
+    with pytest.raises(NodeError, match="to start afresh"):
+        NodeState.load(file, "tmq", None)
 
 
-class TestPorts:
-    def test_are_free_and_below_the_ephemeral_range(self) -> None:
-        found = free_ports(5)
-        assert len(set(found)) == 5
-        assert all(20_000 < port < 61_000 and is_free(port) for port in found)
-
-    async def test_no_other_process_is_given_the_same_and_its_user_may_listen(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(ports.secrets, "randbelow", lambda _: 1234)
-        found = free_ports(3)
-        other = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", SAME_DRAW), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert other.stdin is not None
-        assert other.stdout is not None
-        theirs = json.loads(await other.stdout.readline())
-        assert len({*found, *theirs}) == 6
-        for port in (*found, *theirs):
-            server = await asyncio.start_server(lambda reader, writer: writer.close(), LOOPBACK, port)
-            assert await ports.accepts_connections(port)
-            server.close()
-            await server.wait_closed()
-        other.stdin.close()
-        await other.wait()
-
-    def test_few_are_held(self) -> None:
-        free_ports(ports.MOST_HELD + 3)
-        assert len(ports._held) <= ports.MOST_HELD
-
-    def test_a_taken_one_is_not_free(self, taken_port: int) -> None:
-        assert not is_free(taken_port)
+def test_a_port_that_is_taken_is_replaced_if_it_was_remembered_and_named_if_it_is_fixed(taken_port: int) -> None:
+    assert not is_free(taken_port)
+    state = NodeState(user="u", password="p", ports={"amqp": taken_port})
+    state.choose_ports(("amqp", "dist"), {})
+    assert state.ports["amqp"] != taken_port
+    assert len(set(state.ports.values())) == 2
+    with pytest.raises(NodeError, match=f"port {taken_port} is in use"):
+        NodeState(user="u", password="p").choose_ports(("amqp",), {"amqp": taken_port})
 
 
-class TestLock:
-    async def test_excludes_and_names_the_holder(self, tmp_path: Path) -> None:
-        first, second = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
-        await first.take()
-        first.note(None)
-        with pytest.raises(NodeError, match=r"already runs in .* \(process \d+\)"):
-            await second.take()
-        with pytest.raises(NodeError, match="already started by this process"):
-            await first.take()
-        first.free()
+async def test_no_other_process_is_given_the_same_ports_and_their_user_may_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for _ in range(ports.MOST_HELD + 3):
+        free_ports(1)
+    monkeypatch.setattr(ports.secrets, "randbelow", lambda _: 1234)
+    mine = free_ports(3)
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SAME_DRAW), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    theirs = json.loads(await other.stdout.readline())
+    assert len({*mine, *theirs}) == 6
+    for port in (*mine, *theirs):
+        assert 20_000 < port < 61_000, "below the ephemeral range"
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), LOOPBACK, port)
+        assert await ports.accepts_connections(port)
+        server.close()
+        await server.wait_closed()
+    other.stdin.close()
+    await other.wait()
+
+
+async def test_a_lock_excludes_and_names_the_holder(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
+    await first.take()
+    first.note(None)
+    with pytest.raises(NodeError, match=r"already runs in .* \(process \d+\)"):
         await second.take()
-        second.free()
+    with pytest.raises(NodeError, match="already started by this process"):
+        await first.take()
+    first.free()
+    await second.take()
+    second.free()
 
 
 def test_configuration_listens_on_loopback_only() -> None:
@@ -139,11 +118,8 @@ def test_configuration_listens_on_loopback_only() -> None:
     assert "management.tcp.ip = 127.0.0.1" in lines
     assert "management.tcp.port = 2" in lines
     assert lines[-1] == "channel_max = 99"
-
-
-def test_user_and_password_are_written_byte_by_byte() -> None:
     text = server_user(NodeState(user="tmq", password='a:"é'))
-    assert text == "[{rabbit,[{default_user,<<116,109,113>>},{default_pass,<<97,58,34,195,169>>}]}].\n"
+    assert text == "[{rabbit,[{default_user,<<116,109,113>>},{default_pass,<<97,58,34,195,169>>}]}].\n", "byte by byte"
 
 
 def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> None:
@@ -163,21 +139,18 @@ def test_before_the_boot_a_folder_of_plugins_is_replaced_only_where_none_is_want
         assert text.endswith(".\n"), "Erlang evaluates nothing of a file whose last expression has no end"
 
 
-class TestExcerpt:
-    def test_shows_what_led_to_a_failed_boot(self, tmp_path: Path) -> None:
-        noise = [f"2026-01-01 00:00:00.0+00:00 [info] <0.1.0> step {n}" for n in range(50)]
-        cause = "2026-01-01 00:00:00.0+00:00 [error] <0.132.0> no setting with that name"
-        crash = [f"crash line {n}" for n in range(100)]
-        (tmp_path / "console.log").write_text("\n".join([*noise, cause, "", "BOOT FAILED", "====", "reason", *crash]))
-        said = failure_excerpt(tmp_path).splitlines()
-        assert "no setting with that name" in said
-        assert "reason" in said
-        assert len(said) < 30
-
-    def test_shows_the_ends_of_everything_else(self, tmp_path: Path) -> None:
-        (tmp_path / "log").mkdir()
-        (tmp_path / "log" / "tmq.log").write_text("\n".join(f"log {n}" for n in range(100)))
-        said = failure_excerpt(tmp_path)
-        assert "log 99" in said
-        assert "log 50" not in said
-        assert str(tmp_path / "log") in said
+def test_an_excerpt_shows_what_led_to_a_failed_boot_and_else_the_ends_of_everything(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "tmq.log").write_text("\n".join(f"log {n}" for n in range(100)))
+    said = failure_excerpt(tmp_path)
+    assert "log 99" in said
+    assert "log 50" not in said
+    assert str(tmp_path / "log") in said
+    noise = [f"2026-01-01 00:00:00.0+00:00 [info] <0.1.0> step {n}" for n in range(50)]
+    cause = "2026-01-01 00:00:00.0+00:00 [error] <0.132.0> no setting with that name"
+    crash = [f"crash line {n}" for n in range(100)]
+    (tmp_path / "console.log").write_text("\n".join([*noise, cause, "", "BOOT FAILED", "====", "reason", *crash]))
+    lines = failure_excerpt(tmp_path).splitlines()
+    assert "no setting with that name" in lines
+    assert "reason" in lines
+    assert len(lines) < 30

@@ -58,12 +58,9 @@ def test_without_a_reward_there_is_nothing_to_tell() -> None:
     assert alone["groups/size"] == 1.0
     assert "reward_std_within_group" not in alone
     assert alone["reward/std"] == 0.0
-
-
-def test_the_last_step_of_a_run_counts() -> None:
     steps = [
         Experience(eid=EID(batch=1, task=0, run=0, step=step), tokens=[1, 2], prompt_length=1, reward=reward)
         for step, reward in enumerate([5.0, 5.0, 1.0])
     ]
-    found = outcome_metrics(ExperienceBatch.of(steps))
-    assert (found["reward/mean"], found["reward/max"], found["groups/size"]) == (1.0, 1.0, 1.0)
+    last = outcome_metrics(ExperienceBatch.of(steps))
+    assert (last["reward/mean"], last["reward/max"], last["groups/size"]) == (1.0, 1.0, 1.0), "the last step counts"
