@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trinity_mq
 
-EXPERIENCE = (
-    "*eid=None *tokens *logprobs=None *reward=None *token_level_reward=None *advantages=None *returns=None "
-    "*truncate_status=None *info=None *metrics=None *prompt_length=1 *response_text=None *prompt_text=None "
-    "*action_mask=None *messages=None *tools=None *chosen=None *rejected=None *chosen_messages=None "
-    "*rejected_messages=None *multi_modal_inputs=None *teacher_logprobs=None *custom_fields=None"
-)
-STEPS = "*task *model *auxiliary_models=None *use_openai_client=True"
-DOCUMENTED = {
-    "CustomField": "source_field destination_field data_type",
-    "EID": "batch='' task='' run=0 step=0 suffix",
-    "EID.to_dict": "",
-    "Experience": EXPERIENCE,
-    "Experience.deserialize": "data",
-    "Experience.deserialize_many": "data",
-    "Experience.serialize": "",
-    "Experience.serialize_many": "experiences",
-    "Experience.to_dict": "",
-    "ExperienceOperator.close": "",
-    "ExperienceOperator.process": "exps",
-    "ExperienceOperatorV1.close": "",
-    "ExperienceOperatorV1.prepare": "",
-    "ExperienceOperatorV1.process": "exps",
-    "ExperienceOperatorV1.set_auxiliary_model": "auxiliary_models=None",
-    "Explorer": "config",
-    "Explorer.explore": "",
-    "Explorer.get_weight": "name",
-    "Explorer.setup_weight_sync_group": "master_address master_port state_dict_meta=None",
-    "RewardPropagationWorkflow": STEPS,
-    "RewardPropagationWorkflow.reward": "exps",
-    "RewardPropagationWorkflow.run": "",
-    "RewardPropagationWorkflow.step": "step_num",
-    "RunnerWrapper": "runner_id rollout_model auxiliary_models config",
-    "RunnerWrapper.restart_runner": "",
-    "RunnerWrapper.run_with_retry": "task",
-    "Scheduler": "config rollout_model auxiliary_models=None",
-    "Scheduler.get_results": "batch_id min_num=None timeout=None clear_timeout_tasks=True",
-    "Scheduler.has_step": "batch_id",
-    "Scheduler.schedule": "tasks batch_id",
-    "Scheduler.start": "",
-    "Scheduler.stop": "",
-    "Scheduler.task_done_callback": "async_task",
-    "Scheduler.wait_all": "timeout=None clear_timeout_tasks=True",
-    "Status": "ok metric message=None",
-    "StepWiseRewardWorkflow": STEPS,
-    "StepWiseRewardWorkflow.reward": "exps step_num",
-    "StepWiseRewardWorkflow.run": "",
-    "StepWiseRewardWorkflow.step": "step_num",
-    "TaskWrapper": "task batch_id run_id_base=0 repeat_times=1",
-    "WorkflowRunner": "config model auxiliary_models=None runner_id=None",
-    "WorkflowRunner.run_task": "task repeat_times=1 run_id_base=0",
-    "create_operators": "operator_configs auxiliary_models=None",
-    "from_hf_datasets": "dataset",
-    "gather_action_masks": "experiences max_response_length",
-    "gather_attention_masks": "experiences max_prompt_length max_response_length",
-    "gather_multi_modal_inputs": "experiences",
-    "gather_response_attrs": "experiences attr_name max_response_length pad_value=0",
-    "gather_token_ids": "experiences max_prompt_length max_response_length pad_token_id",
-    "group_by": "experiences id_type",
-    "sort_batch_id": "batch_id",
-    "split_dpo_experience_to_single_turn": "experiences",
-    "to_hf_datasets": "experiences",
-}
+with Path(__file__).with_name("documented_api.csv").open(encoding="utf-8") as table:
+    DOCUMENTED = {row["name"]: row["parameters"] for row in csv.DictReader(table)}
 """Parameters by name in ``trinity_mq``; those behind ``*`` are given by keyword."""
 COROUTINES = {
     *("Explorer.explore", "Explorer.get_weight", "Explorer.setup_weight_sync_group", "RunnerWrapper.run_with_retry"),
