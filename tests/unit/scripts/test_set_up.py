@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import pty
@@ -14,11 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-
-from tests.processes import descendants
-from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 COPIED = ("pyproject.toml", "constraints-cpu.txt", "tests/containers/prepare", "tests/containers/build-images")
@@ -251,39 +246,18 @@ def test_the_tests_pass_where_no_tool_is_installed(clone: Clone, uid: int) -> No
     assert done.stdout.endswith("== pytest tests/unit\n1 passed\n")
 
 
-def test_a_process_left_behind_is_named_without_ps(clone: Clone) -> None:
+def test_what_is_left_behind_is_named_without_ps(clone: Clone) -> None:
     clone.change("_left_behind.sh", "ENDING_SECONDS=20", "ENDING_SECONDS=0")
     clone.install(pytest="sleep 47 >/dev/null 2>&1 &")
     done = clone.run("scripts/test", "tests/unit", **BROKER)
     (left,) = re.findall(r"(?m)^process (\d+) sleep 47 $", done.stderr)
     os.kill(int(left), signal.SIGKILL)
     assert done.returncode == 1
-
-
-def test_what_else_is_left_behind_is_named(clone: Clone, tmp_path: Path) -> None:
-    rules = tmp_path / "rules"
-    rules.write_text("*filter\n:INPUT ACCEPT [3:180]\n-A INPUT -j DROP\nCOMMIT\n")
     (clone.place / "net/lo").mkdir(parents=True)
-    clone.be(0)
-    clone.has("iptables-save", f"cat {rules}")
-    clone.install(
-        pytest=f"""
-        echo '-A INPUT -j ACCEPT' >>{rules}
-        sed -i s/180/360/ {rules}
-        mkdir "$PLACE/net/docker0"
-        touch "$PLACE/trinity-mq"
-        """
-    )
+    clone.install(pytest='mkdir "$PLACE/net/docker0"; touch "$PLACE/trinity-mq"')
     done = clone.run("scripts/test", "tests/unit", **BROKER)
-    left = ["interface docker0", "packet rule -A INPUT -j ACCEPT", f"file {clone.place}/trinity-mq"]
-    assert done.stderr.splitlines()[1:] == left
+    assert done.stderr.splitlines()[1:] == ["interface docker0", f"file {clone.place}/trinity-mq"]
     assert done.returncode == 0, "others may have made it"
-    tool = clone.bin / "iptables-save"
-    tool.unlink()
-    clone.install(pytest=f"printf '#!/bin/sh\\necho -A INPUT -j DROP\\n' >{tool}; chmod +x {tool}")
-    done = clone.run("scripts/test", "tests/unit", **BROKER)
-    assert os.access(tool, os.X_OK)
-    assert "packet rule" not in done.stderr, "the set-up of the tests may install iptables"
 
 
 @pytest.mark.timeout(180)
@@ -309,13 +283,6 @@ def test_an_end_at_any_point_cleans_up(clone: Clone, tmp_path: Path) -> None:
     assert {point: end for point, end in ends.items() if end != (7, "", [])} == {}
 
 
-def can_make_machines() -> bool:
-    """As fresh-machine judges: root on Debian, in a clone, new namespaces allowed."""
-    asked = "grep -qx ID=debian /etc/os-release && git rev-parse HEAD && unshare --mount --pid --fork true"
-    done = subprocess.run(["sh", "-c", asked], cwd=ROOT, check=False, capture_output=True)
-    return os.geteuid() == 0 and done.returncode == 0
-
-
 def test_a_fresh_machine_says_why_it_cannot_run_and_what_it_runs_is_there(clone: Clone) -> None:
     done = clone.run("scripts/fresh-machine")
     assert (done.returncode, done.stderr) == (69, "no fresh machine: not root\n")
@@ -326,32 +293,3 @@ def test_a_fresh_machine_says_why_it_cannot_run_and_what_it_runs_is_there(clone:
     script = (ROOT / "scripts/fresh-machine").read_text(encoding="utf-8")
     (named,) = re.findall(r'(?m)^TESTS="(.*)"$', script)
     assert [name for name in named.split() if not (ROOT / name).exists()] == []
-
-
-@pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.timeout(90)
-async def test_a_signal_ends_all_that_a_fresh_machine_started(
-    clone: Clone, tmp_path: Path, number: signal.Signals
-) -> None:
-    """Here while it makes the bare system, with a debootstrap that only waits."""
-    started = tmp_path / "started"
-    clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
-    settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
-    (clone.bin / "id").unlink()
-    # a shell cannot trap what was ignored when it began, and under nohup or behind an & these are
-    by_default = ("env", "--default-signal=INT,HUP,TERM", ROOT / "scripts/fresh-machine")
-    script = await asyncio.create_subprocess_exec(*by_default, env=os.environ | settings)
-    await until(started.exists, 30)
-    inside: list[psutil.Process] = []
-
-    def waits_inside() -> bool:
-        inside[:] = [one for one, words in descendants(script.pid) if words[:1] == ["sleep"]]
-        return len(inside) == 1
-
-    await until(waits_inside, 30)  # the file may be there before the forked shell has become sleep
-    script.send_signal(number)
-    async with asyncio.timeout(30):
-        status = await script.wait()
-    assert status == (-number if number == signal.SIGKILL else 128 + number)
-    await until(lambda: not inside[0].is_running(), 10)
