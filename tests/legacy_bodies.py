@@ -23,7 +23,9 @@ TENSORS = (
 TEXTS = ("response_text", "prompt_text", "messages", "tools", "chosen_messages", "rejected_messages")
 PLAIN: dict[str, Any] = {
     **dict.fromkeys(("reward", "truncate_status")),
-    **{"info": {}, "metrics": {}, "prompt_length": 1},
+    "info": {},
+    "metrics": {},
+    "prompt_length": 1,
     **dict.fromkeys(TEXTS),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -65,24 +65,23 @@ def test_the_page_has_both_tables_and_is_legible() -> None:
     assert [cell for row in ROWS for cell in row.strip("| ").split(" | ") if len(cell) > MAX_CELL] == []
     words = tokens("\n".join(lines))
     assert {token for token in words if is_setting(token)} <= SETTINGS.keys()
-    assert {token for token in words if token.startswith("trinity-mq ") and not is_there(token, (), ())} == set()
+    assert {token for token in words if token.startswith("trinity-mq ") and not is_there(token, ())} == set()
 
 
 def wrong(row: str) -> set[str]:
     """Return what a row names and what is not there."""
     named = files(row)
-    assigned = {name for path in named for name in re.findall(rf"(?m)^({CONSTANT})\b.*=", source(path))}
     events = {event for match in re.findall(EVENTS, row) for event in tokens(match)}
     metrics = {token for token in tokens(row) if re.fullmatch(METRIC, token)}
     others = set(tokens(row)) - events - metrics
     return (
         undocumented(metrics)
         | {event for event in events if f'"{event}"' not in everything()}
-        | {token for token in others if not is_there(token, named, assigned)}
+        | {token for token in others if not is_there(token, named)}
     )
 
 
-def is_there(token: str, named: Sequence[Path], assigned: Collection[str]) -> bool:
+def is_there(token: str, named: Sequence[Path]) -> bool:
     if re.fullmatch(FILE, token):
         return any((room / token).is_file() for room in ROOMS)
     if token.startswith("trinity-mq "):
@@ -90,7 +89,7 @@ def is_there(token: str, named: Sequence[Path], assigned: Collection[str]) -> bo
     if is_setting(token):
         return token in SETTINGS
     if re.fullmatch(CONSTANT, token):
-        return token in assigned
+        return any(re.search(rf"(?m)^[A-Z_, ]*\b{token}\b.*=", source(path)) for path in named)
     words = re.split(r"\W+", token)
     return token in SECTIONS or any(all(word in source(path) for word in words) for path in named)
 

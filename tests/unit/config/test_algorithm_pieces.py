@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
+from trinity_mq.config import AlgorithmConfig, load_config
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
@@ -138,49 +138,6 @@ def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, A
 def test_errors_are_found_when_the_configuration_is_read(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         AlgorithmConfig.model_validate(section)
-
-
-STALE = {"synchronizer": {"sync_style": "fully_async", "pipeline_depth": 8}}
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"weights": {"rl": 0.0}}, "nothing would be trained"),
-        ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, "belongs to sampled answers"),
-        ({"kl": {"kind": "k1", "coef": 0.1}}, "its expected gradient is 0"),
-        ({"reference": {"update": "ema"}}, "nothing compares the policy with a reference"),
-        ({"reward_kl": {}}, "the estimator is group, wanted discounted or gae"),
-        ({"algorithm_type": "sft", "reward_kl": {}}, "no reward has a part in the loss"),
-        ({"algorithm_type": "reinforceplusplus", "weights": {"ce": 1.0}, "reward_kl": {}}, "advantages of samples"),
-        ({"estimator": "none"}, "would have no advantage"),
-        ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, "advantages of samples alone"),
-        ({"anchor": "old", **STALE}, "old data would count as fresh"),
-        ({"correction": [{"kind": "weight"}]}, "weighed twice"),
-        ({"ratio": {"kind": "sequence"}}, "be weighted by its length"),
-        ({"ratio": {"kind": "sequence_product"}, **STALE}, "these answers are lost"),
-        ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, "has kind covariance 2 times"),
-        ({"surrogate": {"lo": 0.1}}, r"algorithm\.surrogate\.lo: unknown key; did you mean 'low'"),
-        ({"correction": [{"kind": "weight", "hihg": 2.0}]}, r"algorithm\.correction\.0\.hihg: unknown key; did you"),
-        ({"estimator": {"basline": "mean"}}, r"algorithm\.estimator\.basline: unknown key; did you mean 'baseline'"),
-        ({"surrogate": {"kind": "my.loss", "arg": 1}}, r"algorithm\.surrogate\.arg: unknown key; did you mean 'args'"),
-        ({"reduction": {"kind": "tokens"}}, r"algorithm\.reduction\.kind: Input should be 'token'"),
-        ({"pair": {"form": "hinge"}}, r"algorithm\.pair\.form: Input should be 'sigmoid' or 'ipo'"),
-        (
-            {"trainer": {"trainer_config": {"critic": {"ppo_epochs": 2}}}},
-            r"config\.critic\.ppo_epochs is not supported",
-        ),
-        ({"trainer": {"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}}, r"critic\.lr: Input should be greater"),
-        ({"trainer": {"trainer_config": "train.yaml"}}, r"trainer_config is not supported: of trainer_config only"),
-        ({"trainer": {"critic_warmups": 1}}, r"trainer\.critic_warmups: unknown key"),
-    ],
-)
-def test_what_would_learn_nothing_and_what_nobody_knows_is_refused(sections: dict[str, Any], words: str) -> None:
-    """Settings of the algorithm, with those of other sections."""
-    others = {name: sections[name] for name in ("synchronizer", "trainer") if name in sections}
-    algorithm = {name: value for name, value in sections.items() if name not in others}
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"tiny": {}, "max_response_tokens": 256}, "algorithm": algorithm, **others})
 
 
 VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad_clip": 2.0, "cliprange_value": 0.2}}

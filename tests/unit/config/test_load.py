@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,64 +15,17 @@ TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
 
 
-@pytest.mark.parametrize(
-    ("data", "overrides", "parts"),
-    [
-        ({**TINY, "bufer": {}}, [], ["bufer: unknown key", "did you mean 'buffer'"]),
-        ({"model": {"tiny": {"hidden": 3}}}, [], ["model.tiny.hidden", "hidden_size"]),
-        ({"model": {}}, [], ["exactly one of model_path"]),
-        (TINY, ["buffer.batch_siz=3"], ["buffer.batch_siz", "'batch_size'"]),
-        (TINY, ["buffer.eval_tasksets=[{name: a, pth: b}]"], ["buffer.eval_tasksets.0.pth", "'path'"]),
-        (TINY, ["buffer.batch_size=0"], ["buffer.batch_size", "greater than or equal to 1", "got 0"]),
-        (TINY, ["synchronizer.max_staleness=0", "synchronizer.sync_offset=2"], ["max_staleness is 0", "2 steps old"]),
-        (TINY, ["algorithm.repeat_times=1"], ["repeat_times is 1", "at least 2"]),
-        (TINY, ["algorithm.repeat_times=2", "algorithm.min_group_runs=3"], ["min_group_runs is 3"]),
-        (
-            TINY,
-            ["explorer.max_timeout=50000", "explorer.batch_timeout=2e5", "explorer.stall_timeout=2e5"],
-            ["hold a slice for 150610 s", "50000 s x 3 tries", "broker.consumer_timeout is 86400 s", "raise that"],
-        ),
-        (TINY, ["broker.consumer_timeout=1700"], ["hold a batch for 1760 s", "operator.timeout 800 s, 3 x"]),
-        (TINY, ["buffer.batch_size=98000"], ["98000 slices", "explorer.max_repeat_times_per_runner", "8388608"]),
-        (
-            TINY,
-            ["buffer.batch_size=40000", "explorer.refill.max=1.5"],
-            ["batch_size 40000 with explorer.refill.max 1.5 makes batches of 100000 slices", "8388608"],
-        ),
-        (TINY, ["explorer.refill.max=-1"], ["explorer.refill.max", "greater than or equal to 0", "got -1"]),
-        (TINY, ["explorer.batch_timeout=10"], ["times must grow"]),
-        (TINY, ["explorer.rollout_model.top_p=0.9"], ["top_p", "allow_truncated_sampling"]),
-        (TINY, ["trainer.save_interval=100000"], ["ready_max_bytes"]),
-        (TINY, ["name=Not Allowed"], ["name:", "Not Allowed"]),
-        (TINY, ["nonsense"], ["section.key=value"]),
-        (TINY, ["mode=teach"], ["mode: ", "'both'"]),
-        (TINY, ["buffer={seed: 1, seed: 2}"], ["override 'buffer={seed: 1, seed: 2}': key 'seed' is given twice"]),
-        (TINY, ["run_dir=${env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set", "${oc.env:TMQ_NOT_SET,default}"]),
-        (TINY, ["run_dir=${oc.env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set"]),
-        (TINY, ["run_dir=${oc.enf:HOME}"], ["run_dir: Unsupported interpolation type oc.enf", "${oc.env:NAME,"]),
-        (TINY, ["run_dir=${nothing.here}"], ["run_dir: Interpolation key 'nothing.here' not found", "plain ${"]),
-        (TINY, ["run_dir=x${y"], ["run_dir: ", "wanted ${oc.env:NAME,default}"]),
-        (TINY, ["model.tiny.characters=abcb"], ["model.tiny.characters", "holds 'b' more than once"]),
-        (TINY, ["model.tiny.characters=''"], ["model.tiny.characters", "is empty"]),
-        (EVAL, ["buffer.eval_tasksets.2.limit=8"], ["buffer.eval_tasksets has 2 items", "'2' is not one"]),
-        (EVAL, ["buffer.eval_tasksets.math.limit=8"], ["buffer.eval_tasksets has 2 items", "'math' is not one"]),
-        (TINY, ["trainer.nproc=2", "algorithm.optimizer.optimizer_type=muon"], ["nproc is 2", "muon", "adamw or sgd"]),
-        (TINY, ["trainer.nproc=2", "algorithm.reference.offload=true"], ["nproc is 2", "reference.offload"]),
-        (
-            TINY,
-            ["buffer.taskset={path: a, data_selector: {selector_type: difficulty_based, feature_keys: [weak]}}"],
-            ["buffer.taskset.data_selector.feature_keys.1: Field required"],
-        ),
-        (EVAL, ["buffer.eval_tasksets.0.limt=8"], ["buffer.eval_tasksets.0.limt: unknown key", "'limit'"]),
-    ],
-)
-def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(
-    data: dict[str, object], overrides: list[str], parts: list[str]
-) -> None:
+REFUSED = json.loads(Path(__file__).with_name("refused.json").read_text(encoding="utf-8"))
+"""Settings (without any: those of TINY), overrides, and what is said of them."""
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["says"][0])
+def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(row: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(data, overrides)
-    for part in parts:
+        load_config(row.get("settings", TINY), row.get("overrides", ()))
+    for part in row["says"]:
         assert part in str(caught.value)
+    assert "s3cr3t" not in str(caught.value), "a password"
 
 
 @pytest.mark.parametrize(
@@ -169,3 +124,55 @@ def test_rollouts_of_hours_are_a_matter_of_time_limits_only() -> None:
     config = load_config(TINY, hours)
     assert config.explorer.slice_timeout == 3 * 14_400
     assert config.hold_seconds["slice"] == 3 * 14_400 + 10 + 2 * 300
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("/data/blobs/", "file:///data/blobs"),
+        ("file:///data/blobs", "file:///data/blobs"),
+        ("~/blobs", f"file://{Path.home()}/blobs"),
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("null", None),
+    ],
+)
+def test_a_blob_store_is_a_url_or_an_absolute_path(given: str, url: str | None) -> None:
+    assert load_config(TINY, [f"broker.blob_store={given}"]).broker.blob_store == url
+
+
+JUDGE = {"name": "judge", "engine": "external", "url": "https://judge.example/v1", "api_key_env": "JUDGE_KEY"}
+TEACHER = {"name": "teacher", "model": {"tiny": {}}, "engine_num": 2}
+
+
+def test_auxiliary_models_keep_their_order_and_only_an_evaluation_may_be_answered_by_one() -> None:
+    def load(*models: dict[str, Any], **buffer: Any) -> Config:
+        return load_config({**TINY, "explorer": {"auxiliary_models": list(models)}, "buffer": buffer})
+
+    config = load(JUDGE, TEACHER)
+    assert [model.name for model in config.explorer.auxiliary_models] == ["judge", "teacher"]
+    assert config.explorer.rollout_model.engine_num == 1
+    assert load_config(config.model_dump(mode="json")) == config, "agents read what was written"
+    asked = {"storage_type": "synthetic", "path": "ops3", "name": "e", "rollout_args": {"model": "judge"}}
+    assert load(JUDGE, eval_tasksets=[asked]).buffer.eval_tasksets[0].rollout_args == {"model": "judge"}
+    with pytest.raises(ConfigError, match=r"rollout_args.model is 'judge', wanted one of .*: teacher"):
+        load(TEACHER, eval_tasksets=[asked])
+    with pytest.raises(ConfigError, match="training tasks are answered by the policy"):
+        load(JUDGE, taskset=asked)
+
+
+def test_a_tap_makes_mode_train_of_a_configuration_that_rolls_out() -> None:
+    def tapping(*overrides: str, **more: Any) -> Config:
+        return load_config({**TINY, "name": "b", "buffer": {"total_steps": 5}, **more}, ["source.tap=a", *overrides])
+
+    assert tapping().mode == "train"
+    assert tapping(mode="both").mode == "train"
+    assert tapping(mode="train").source.start == "beginning"
+    assert tapping("source.start=17").source.start == 17
+    assert tapping().accepts_any_age
+    taskset = {"name": "t", "storage_type": "synthetic", "path": "max3"}
+    assert tapping("mode=bench", buffer={"eval_tasksets": [taskset]}).mode == "bench"
+    for loss in ("algorithm_type=gpg", "anchor=old"):  # which take all data for their own
+        assert tapping(f"algorithm.{loss}", "algorithm.correction=[{kind: weight}]").mode == "train"
+    assert tapping("algorithm.algorithm_type=sft").mode == "train", "whose answers are imitated makes no difference"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chat_codec import codec_of
-from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
+from trinity_mq.config import RecordFormatConfig
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
@@ -154,17 +154,6 @@ def test_what_is_too_long_is_left_out_or_cut(reader_of: ReaderOf) -> None:
     assert [len(part) for part in (shorter.chosen, shorter.rejected) if part is not None] == [2, 3]
 
 
-def test_the_keys_that_every_record_must_have_follow_from_the_format() -> None:
-    def keys(schema: Any, **given: Any) -> dict[str, str]:
-        form = RecordFormatConfig(**given)
-        return ExperienceBufferConfig(storage_type="file", path="x", schema_type=schema, format=form).required_keys
-
-    assert keys("sft") == {"prompt_key": "question", "response_key": "answer"}
-    assert keys("sft", prompt_type="messages") == {"messages_key": "messages"}
-    assert keys("dpo") == {"prompt_key": "question", "chosen_key": "chosen", "rejected_key": "rejected"}
-    assert keys("cpt", prompt_key="text") == {"prompt_key": "text"}
-
-
 CALLS = (
     "{% for tool in tools or [] %}({{ tool.function | tojson }}){% endfor %}"
     "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -216,19 +205,6 @@ def test_of_an_answer_of_several_turns_only_what_the_assistant_wrote_counts(read
     assert single.info == {}
 
 
-LIKE_JSON = ("[1, 2, 3]", "[a](b)", "[INFO] done", "[]", "[{", "null", '["a"]', '[{"a": 1}]', "[" * 5000)
-LIKE_MESSAGES = ('{"role": "user", "content": "x"}', '[{"role": "user"}]', '[{"role": "user", "content": "x"}, 3]')
-
-
-@pytest.mark.parametrize("answer", [*LIKE_JSON, *LIKE_MESSAGES])
-def test_an_answer_that_looks_like_json_is_a_text(reader_of: ReaderOf, answer: str) -> None:
-    for keys, record in (({}, {"question": "q"}), (MESSAGES, {"messages": [ASK]})):
-        reader = reader_of(**keys)
-        pair = FORMATTERS["dpo"](reader, {**record, "chosen": answer, "rejected": "b"})
-        assert pair.chosen is not None
-        assert reader.codec.decode([pair.chosen.tolist()]) == [f"{answer}<eos>"]
-
-
 def test_an_answer_ends_with_its_first_end_and_a_text_with_its_last(reader_of: ReaderOf) -> None:
     reader = reader_of()
     assert sft(reader, {"question": "q", "answer": "a<eos>b"})[1] == "a<eos>"
@@ -236,15 +212,31 @@ def test_an_answer_ends_with_its_first_end_and_a_text_with_its_last(reader_of: R
     assert shown(reader, FORMATTERS["cpt"](reader, {"question": "ab<eos>"})) == ("a", "b<eos>")
 
 
+LIKE_JSON = ("[1, 2, 3]", "[a](b)", "[]", "[{", "null", '["a"]', '[{"a": 1}]', "[" * 5000, '[{"role": "user"}]')
+
+
+@pytest.mark.parametrize(
+    "answer", [*LIKE_JSON, '{"role": "user", "content": "x"}', '[{"role": "user", "content": "x"}, 3]']
+)
+def test_an_answer_that_looks_like_json_is_a_text(reader_of: ReaderOf, answer: str) -> None:
+    for keys, record in (({}, Q), (MESSAGES, {"messages": [ASK]})):
+        pair = FORMATTERS["dpo"](reader_of(**keys), {**record, "chosen": answer, "rejected": "b"})
+        assert pair.chosen is not None
+        assert codec(CHAT).decode([pair.chosen.tolist()]) == [f"{answer}<eos>"]
+
+
 def test_what_the_template_does_not_write_is_left_out_as_a_record(reader_of: ReaderOf) -> None:
     reader = reader_of(prompt_type="messages")
     call = {**SAY, "tool_calls": [SENT_CALL]}
-    for record in ({"messages": [ASK, call]}, {"messages": [ASK, call, TOLD, SAY]}):
+    pair = {"messages": [ASK], "chosen": [call], "rejected": "n"}
+    for schema, record in (
+        ("sft", {"messages": [ASK, call]}),
+        ("sft", {"messages": [ASK, call, TOLD, SAY]}),
+        ("dpo", pair),
+    ):
         with pytest.raises(TextError, match="does not write tool calls"):
-            sft(reader, record)
-    with pytest.raises(TextError, match="does not write tool calls"):
-        FORMATTERS["dpo"](reader, {"messages": [ASK], "chosen": [call], "rejected": "n"})
+            FORMATTERS[schema](reader, record)
     with pytest.raises(FormatError, match="no chat template to write tool calls"):
-        FORMATTERS["dpo"](reader_of("", prompt_type="messages"), {"messages": [ASK], "chosen": [call], "rejected": "n"})
+        FORMATTERS["dpo"](reader_of("", prompt_type="messages"), pair)
     with pytest.raises(TextError, match="does not write tools"):
         sft(reader_of(MARKED, prompt_type="messages"), {"messages": [ASK, SAY], "tools": [ADD]})

@@ -57,12 +57,8 @@ async def test_dynamic_sampling_keeps_tasks_of_which_some_runs_are_right() -> No
     alone = [exp(3, 0, metrics=right)]
     kept, metrics = await chain("dapo_dynamic_sampling", mixed + all_right + all_wrong + alone)
     assert kept == mixed
-    assert own(metrics) == {
-        "filtered_count": 5,
-        "dropped_all_correct": 1,
-        "dropped_all_wrong": 1,
-        "dropped_too_few": 1,
-    }
+    dropped = {"dropped_all_correct": 1, "dropped_all_wrong": 1, "dropped_too_few": 1}
+    assert own(metrics) == {"filtered_count": 5, **dropped}
 
 
 async def test_dynamic_sampling_goes_by_the_last_step_and_else_by_the_reward() -> None:
@@ -86,9 +82,8 @@ async def test_equal_runs_of_a_task_are_kept_once() -> None:
     shorter = [exp(0, 2, 0, tokens=[1, 2, 3])]
     swapped = [exp(0, 3, 0, tokens=[1, 2, 4]), exp(0, 3, 1, tokens=[1, 2, 3])]
     other_task = [exp(1, 0, 0, tokens=[1, 2, 3]), exp(1, 0, 1, tokens=[1, 2, 4])]
-    wide = [
-        exp(2, run, tokens=torch.tensor([1, 2, 3], dtype=kind)) for run, kind in enumerate((torch.int32, torch.int64))
-    ]
+    kinds = (torch.int32, torch.int64)
+    wide = [exp(2, run, tokens=torch.tensor([1, 2, 3], dtype=kind)) for run, kind in enumerate(kinds)]
     kept, metrics = await chain("deduplication", first + again + shorter + swapped + other_task + wide)
     assert kept == [*first, *shorter, *swapped, *other_task, wide[0]]
     assert own(metrics) == {"filtered_count": 3, "duplicate_runs": 2}
@@ -97,10 +92,7 @@ async def test_equal_runs_of_a_task_are_kept_once() -> None:
 async def test_the_mask_and_what_was_seen_tell_runs_apart() -> None:
     masked = [exp(0, run, action_mask=[True, bool(run)]) for run in range(2)]
     pictures = [exp(1, run, multi_modal_inputs={"pixels": torch.zeros(2)}) for run in range(2)]
-    pairs = [
-        Experience(eid=EID(1, 2, run), tokens=[1], chosen=[2], rejected=[rejected])
-        for run, rejected in enumerate((3, 4, 3))
-    ]
+    pairs = [Experience(eid=EID(1, 2, run), tokens=[1], chosen=[2], rejected=[3 + run % 2]) for run in range(3)]
     exps = masked + pictures + pairs
     kept, _ = await chain("deduplication", exps)
     assert kept == exps[:-1]
@@ -145,9 +137,8 @@ async def test_long_responses_lose_reward() -> None:
 @pytest.mark.parametrize("name", ALONE)
 async def test_huge_rewards_are_no_obstacle(name: str) -> None:
     huge = {"metrics": {"quality": 1e308, "accuracy": -1e308}, "info": {"cost": 1e-308}}
-    exps = [
-        exp(task, run, reward=reward, **huge) for task in range(2) for run, reward in enumerate((1e308, -1e308, 1e308))
-    ]
+    rewards = (1e308, -1e308, 1e308)
+    exps = [exp(task, run, reward=reward, **huge) for task in range(2) for run, reward in enumerate(rewards)]
     _, metrics = await chain(name, exps, **ARGUMENTS.get(name, {}))
     assert metrics["experience_pipeline/experience_count"] <= 6
 
@@ -195,16 +186,9 @@ async def test_pass_rates() -> None:
     kept, metrics = await chain("pass_rate_calculator", exps)
     assert [each.info.get("pass_rate") for each in kept] == [0.25] * 10 + [1.0] * 2 + [None]
     assert kept[-1].info == {"kept": 1}
-    found = {key: value for key, value in metrics.items() if key.startswith("selection/")}
-    assert found == {
-        "selection/pass_rate": 0.625,
-        "selection/valid_ratio": 0.5,
-        "selection/strict_valid_ratio": 0.5,
-        "selection/<1_ratio": 0.5,
-        "selection/>0_ratio": 1.0,
-        "selection/<15_16_ratio": 0.5,
-        "selection/>1_16_ratio": 1.0,
-    }
+    found = {key.removeprefix("selection/"): value for key, value in metrics.items() if key.startswith("selection/")}
+    half = dict.fromkeys(("valid_ratio", "strict_valid_ratio", "<1_ratio", "<15_16_ratio"), 0.5)
+    assert found == {"pass_rate": 0.625, ">0_ratio": 1.0, ">1_16_ratio": 1.0, **half}
 
 
 # -- a list of experiences
@@ -219,11 +203,9 @@ def experiences(draw: st.DrawFn) -> list[Experience]:
     for _ in range(draw(st.integers(0, 12))):
         place = {"task": draw(st.integers(0, 2)), "run": draw(st.integers(0, 3)), "step": draw(st.integers(0, 1))}
         cut = draw(st.sampled_from([None, None, "response_truncated"]))
-        info, metrics = draw(STATISTICS), draw(STATISTICS)
         response = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
-        reward = draw(NUMBERS)
-        how = {"info": info, "metrics": metrics, "truncate_status": cut, "tokens": [5, 5, *response]}
-        found.append(exp(**place, reward=reward, **how))
+        how = {"info": draw(STATISTICS), "metrics": draw(STATISTICS), "reward": draw(NUMBERS)}
+        found.append(exp(**place, **how, truncate_status=cut, tokens=[5, 5, *response]))
     return found
 
 

@@ -181,18 +181,16 @@ async def test_an_operator_gets_columns_or_objects_as_it_wants():
     assert [each.eid.run for each in again] == [2, 3]
 
 
-class InPlace(ExperienceOperatorV1):
-    async def process(self, exps):
+async def test_an_operator_that_writes_in_place_does_not_reach_the_received_body():
+    def write(exps):
         for each in exps:
             each.action_mask[:] = False
             each.logprobs.zero_()
         return exps, {}
 
-
-async def test_an_operator_that_writes_in_place_does_not_reach_the_received_body():
     body = encode([exp()])
     received = bytes(bytearray(body))
-    left, _ = await run_chain([InPlace()], ExperienceBatch.decode(received))
+    left, _ = await run_chain([Acting(write)], ExperienceBatch.decode(received))
     assert not left[0].action_mask.any()
     assert left[0].logprobs.tolist() == [0.0, 0.0]
     assert received == body
