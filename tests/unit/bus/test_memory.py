@@ -1,4 +1,4 @@
-"""The faults that MemoryBroker can be asked for, and that it follows a clock that is not real."""
+"""The faults that MemoryBroker can be asked for, its clock, and what silence on a stream means."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 
 from trinity_mq.bus.base import BusUnavailable, Envelope, StreamCut
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.messages import Mark
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 TOPOLOGY = Topology("unit")
@@ -81,3 +84,23 @@ async def test_a_reader_that_retention_cut_or_overtook_while_away_is_told(broker
     with pytest.raises(StreamCut):
         await anext(consumer)
     await writer.close()
+
+
+def test_silence_is_none_and_an_outage_starts_the_count_anew() -> None:
+    async def scene() -> None:
+        broker, topology = MemoryBroker(), Topology("s")
+        bus, other = (MemoryBus(broker, topology, config=BrokerConfig()) for _ in range(2))
+        await bus.connect()
+        await other.connect()
+        await bus.declare(*topology.durable)
+        feed = await bus.consume(topology.ready, offset=0)
+        assert await next_or_quiet(bus, feed, 60.0) is None
+        assert asyncio.get_running_loop().time() == 60.0
+        waiting = asyncio.ensure_future(next_or_quiet(bus, feed, 60.0))
+        await asyncio.sleep(50.0)
+        broker.drop(bus, delay=120.0)
+        await asyncio.sleep(170.0)  # 50 s on a usable bus
+        await other.publish(topology.exchange("ready"), "x", envelope(Mark(nonce="n")))
+        assert await waiting is not None
+
+    run_virtually(scene(), limit=500)

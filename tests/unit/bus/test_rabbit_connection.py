@@ -1,10 +1,11 @@
-"""What an AMQP client's errors come to, and that nobody waits for a place in the queue of a dead connection."""
+"""What an AMQP client's errors come to, that nobody waits for a dead connection, and how it connects again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiormq.exceptions import (
@@ -15,9 +16,16 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
     ConnectionClosed,
 )
+from tenacity import RetryCallState, wait_none
 
-from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.base import BusRefused, BusUnavailable, QueueGone
+from trinity_mq.bus.rabbit import bus as rabbit_bus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, InequivalentError, Locked, _drain, amqp_errors
+from trinity_mq.bus.retry import backoff, retrying
+from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.testing.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize(
@@ -95,3 +103,66 @@ async def test_what_a_cancelled_task_cleans_up_is_not_cut_off() -> None:
     await asyncio.wait([task])
     assert task.cancelled()
     assert closed == [True]
+
+
+@pytest.mark.parametrize("ends_well", [False, True])
+def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(
+    monkeypatch: pytest.MonkeyPatch, ends_well: bool
+) -> None:
+    """As wait_for of Python 3.11 loses it: what it waited for is over in the same moment."""
+    connecting = asyncio.Event()
+
+    async def open_connection(*_: Any) -> Any:
+        connecting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if not ends_well:
+                raise BrokerConnectError("refused") from None
+        return None
+
+    async def closed_while_it_connects() -> None:
+        bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
+        monkeypatch.setattr(rabbit_bus, "open_connection", open_connection)
+        monkeypatch.setattr(bus, "_renew_consuming", lambda _old: bus._open("consumes", print))
+        bus._routine = asyncio.create_task(bus._keep())
+        bus._broken.set()
+        await connecting.wait()
+        await bus.close()
+        with pytest.raises(BusUnavailable):
+            await bus.wait_usable()
+
+    run_virtually(closed_while_it_connects(), limit=60)
+
+
+class FlakyError(Exception):
+    """Goes away by itself."""
+
+
+def test_waits_are_drawn_below_a_bound_that_doubles_up_to_a_limit() -> None:
+    state, wait = RetryCallState(retrying(FlakyError), None, (), {}), backoff(first=0.1, maximum=2.0)
+    for state.attempt_number, bound in ((1, 0.1), (2, 0.2), (4, 0.8), (10, 2.0)):
+        drawn = [wait(state) for _ in range(200)]
+        assert 0 <= min(drawn) < 0.3 * bound
+        assert 0.7 * bound < max(drawn) <= bound
+
+
+async def test_tries_again_only_what_it_was_told_to_until_its_timeout_and_tells_before_each_pause() -> None:
+    told: list[int] = []
+
+    async def work() -> str:
+        if len(told) < 3:
+            raise FlakyError
+        return "done"
+
+    async def broken() -> None:
+        raise KeyError("a bug")
+
+    retries = retrying(FlakyError, wait=wait_none(), before_sleep=lambda state: told.append(state.attempt_number))
+    assert await retries(work) == "done"
+    assert told == [1, 2, 3]
+    with pytest.raises(KeyError):
+        await retries(broken)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await retrying(KeyError, wait=wait_none())(broken)
