@@ -49,13 +49,9 @@ async def output_of(*command: str | Path, env: Mapping[str, str] | None = None, 
     Raises:
         StackError: It failed.
     """
+    pipe, environment = asyncio.subprocess.PIPE, {**os.environ, **(env or {})}
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **(env or {})},
-        cwd=cwd,
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, cwd=cwd
     )
     try:
         out, errors = await process.communicate()
@@ -90,11 +86,8 @@ class ComposeStack:
     """
 
     def __init__(self, environment: Mapping[str, str], settings: Sequence[str] = (), example: str = "smoke") -> None:
-        self._env = {
-            **environment,
-            "TRINITY_MQ_SETTINGS": " ".join(settings),
-            "TRINITY_MQ_CONFIG": f"examples/{example}.yaml",
-        }
+        configuration = {"TRINITY_MQ_SETTINGS": " ".join(settings), "TRINITY_MQ_CONFIG": f"examples/{example}.yaml"}
+        self._env = {**environment, **configuration}
         self._compose = environment["TRINITY_MQ_COMPOSE"].split()
         self.project = f"{PROJECT}{os.getpid()}"
         self._copy = Path(tempfile.mkdtemp(prefix="tmq-compose-"))

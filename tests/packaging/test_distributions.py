@@ -145,16 +145,9 @@ def tracked() -> list[str]:
 def ran(command: Sequence[str | Path], cwd: Path, seconds: float, **environment: str) -> str:
     """Run a command without the checkout on Python's path, and return what it printed; it must succeed."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=kept | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=kept | environment, timeout=seconds, check=False, **streams)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}"
     return done.stdout
 

@@ -61,26 +61,20 @@ def test_a_ratio_that_is_gone_fails_unless_what_it_needs_is_not_installed():
     assert (row.verdict, row.failed) == ("not recorded", False)
 
 
-def test_recording_keeps_what_was_left_out():
+def test_recording_keeps_what_was_left_out_and_a_noisy_machine_is_seen():
     old = benchmark(r=Ratio(value=2.0, needs="trl"), s=Ratio(better="less", value=3.0))
     new = with_new_values(old, {"s": 2.5, "unknown": 1.0}, "2026-11-26", MACHINE)
     assert new.ratios == {"r": Ratio(value=2.0, needs="trl"), "s": Ratio(better="less", value=2.5)}
     assert (new.date, new.machine) == ("2026-11-26", MACHINE)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+    for change, said in (
         ({}, ""),
         ({"calibration": (100.0, 80.0)}, "a fixed loop made 100 MB/s before, 80 after"),
         ({"busy": 21.0}, "others used 21 % of the processor before it"),
         ({"busy": None, "calibration": None}, ""),
-    ],
-)
-def test_a_noisy_machine_is_seen(change, said):
-    machine = MACHINE.model_copy(update=change)
-    assert machine.noise() == said
-    assert ("NOISY" in comparison.state(machine)) == bool(said)
+    ):
+        machine = MACHINE.model_copy(update=change)
+        assert machine.noise() == said
+        assert ("NOISY" in comparison.state(machine)) == bool(said)
 
 
 def test_the_file_is_as_it_is_written_and_the_table_of_the_page_is_its(tmp_path):
@@ -129,6 +123,15 @@ def written_ratios(text: str) -> list[tuple[str, str]]:
     return ratios
 
 
+PREAMBLE = """
+import argparse, figures, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--quick", action="store_true")
+figures.add_option(parser)
+options = parser.parse_args()
+"""
+
+
 class Checkout:
     """The command with benchmarks of our own in place of the real ones."""
 
@@ -141,10 +144,7 @@ class Checkout:
         (folder / "docs" / "performance.md").write_text(f"before\n{comparison.BEGIN}\nold\n{comparison.END}\nafter\n")
 
     def has(self, name: str, code: str, **ratios: dict[str, object]) -> None:
-        preamble = "import argparse, figures, subprocess, sys, time\n"
-        preamble += "parser = argparse.ArgumentParser()\nparser.add_argument('--quick', action='store_true')\n"
-        preamble += "figures.add_option(parser)\noptions = parser.parse_args()\n"
-        (self.folder / "benchmarks" / f"{name}.py").write_text(preamble + code)
+        (self.folder / "benchmarks" / f"{name}.py").write_text(PREAMBLE + code)
         file = self.folder / "benchmarks" / "recorded.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(known | {name: {"command": [f"{name}.py"], "ratios": ratios}}))
@@ -152,10 +152,8 @@ class Checkout:
     def run(self, *words: str) -> tuple[int, str]:
         script, logs = str(self.folder / "benchmarks" / "run_recorded.py"), str(self.folder / "logs")
         command = [sys.executable, script, *words, "--log", logs]
-        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=50, check=False, env=environment, cwd=self.folder
-        )
+        options = {"env": {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}, "cwd": self.folder, "timeout": 50}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
         return done.returncode, done.stdout + done.stderr
 
     @property

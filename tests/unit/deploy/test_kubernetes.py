@@ -57,9 +57,8 @@ def kubectl() -> str:
     if command is None:
         pytest.skip("kubectl is not installed: any of version 1.27 or newer builds the overlays, without a cluster")
     done = subprocess.run([command, "version", "--client", "-o", "json"], capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout).get("kustomizeVersion", "v0.0")
-    if tuple(int(part) for part in re.findall(r"\d+", said)[:2]) < OLDEST:
-        pytest.skip(f"kubectl with kustomize {said} is too old: 1.27 or newer is wanted")
+    if tuple(map(int, re.findall(r"\d+", json.loads(done.stdout).get("kustomizeVersion", "v0.0"))[:2])) < OLDEST:
+        pytest.skip("kubectl is too old: 1.27 or newer is wanted")
     return command
 
 
@@ -142,9 +141,8 @@ def words(manifests: Sequence[Manifest], workload: Manifest, folder: Path) -> li
     path = folder / "run.yaml"
     path.write_text(run)
     variables = {**settings(manifests), "POD_IP": "10.1.2.3"}
-    told = [
-        re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], str(word)) for word in container(workload)["args"]
-    ]
+    arguments = container(workload)["args"]
+    told = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], str(word)) for word in arguments]
     return [str(path) if word == "/etc/trinity-mq/run.yaml" else word for word in told]
 
 
@@ -379,19 +377,12 @@ Pod = tuple[str, Mapping[str, str]]
 def allowed(policies: Sequence[Manifest], source: Pod, target: Pod, port: int) -> bool:
     """Whether a connection passes the policies on both sides, as Kubernetes defines it."""
 
-    def side(direction: str, own: Pod, peer: Pod) -> bool:
-        selecting = [
-            policy for policy in policies
-            if policy["metadata"]["namespace"] == own[0]
-            and direction in policy["spec"]["policyTypes"]
-            and matches(policy["spec"]["podSelector"], own[1])
-        ]  # fmt: skip
-        rules = [rule for policy in selecting for rule in policy["spec"].get(direction.lower(), [])]
-        word = "from" if direction == "Ingress" else "to"
-        return not selecting or any(
-            any(peers(one, own[0], peer) for one in rule[word]) and any(opens(one) for one in rule["ports"])
-            for rule in rules
-        )
+    def side(direction: str, word: str, own: Pod, peer: Pod) -> bool:
+        there = [policy["spec"] for policy in policies if policy["metadata"]["namespace"] == own[0]]
+        specs = [spec for spec in there if direction in spec["policyTypes"] and matches(spec["podSelector"], own[1])]
+        rules = [rule for spec in specs for rule in spec.get(direction.lower(), [])]
+        fitting = [rule for rule in rules if any(peers(one, own[0], peer) for one in rule[word])]
+        return not specs or any(opens(one) for rule in fitting for one in rule["ports"])
 
     def opens(one: Manifest) -> bool:
         return bool(one.get("protocol", "TCP") == "TCP" and one["port"] <= port <= one.get("endPort", one["port"]))
@@ -403,7 +394,7 @@ def allowed(policies: Sequence[Manifest], source: Pod, target: Pod, port: int) -
         fits = peer[0] == own if namespace is None else matches(namespace, {"kubernetes.io/metadata.name": peer[0]})
         return fits and matches(one.get("podSelector", {}), peer[1])
 
-    return side("Egress", source, target) and side("Ingress", target, source)
+    return side("Egress", "to", source, target) and side("Ingress", "from", target, source)
 
 
 def test_exactly_the_connections_that_agents_make_are_open(overlays: dict[str, list[Manifest]], copy: Path) -> None:

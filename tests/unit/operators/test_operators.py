@@ -39,21 +39,6 @@ async def chain(name, exps, **args):
     return list(kept), metrics
 
 
-class Synchronous(ExperienceOperator):
-    def __init__(self, factor=1.0):
-        self.factor = factor
-        self.closed_in = None
-
-    def process(self, exps):
-        self.thread = threading.current_thread()
-        for each in exps:
-            each.reward *= self.factor
-        return exps, {"scaled": len(exps), "their/own": 3, "text": "left out"}
-
-    def close(self):
-        self.closed_in = threading.current_thread()
-
-
 class Acting(ExperienceOperatorV1):
     """Does what a test says."""
 
@@ -104,9 +89,8 @@ async def test_reward_std_filter_looks_at_runs_not_at_steps():
 
 async def test_mask_response_truncated():
     view = torch.ones(2, dtype=torch.bool)
-    cut = exp(run=0, truncate_status="response_truncated", action_mask=view)
-    whole = exp(run=1)
-    kept, metrics = await chain("mask_response_truncated", [cut, whole])
+    exps = [exp(run=0, truncate_status="response_truncated", action_mask=view), exp(run=1)]
+    kept, metrics = await chain("mask_response_truncated", exps)
     assert [each.action_mask.tolist() for each in kept] == [[False, False], [True, True]]
     assert view.all()
     assert metrics["experience_pipeline/0_MaskResponseTruncated/masked_truncated_count"] == 1
@@ -152,18 +136,6 @@ async def test_a_function_of_ones_own_is_checked_before_the_first_batch():
         AdvantageOperator(AlgorithmConfig(repeat_times=2, estimator={"kind": f"{THIS}.doubld"}))
 
 
-async def test_synchronous_operators_run_in_a_thread():
-    (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Synchronous", args={"factor": 2.0})])
-    kept, metrics = await run_chain([operator], [exp()])
-    assert kept[0].reward == 2.0
-    assert operator.operator.thread is not threading.current_thread()
-    assert metrics["experience_pipeline/0_Synchronous/scaled"] == 1
-    assert metrics["their/own"] == 3
-    assert not any("text" in name for name in metrics)
-    await operator.close()
-    assert operator.operator.closed_in is not threading.current_thread()
-
-
 async def test_an_operator_gets_columns_or_objects_as_it_wants():
     exps = [exp(run=run, reward=float(run)) for run in range(4)]
     filters = create_operators([OperatorConfig(name="reward_filter", args={"threshold": low}) for low in (1.0, 2.0)])
@@ -206,17 +178,6 @@ async def test_a_failing_operator_is_named_with_its_place_and_the_line_of_its_fi
     with pytest.raises(OperatorError, match=said) as caught:
         await run_chain([Acting(), Acting(fail)], [exp()])
     assert caught.value.operator == "1_Acting"
-
-
-class Patient(ThreadedOperator):
-    """Waits in its thread until it is let go."""
-
-    def __init__(self):
-        self.go = threading.Event()
-
-    def apply(self, exps):
-        self.go.wait(30)
-        return exps, {}
 
 
 async def forever(exps=None):
@@ -282,18 +243,6 @@ async def test_a_chain_that_is_cancelled_is_cancelled():
         await task
 
 
-async def test_a_thread_that_does_not_end_is_given_up_and_known():
-    operator = Patient()
-    with pytest.raises(OperatorError, match="0_Patient"):
-        await run_chain([operator], [exp()], timeout=0.01)
-    assert stuck_threads() == ["Patient"]
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "Patient"]
-    assert thread.daemon
-    operator.go.set()
-    thread.join()
-    assert stuck_threads() == []
-
-
 async def test_auxiliary_models_are_handed_over_and_numbers_of_other_libraries_are_metrics():
     (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Acting")], {"judge": []})
     await operator.prepare()
@@ -333,3 +282,51 @@ def test_unknown_names_and_wrong_arguments_teach():
         given("exp")
     with pytest.raises(UnknownNameError, match="did you mean 'reward_filter'"):
         create_operators([OperatorConfig(name="reward_filtre")])
+
+
+class Synchronous(ExperienceOperator):
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def process(self, exps):
+        self.thread = threading.current_thread()
+        for each in exps:
+            each.reward *= self.factor
+        return exps, {"scaled": len(exps), "their/own": 3, "text": "left out"}
+
+    def close(self):
+        self.closed_in = threading.current_thread()
+
+
+async def test_synchronous_operators_run_in_a_thread():
+    (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Synchronous", args={"factor": 2.0})])
+    kept, metrics = await run_chain([operator], [exp()])
+    assert kept[0].reward == 2.0
+    assert metrics["experience_pipeline/0_Synchronous/scaled"] == 1
+    assert metrics["their/own"] == 3
+    assert not any("text" in name for name in metrics)
+    await operator.close()
+    assert threading.current_thread() not in {operator.operator.thread, operator.operator.closed_in}
+
+
+class Patient(ThreadedOperator):
+    """Waits in its thread until it is let go."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def apply(self, exps):
+        self.go.wait(30)
+        return exps, {}
+
+
+async def test_a_thread_that_does_not_end_is_given_up_and_known():
+    operator = Patient()
+    with pytest.raises(OperatorError, match="0_Patient"):
+        await run_chain([operator], [exp()], timeout=0.01)
+    assert stuck_threads() == ["Patient"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "Patient"]
+    assert thread.daemon
+    operator.go.set()
+    thread.join()
+    assert stuck_threads() == []
