@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.metric_names import undocumented
 from trinity_mq.config.settings_table import all_settings
 from trinity_mq.telemetry.group_drops import GROUP_DROPS
@@ -122,21 +120,3 @@ def test_the_reasons_for_dropping_a_group_are_those_of_the_code() -> None:
     assert dropped == {drop.reason: drop.metric for drop in GROUP_DROPS}
     others = everything().replace(source(ROOMS[0] / "telemetry" / "group_drops.py"), "")
     assert re.findall(r'"[a-z]+/(?:dropped|filtered|lost|low|partial)\w*groups"', others) == [], "take the table's"
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("`sample/dropped_stale_groups`", "`sample/dropped_old_groups`"),
-        ("`explorer.max_retry_times`", "`explorer.max_retries`"),
-        ("`rollout/attempts.py`", "`rollout/tries.py`"),
-        ("`FIRST_PAUSE`", "`FIRST_DELAYED`"),
-        ("`runs_failed`", "`runs_broke`"),
-        ("`trinity-mq dead replay`", "`trinity-mq bury`"),
-        ("`is_retryable`", "`is_curable`"),
-    ],
-)
-def test_a_wrong_name_is_noticed(name: str, other: str) -> None:
-    rows = [row for row in ROWS if name in row]
-    assert rows
-    assert all(other.strip("`") in wrong(row.replace(name, other)) for row in rows)

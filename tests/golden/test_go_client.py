@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -56,17 +55,3 @@ def test_gofmt() -> None:
         pytest.skip("gofmt is missing; on Debian: apt-get install golang-go")
     done = subprocess.run([gofmt, "-l", CLIENT], capture_output=True, text=True, check=True)
     assert done.stdout == ""
-
-
-def test_modules_ask_for_what_the_sources_import() -> None:
-    imported = {
-        path
-        for source in CLIENT.rglob("*.go")
-        for path in re.findall(
-            r'^\s(?:\w+ )?"(github\.com/[^/"]+/[^/"]+)', source.read_text(encoding="utf-8"), re.MULTILINE
-        )
-    }
-    required = re.findall(
-        r"^\t(github\.com/[^/ ]+/[^/ ]+)", (CLIENT / "go.mod").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert imported == set(required) != set()

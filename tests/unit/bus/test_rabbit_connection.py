@@ -16,7 +16,7 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
     ConnectionClosed,
 )
-from tenacity import RetryCallState, wait_none
+from tenacity import RetryCallState
 
 from trinity_mq.bus.base import BusRefused, BusUnavailable, QueueGone
 from trinity_mq.bus.rabbit import bus as rabbit_bus
@@ -145,24 +145,3 @@ def test_waits_are_drawn_below_a_bound_that_doubles_up_to_a_limit() -> None:
         drawn = [wait(state) for _ in range(200)]
         assert 0 <= min(drawn) < 0.3 * bound
         assert 0.7 * bound < max(drawn) <= bound
-
-
-async def test_tries_again_only_what_it_was_told_to_until_its_timeout_and_tells_before_each_pause() -> None:
-    told: list[int] = []
-
-    async def work() -> str:
-        if len(told) < 3:
-            raise FlakyError
-        return "done"
-
-    async def broken() -> None:
-        raise KeyError("a bug")
-
-    retries = retrying(FlakyError, wait=wait_none(), before_sleep=lambda state: told.append(state.attempt_number))
-    assert await retries(work) == "done"
-    assert told == [1, 2, 3]
-    with pytest.raises(KeyError):
-        await retries(broken)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await retrying(KeyError, wait=wait_none())(broken)

@@ -1,15 +1,27 @@
-"""Loading a configuration, and errors that teach."""
+"""Loading a configuration, errors that teach, removed settings, and the threads that follow from it."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
 from trinity_mq.config.loading.load import load_yaml
+from trinity_mq.config.loading.removed_keys import (
+    REMOVED_KEYS,
+    RemovedKey,
+    RemovedSettingWarning,
+    is_refusing,
+    without_removed_keys,
+)
+from trinity_mq.config.settings_table import all_settings
+from trinity_mq.config.threads import available_cores, cpu_threads
 
 TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
@@ -176,3 +188,128 @@ def test_a_tap_makes_mode_train_of_a_configuration_that_rolls_out() -> None:
     for loss in ("algorithm_type=gpg", "anchor=old"):  # which take all data for their own
         assert tapping(f"algorithm.{loss}", "algorithm.correction=[{kind: weight}]").mode == "train"
     assert tapping("algorithm.algorithm_type=sft").mode == "train", "whose answers are imitated makes no difference"
+
+
+RENAMED_PAGE = Path(__file__).parents[3] / "docs" / "renamed.md"
+OTHER = "another value"
+"""A value that no constant has."""
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the sections of a dotted key; auxiliary models are a list."""
+    for part in reversed(key.split(".")):
+        value = {part: [value] if part == "auxiliary_models" else value}
+    assert isinstance(value, dict)
+    return value
+
+
+def test_a_removed_key_warns_with_its_value_the_constant_and_the_next_step() -> None:
+    with pytest.warns(RemovedSettingWarning) as caught:
+        config = load_config(TINY, ["explorer.batch_tries=7", "explorer.eval_interval=3"])
+    (warning,) = caught
+    assert str(warning.message) == (
+        "explorer.batch_tries: this setting was removed; 3 (trinity_agents.explorer.training_batches.MANIFEST_TRIES) "
+        "is used, not 7: remove it; to wait longer for an idle operator, raise explorer.operator_deadline. Release 0.3 "
+        "refuses the key"
+    )
+    assert config == load_config(TINY, ["explorer.eval_interval=3"]), "nothing else is ignored"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the value of the constant is in folders of earlier runs
+        assert load_config(TINY, ["explorer.batch_tries=3", "explorer.cancel_grace=2"]) == load_config(TINY)
+    with pytest.raises(ConfigError, match="explorer"):
+        load_config({**TINY, "explorer": 3})
+
+
+def test_the_file_of_a_user_is_named_and_stages_warn_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {tiny: {}}\nexplorer: {batch_tries: 9}\nstages: [{stage_name: a}]\n")
+    with pytest.warns(RemovedSettingWarning, match=r"explorer.batch_tries: .* is used, not 9:") as caught:
+        load_stages(path)
+    assert [warning.filename for warning in caught] == [f"{path}: stage a"]
+
+
+def test_release_0_3_refuses_what_0_2_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_refusing("0.2.9")
+    assert is_refusing("0.3.0.dev0")
+    assert is_refusing("1.0.0")
+    monkeypatch.setattr("trinity_mq.config.loading.load.is_refusing", lambda: True)
+    with pytest.raises(ConfigError, match=r"configuration: explorer.batch_tries: this setting was removed"):
+        load_config(TINY, ["explorer.batch_tries=7"])
+    assert load_config(TINY, ["explorer.batch_tries=3"]) == load_config(TINY)
+
+
+@pytest.mark.parametrize(("key", "row"), REMOVED_KEYS.items(), ids=REMOVED_KEYS)
+def test_each_row_is_true(key: str, row: RemovedKey) -> None:
+    settings = nested(key, OTHER)
+    kept, (line,) = without_removed_keys(settings)
+    assert kept == nested(key.rpartition(".")[0], {})
+    assert settings == nested(key, OTHER), "the caller's settings stay"
+    assert repr(OTHER) in line
+    assert row.advice in line
+    module, _, name = row.constant.rpartition(".")
+    if module:
+        assert getattr(importlib.import_module(module), name) == row.value
+        assert name in line
+    shown = f"`{row.value!r}`" if module else "none"
+    assert f"| `{key}` | {shown} | {row.advice} |" in RENAMED_PAGE.read_text(encoding="utf-8")
+    assert key not in {setting.key.replace(".<n>", "") for setting in all_settings()}
+    for word in row.advice.replace(",", " ").replace(";", " ").split():
+        if "." in word and "=" not in word and "/" not in word:
+            assert word in {setting.key for setting in all_settings()}, "the advice names settings that there are"
+
+
+JUDGE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
+
+
+def config(*overrides: str) -> Config:
+    return load_config({"name": "w", "model": {"tiny": {}}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("cores", "override", "expected"),
+    [
+        (2, "seed=1", 1),
+        (1, "seed=1", 1),
+        (16, "seed=1", 8),
+        (16, "trainer.nproc=2", 5),
+        (16, "explorer.rollout_model.engine_num=3", 4),
+        (16, f"explorer.auxiliary_models=[{JUDGE}]", 4),
+        (8, f"explorer.auxiliary_models=[{ELSEWHERE}]", 4),
+        (2, "explorer.rollout_model.engine_num=8", 1),
+    ],
+)
+def test_trainer_and_engines_share_the_cores(cores: int, override: str, expected: int) -> None:
+    assert cpu_threads(config(override), "auto", cores) == expected
+    assert cpu_threads(config(override), 7) == 7
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+def test_anything_else_is_an_error(value: str) -> None:
+    with pytest.raises((ConfigError, ValidationError), match="num_threads"):
+        config(f"trainer.num_threads={value}")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 16),
+        ({"cpu.max": "nonsense\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "0\n"}, 16),
+    ],
+)
+def test_the_cores_are_those_that_a_container_may_use(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == expected
+    monkeypatch.undo()
+    assert available_cores() >= 1
