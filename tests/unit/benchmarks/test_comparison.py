@@ -94,35 +94,6 @@ def test_the_file_is_as_it_is_written_and_the_table_of_the_page_is_its(tmp_path)
         comparison.load(tmp_path / "recorded.json")
 
 
-def test_ratios_in_the_other_tables_of_the_page_are_recorded_ones():
-    """They stand beside the bare figures that they were made of, which a person writes there."""
-    side_by_side = DOCUMENT.read_text(encoding="utf-8").partition("## Side by side")[2].partition("\n## ")[0]
-    written = list(written_ratios(side_by_side.partition(comparison.BEGIN)[0]))
-    assert {name for name, _ in written} >= {"bench_demo", "bench_ray", "bench_codec", "bench_sync", "bench_gateway"}
-    for name, number in written:
-        values = [ratio.value for ratio in comparison.load()[name].ratios.values() if ratio.value is not None]
-        tolerance = 0.5001 * 10 ** -len(number.partition(".")[2])
-        assert any(abs(float(number) - value) <= tolerance for value in values), f"{name}: {number} is none of {values}"
-
-
-def written_ratios(text: str) -> list[tuple[str, str]]:
-    """The ratios of a table's column of that name, and those behind a colon in the demo's column of wishes."""
-    ratios, name, column = [], "", None
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if not cells or set(cells[0]) == {"-"}:
-            continue
-        if script := re.match(r"`(?:benchmarks/)?(bench_\w+)\.py", cells[0]):
-            name = script[1]
-        if "wanted" in cells:
-            column = cells.index("ratio") if "ratio" in cells else None
-        elif column is not None:
-            ratios += [(name, number) for number in re.findall(r"[\d.]+", re.sub(r"\(.*?\)", "", cells[column]))]
-        else:
-            ratios += [(name, number) for number in re.findall(r": ([\d.]+)", cells[-1])]
-    return ratios
-
-
 PREAMBLE = """
 import argparse, figures, sys
 parser = argparse.ArgumentParser()
