@@ -150,16 +150,9 @@ class ComposeStack:
         return [one for one, state in states.items() if state.get("Health", {}).get("Status") == "healthy"]
 
     async def state(self, container: str) -> dict[str, Any]:
-        """Return how a container is: ``Status``, ``ExitCode`` and others, with ``RestartCount``."""
-        data = json.loads(await self.docker("inspect", container))[0]
-        return {**data["State"], "RestartCount": data["RestartCount"]}
-
-    async def kill(self, container: str) -> None:
-        """SIGKILL an agent; its container ends with it, and what else runs in it.
-
-        Not by ``docker kill``, after which Docker starts nothing again: somebody wanted it gone.
-        """
-        await self.docker("exec", container, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+        """Return how a container is: ``Status``, ``ExitCode`` and others."""
+        state: dict[str, Any] = json.loads(await self.docker("inspect", container))[0]["State"]
+        return state
 
     async def preempt(self, container: str, notice: int) -> int:
         """End an agent as a node that is taken away does: SIGTERM, and SIGKILL after ``notice`` seconds.

@@ -1,4 +1,4 @@
-"""``docker compose up`` for real: containers killed at random, the broker started anew; it learns all the same."""
+"""``docker compose up`` for real: an agent outside, faults and preempted runners; they cost time and nothing else."""
 
 from __future__ import annotations
 

@@ -169,7 +169,6 @@ def test_one_that_held_passes_and_a_new_one_is_recorded_with_the_machine(checkou
         (["bench_z"], 2, "no benchmark bench_z"),
         (["--quick", "--record"], 2, "a quick run measures nothing"),
     ],
-    ids=" ".join,
 )
 def test_a_quick_run_compares_nothing_and_words_that_make_no_sense_are_refused(checkout, words, code, said):
     checkout.has("bench_a", "figures.write(options, {'quick': 2.0 if options.quick else 0.0})", r={"value": 1.0})
