@@ -258,7 +258,7 @@ async def test_auxiliary_models_are_handed_over_and_numbers_of_other_libraries_a
     assert operator.auxiliary_models == {}
 
 
-class Annotated(ExperienceOperatorV1):
+class Annotated(Acting):
     def __init__(self, size: int, names: tuple[str, ...] = (), chance: random.Random | None = None, free=None):
         self.given = size, names, chance, free
 
