@@ -54,7 +54,7 @@ def train(step: int, end: float, seconds: float, waited: float) -> dict[str, obj
 
 def test_batches_that_overlap_each_other_count_once_and_only_within_the_time_measured() -> None:
     lines = [train(1, 10.0, 1.0, 5.0), train(2, 12.0, 2.0, 0.0), train(3, 14.0, 2.0, 0.5)]
-    lines.append(line("trainer", 2, 12.2, **{"time/sync": 0.2}))
+    lines += [line("trainer", step, end, **{"time/sync": 0.2}) for step, end in ((2, 12.2), (3, 13.9))]
     lines.append(line("explorer", 2, 11.0, **{"time/explore": 3.0}))  # from 8, two seconds too early
     lines.append(line("explorer", 3, 12.0, **{"time/explore": 1.5}))  # from 10.5, while batch 2 is open
     lines.append(line("explorer", 4, 15.0, **{"time/explore": 2.0}))  # from 13 to beyond the last step
@@ -62,6 +62,7 @@ def test_batches_that_overlap_each_other_count_once_and_only_within_the_time_mea
     assert (overlap.seconds, overlap.train, overlap.sync) == pytest.approx((4.0, 2.0, 0.2))
     assert overlap.runners_idle == pytest.approx(0.25), "from 12 to 13 of 10 to 14"
     assert overlap.trainer_idle == pytest.approx(0.125), "what the first step waited for is before the time measured"
+    lines.append(line("explorer", 3, 12.5, **{"time/explore": 0.5}))
     assert measured(lines, 2).seconds == pytest.approx(2.0), "a warm-up of two steps is left out"
 
 

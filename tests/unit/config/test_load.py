@@ -258,7 +258,7 @@ def test_each_row_is_true(key: str, row: RemovedKey) -> None:
             assert word in {setting.key for setting in all_settings()}, "the advice names settings that there are"
 
 
-JUDGE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
+HERE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
 
 
 def config(*overrides: str) -> Config:
@@ -273,7 +273,7 @@ def config(*overrides: str) -> Config:
         (16, "seed=1", 8),
         (16, "trainer.nproc=2", 5),
         (16, "explorer.rollout_model.engine_num=3", 4),
-        (16, f"explorer.auxiliary_models=[{JUDGE}]", 4),
+        (16, f"explorer.auxiliary_models=[{HERE}]", 4),
         (8, f"explorer.auxiliary_models=[{ELSEWHERE}]", 4),
         (2, "explorer.rollout_model.engine_num=8", 1),
     ],
