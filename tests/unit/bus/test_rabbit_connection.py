@@ -52,6 +52,18 @@ async def test_errors_are_sorted_by_what_to_do_about_them(raised: BaseException,
     assert caught.type is wanted
 
 
+async def test_our_own_cancellation_stays_one() -> None:
+    async def wait() -> None:
+        with amqp_errors():
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_a_dead_connections_write_queue_lets_everybody_go() -> None:
     transport = SimpleNamespace(write_queue=asyncio.Queue(maxsize=10))
     async with asyncio.timeout(1), asyncio.TaskGroup() as group:

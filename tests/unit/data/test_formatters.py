@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chat_codec import codec_of
-from trinity_mq.config import RecordFormatConfig
+from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
@@ -96,6 +96,9 @@ def test_a_pair_shares_its_prompt(reader_of: ReaderOf) -> None:
         assert pair.rejected is not None
         texts = reader.codec.decode([pair.tokens.tolist(), pair.chosen.tolist(), pair.rejected.tolist()])
         assert texts == ["[u]q[a]", "a<eos>", "b<eos>"]
+    data = ExperienceBufferConfig(storage_type="file", path="x", schema_type="dpo")
+    keys = {"prompt_key": "question", "chosen_key": "chosen", "rejected_key": "rejected"}
+    assert data.required_keys == keys
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,10 @@ def test_the_selector_of_the_page_works_and_a_bad_one_is_named(path: Path, harde
         opened(path, name, kwargs={"stop": 3})
     with pytest.raises(ValueError, match="module 'hardest' has no 'None'"):
         opened(path, "hardest.None")
+    kept: dict[str, int] = {}
+    hardest.Hardest.state, hardest.Hardest.restore = lambda self: {"at": 3}, lambda self, state: kept.update(state)
+    again.restore(json.loads(json.dumps(opened(path, name, kwargs={"start": 0.5}).state())))
+    assert kept == {"at": 3}, "its position comes back after a kill"
     hardest.Hardest.next = lambda self, count: [COUNT] * count
     with pytest.raises(TasksetError, match=r"wanted 2 indexes from 0 to 11; fix hardest\.Hardest"):
         opened(path, name).next_batch(2)
