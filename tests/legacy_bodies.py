@@ -17,29 +17,16 @@ import torch
 
 MODULE = "trinity.common.experience"
 TENSORS = (
-    "tokens",
-    "logprobs",
-    "token_level_reward",
-    "advantages",
-    "returns",
-    "action_mask",
-    "chosen",
-    "rejected",
-    "teacher_logprobs",
-    "routed_experts",
+    *("tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "chosen", "rejected"),
+    *("teacher_logprobs", "routed_experts"),
 )
+TEXTS = ("response_text", "prompt_text", "messages", "tools", "chosen_messages", "rejected_messages")
 PLAIN: dict[str, Any] = {
-    "reward": None,
-    "truncate_status": None,
+    **dict.fromkeys(("reward", "truncate_status")),
     "info": {},
     "metrics": {},
     "prompt_length": 1,
-    "response_text": None,
-    "prompt_text": None,
-    "messages": None,
-    "tools": None,
-    "chosen_messages": None,
-    "rejected_messages": None,
+    **dict.fromkeys(TEXTS),
 }
 
 

@@ -13,63 +13,16 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 FILE_VARIABLE = "TRINITY_MQ_TEST_MATRIX"
-WALL = "start to end"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Counts of a suite's tests, and the seconds that they took, summed over the workers."""
-
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
-
-    def __str__(self) -> str:
-        counts = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
-        told = [f"{number} {what}" for what, number in counts.items() if number or what == "passed"]
-        return f"{', '.join(told)}, {minutes(self.seconds)}"
-
-
-@dataclass(frozen=True)
-class Column:
-    """One pytest session: the broker that it ran on, its suites, and its seconds from start to end."""
-
-    broker: str
-    suites: dict[str, Cell]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the run that is no pytest session of this environment, such as the lint or a fresh machine."""
-
-    part: str
-    result: str
-    seconds: float
-
-
-def to_line(entry: Column | Part) -> str:
-    """Return a line of the file."""
-    return json.dumps(asdict(entry))
-
-
-def from_line(line: str) -> Column | Part:
-    """Read a line of the file."""
-    read = json.loads(line)
-    if "part" in read:
-        return Part(**read)
-    return Column(read["broker"], {name: Cell(**cell) for name, cell in read["suites"].items()}, read["seconds"])
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 def minutes(seconds: float) -> str:
-    """Return seconds as minutes with one decimal."""
     return f"{seconds / 60:.1f} min"
 
 
@@ -79,18 +32,12 @@ def suite_of(nodeid: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def table(entries: Iterable[Column | Part]) -> list[str]:
-    """Return the lines of a table: a row for each suite, a column for each session; below it a row for each part."""
-    known = list(entries)
-    columns = [entry for entry in known if isinstance(entry, Column)]
-    parts = [entry for entry in known if isinstance(entry, Part)]
-    lines: list[str] = []
-    if columns:
-        suites = sorted({suite for column in columns for suite in column.suites})
-        rows = [["", *(column.broker for column in columns)]]
-        rows += [[suite, *(str(column.suites.get(suite, "-")) for column in columns)] for suite in suites]
-        lines += aligned([*rows, [WALL, *(minutes(column.seconds) for column in columns)]])
-    return lines + aligned([[part.part, part.result, minutes(part.seconds)] for part in parts])
+def told(suite: dict[str, Any] | None) -> str:
+    """Return the counts of a suite's tests, and the minutes that they took, summed over the workers."""
+    if suite is None:
+        return "-"
+    counts = [f"{suite[name]} {name}" for name in OUTCOMES if suite[name] or name == "passed"]
+    return ", ".join([*counts, minutes(suite["seconds"])])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -100,14 +47,23 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def read_table(file: Path) -> list[str]:
-    """Return the table of all that a file holds."""
-    return table(from_line(line) for line in file.read_text(encoding="utf-8").splitlines())
+    """Return the lines of a table: a row for each suite, a column for each session; below it a row for each part."""
+    entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    sessions = [entry for entry in entries if "suites" in entry]
+    lines: list[str] = []
+    if sessions:
+        suites = sorted({suite for session in sessions for suite in session["suites"]})
+        rows = [["", *(session["broker"] for session in sessions)]]
+        rows += [[suite, *(told(session["suites"].get(suite)) for session in sessions)] for suite in suites]
+        lines += aligned([*rows, ["start to end", *(minutes(session["seconds"]) for session in sessions)]])
+    parts = [[entry["part"], entry["result"], minutes(entry["seconds"])] for entry in entries if "part" in entry]
+    return lines + aligned(parts)
 
 
-def append(file: Path, entry: Column | Part) -> None:
+def append(file: Path, entry: dict[str, Any]) -> None:
     """Add a line to a file."""
     with file.open("a", encoding="utf-8") as opened:
-        opened.write(to_line(entry) + "\n")
+        opened.write(json.dumps(entry) + "\n")
 
 
 class Matrix:
@@ -131,10 +87,10 @@ class Matrix:
         broker = f"RabbitMQ {' and '.join(sorted(set(versions))) or 'not asked for'}"
         counts = Counter((suite_of(nodeid), outcome) for nodeid, outcome in self._outcomes.items())
         suites = {
-            suite: Cell(*(counts[suite, outcome] for outcome in ("passed", "failed", "skipped")), seconds)
+            suite: {"seconds": seconds, **{outcome: counts[suite, outcome] for outcome in OUTCOMES}}
             for suite, seconds in self._seconds.items()
         }
-        append(self._file, Column(broker, suites, time.monotonic() - self._began))
+        append(self._file, {"broker": broker, "suites": suites, "seconds": time.monotonic() - self._began})
         return read_table(self._file)
 
 
@@ -147,7 +103,6 @@ def asked(config: pytest.Config) -> Matrix | None:
 if __name__ == "__main__":
     path, *words = sys.argv[1:]
     if words:
-        name, result, seconds = words
-        append(Path(path), Part(name, result, float(seconds)))
+        append(Path(path), {"part": words[0], "result": words[1], "seconds": float(words[2])})
     else:
         print("\n".join(read_table(Path(path))))  # noqa: T201

@@ -16,6 +16,7 @@ MODEL = {
     "max_response_tokens": 1024,
     "max_model_len": 1280,
 }
+CACHING = {"enable_prefix_caching": False, "enforce_eager": True}
 GSM8K: dict[str, Any] = {
     "project": "Trinity-RFT-gsm8k",
     "name": "qwen2.5-1.5B-gsm8k",
@@ -38,14 +39,7 @@ GSM8K: dict[str, Any] = {
     "explorer": {
         "eval_interval": 50,
         "runner_per_model": 8,
-        "rollout_model": {
-            "engine_num": 2,
-            "tensor_parallel_size": 1,
-            "enable_prefix_caching": False,
-            "enforce_eager": True,
-            "dtype": "bfloat16",
-            "seed": 42,
-        },
+        "rollout_model": {"engine_num": 2, "tensor_parallel_size": 1, **CACHING, "dtype": "bfloat16", "seed": 42},
     },
     "synchronizer": {"sync_method": "nccl", "sync_interval": 1, "sync_timeout": 1200},
     "trainer": {
@@ -80,19 +74,15 @@ GSM8K_STAGES: dict[str, Any] = {
         {"stage_name": "rft", "algorithm": GSM8K["algorithm"]},
     ],
 }
+COSINE = {"warmup_style": "cosine", "betas": [0.9, 0.95]}
+PAIRS = {"prompt_type": "plaintext", "prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
 DPO: dict[str, Any] = {
     "project": "dpo_example",
     "name": "trinity_dpo",
     "mode": "train",
     "algorithm": {
         "algorithm_type": "dpo",
-        "optimizer": {
-            "lr": 5e-7,
-            "lr_warmup_steps_ratio": 0.03,
-            "min_lr_ratio": 0.1,
-            "warmup_style": "cosine",
-            "betas": [0.9, 0.95],
-        },
+        "optimizer": {"lr": 5e-7, "lr_warmup_steps_ratio": 0.03, "min_lr_ratio": 0.1, **COSINE},
         "kl_loss_fn": "k1",
         "kl_loss_fn_args": {"kl_coef": 0.1},
     },
@@ -108,12 +98,7 @@ DPO: dict[str, Any] = {
                 "storage_type": "file",
                 "enable_progress_bar": True,
                 "path": "${oc.env:TRINITY_TASKSET_PATH}",
-                "format": {
-                    "prompt_type": "plaintext",
-                    "prompt_key": "prompt",
-                    "chosen_key": "chosen",
-                    "rejected_key": "rejected",
-                },
+                "format": PAIRS,
             }
         },
     },

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -85,12 +85,16 @@ def broker_container(image: str) -> Iterator[BrokerContainer]:
     """Have a container of ``image`` with a user of its own; removed at the end, also of a process that is killed."""
     if not has_image(os.environ.get("RYUK_CONTAINER_IMAGE", "testcontainers/ryuk:0.8.1")):
         os.environ.setdefault(RYUK_VARIABLE, "true")
+    from docker.types import Ulimit
     from testcontainers.core.container import DockerContainer
 
     asyncio.run(remove_orphans())
     password = secrets.token_hex(16)
     container = DockerContainer(
-        image, labels={OWNER_LABEL: owner_of(psutil.Process())}, ulimits=[_limit()], hostname="tmq-test"
+        image,
+        labels={OWNER_LABEL: owner_of(psutil.Process())},
+        ulimits=[Ulimit(name="nofile", soft=OPEN_FILES, hard=OPEN_FILES)],
+        hostname="tmq-test",
     )
     container.with_env("RABBITMQ_DEFAULT_USER", "tmq").with_env("RABBITMQ_DEFAULT_PASS", password)
     container.with_env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", ERLANG)
@@ -102,7 +106,11 @@ def broker_container(image: str) -> Iterator[BrokerContainer]:
         identity = container.get_container_id()
         owned = Owned(identity)
         host = "127.0.0.1" if loopback else container.get_container_host_ip()
-        port = container.get_docker_client().port(identity, AMQP_PORT) if loopback else _seen_port(container)
+        port = (
+            container.get_docker_client().port(identity, AMQP_PORT)
+            if loopback
+            else container.get_exposed_port(AMQP_PORT)
+        )
         yield BrokerContainer(f"amqp://tmq:{password}@{host}:{port}/%2F", identity, owned)
     finally:
         container.stop()
@@ -122,16 +130,6 @@ def _loopback_reaches(container: DockerContainer) -> bool:
         return False
     local = os.environ.get("DOCKER_HOST", "unix://").startswith("unix://")
     return local and client.get_connection_mode() != ConnectionMode.bridge_ip
-
-
-def _seen_port(container: DockerContainer) -> int:
-    return int(container.get_exposed_port(AMQP_PORT))
-
-
-def _limit() -> Any:
-    from docker.types import Ulimit
-
-    return Ulimit(name="nofile", soft=OPEN_FILES, hard=OPEN_FILES)
 
 
 def owner_of(process: psutil.Process) -> str:

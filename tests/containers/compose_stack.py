@@ -49,13 +49,9 @@ async def output_of(*command: str | Path, env: Mapping[str, str] | None = None, 
     Raises:
         StackError: It failed.
     """
+    pipe, environment = asyncio.subprocess.PIPE, {**os.environ, **(env or {})}
     process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **(env or {})},
-        cwd=cwd,
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, cwd=cwd
     )
     try:
         out, errors = await process.communicate()
@@ -90,11 +86,8 @@ class ComposeStack:
     """
 
     def __init__(self, environment: Mapping[str, str], settings: Sequence[str] = (), example: str = "smoke") -> None:
-        self._env = {
-            **environment,
-            "TRINITY_MQ_SETTINGS": " ".join(settings),
-            "TRINITY_MQ_CONFIG": f"examples/{example}.yaml",
-        }
+        configuration = {"TRINITY_MQ_SETTINGS": " ".join(settings), "TRINITY_MQ_CONFIG": f"examples/{example}.yaml"}
+        self._env = {**environment, **configuration}
         self._compose = environment["TRINITY_MQ_COMPOSE"].split()
         self.project = f"{PROJECT}{os.getpid()}"
         self._copy = Path(tempfile.mkdtemp(prefix="tmq-compose-"))
@@ -157,16 +150,9 @@ class ComposeStack:
         return [one for one, state in states.items() if state.get("Health", {}).get("Status") == "healthy"]
 
     async def state(self, container: str) -> dict[str, Any]:
-        """Return how a container is: ``Status``, ``ExitCode`` and others, with ``RestartCount``."""
-        data = json.loads(await self.docker("inspect", container))[0]
-        return {**data["State"], "RestartCount": data["RestartCount"]}
-
-    async def kill(self, container: str) -> None:
-        """SIGKILL an agent; its container ends with it, and what else runs in it.
-
-        Not by ``docker kill``, after which Docker starts nothing again: somebody wanted it gone.
-        """
-        await self.docker("exec", container, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+        """Return how a container is: ``Status``, ``ExitCode`` and others."""
+        state: dict[str, Any] = json.loads(await self.docker("inspect", container))[0]["State"]
+        return state
 
     async def preempt(self, container: str, notice: int) -> int:
         """End an agent as a node that is taken away does: SIGTERM, and SIGKILL after ``notice`` seconds.

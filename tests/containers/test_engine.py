@@ -34,12 +34,8 @@ class Machine:
     """A network name space with nothing but its own loopback: engines in there meet no other engine's rules."""
 
     def __init__(self) -> None:
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "up\n"
         self.folder = Path(tempfile.mkdtemp(prefix="tmq-"))  # a socket's path has to be short
@@ -66,17 +62,12 @@ class Machine:
         )  # fmt: skip
         said = [re.sub(r"(?m)packets \d+ bytes \d+|\[\d+:\d+\]|^#.*", "", self.run(*words).stdout) for words in asked]
         said += [place for place in PLACES if os.path.exists(place)]
-        mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(self.folder) in line]
-        return [*said, *mounts, *self.processes()]
-
-    def processes(self) -> list[str]:
-        """Those whose command names the engine's folder."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            words = " ".join(process.info["cmdline"] or [])
-            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(words)
-        return found
+        mounts = Path("/proc/mounts").read_text().splitlines()
+        living = psutil.process_iter(["cmdline", "status"])
+        processes = [
+            " ".join(one.info["cmdline"] or []) for one in living if one.info["status"] != psutil.STATUS_ZOMBIE
+        ]
+        return [*said, *(line for line in (*mounts, *processes) if str(self.folder) in line)]
 
     def use(self) -> None:
         """An image, two containers with published ports, a network and a volume: all that leaves traces."""
@@ -110,7 +101,9 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.extended
 @can_run
-def test_stop_puts_back_what_was_there(machine: Machine) -> None:
+@pytest.mark.parametrize("killed", [False, True])
+def test_stop_puts_back_what_was_there(machine: Machine, killed: bool) -> None:
+    """Of an engine that was killed too; images stay."""
     machine.run("iptables", "-A", "INPUT", "-s", "192.0.2.9", "-j", "DROP")
     before = machine.state()
     told = machine.engine("start")
@@ -119,30 +112,17 @@ def test_stop_puts_back_what_was_there(machine: Machine) -> None:
     assert machine.engine("status").stdout == told.stdout
     machine.use()
     assert machine.state() != before
-    machine.engine("stop")
-    assert machine.state() == before
-    assert machine.engine("status", check=False).returncode == 1
-
+    if killed:
+        os.kill(int((machine.folder / "e" / "pid").read_text().split()[0]), signal.SIGKILL)
+    else:
+        machine.engine("stop")
+        assert machine.state() == before
+        assert machine.engine("status", check=False).returncode == 1
     machine.engine("start")
     assert machine.docker("image", "ls", "--quiet", "tmq-test-sleep")
     assert not machine.docker("ps", "--all", "--quiet")
-    assert not machine.docker("volume", "ls", "--quiet")
+    assert killed or not machine.docker("volume", "ls", "--quiet")
     machine.engine("stop")
-    assert machine.state() == before
-
-
-@pytest.mark.extended
-@can_run
-@pytest.mark.parametrize("verb", ["stop", "start"])
-def test_what_a_killed_engine_leaves_is_taken_away(machine: Machine, verb: str) -> None:
-    before = machine.state()
-    machine.engine("start")
-    machine.use()
-    os.kill(int((machine.folder / "e" / "pid").read_text().split()[0]), signal.SIGKILL)
-    machine.engine(verb)
-    if verb == "start":
-        assert not machine.docker("ps", "--all", "--quiet")
-        machine.engine("stop")
     assert machine.state() == before
 
 
@@ -185,14 +165,11 @@ def test_where_it_cannot_run_it_says_why(public: Path) -> None:
     assert done.stderr == "no Docker engine: not root: start Docker yourself and set DOCKER_HOST\n"
 
 
-def test_wrong_words_are_told() -> None:
+def test_wrong_words_are_told_and_nothing_is_prepared_where_no_docker_is_wanted() -> None:
     done = subprocess.run([SCRIPT, "restart"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "scripts/docker-engine start" in done.stderr
-
-
-def test_preparing_is_left_out_where_no_docker_is_wanted() -> None:
     settings = os.environ | {"TRINITY_MQ_TEST_BROKER": "node", "TRINITY_MQ_TEST_BROKER_URL": ""}
     done = subprocess.run([PREPARE], capture_output=True, text=True, check=False, env=settings)
-    assert (done.returncode, done.stdout) == (69, "")
-    assert done.stderr == "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"
+    said = "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"
+    assert (done.returncode, done.stdout, done.stderr) == (69, "", said)

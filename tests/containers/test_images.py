@@ -19,7 +19,6 @@ from trinity_mq.local_broker.node import NodeError
 
 BUILD = Path(__file__).parent / "build-images"
 BROKERS = {"3.10": "3.10.8", "4.0": "4.0.5"}
-PYTHON = "trinity-mq-test/python:3.11-slim"
 START_SECONDS = 200.0
 
 
@@ -88,27 +87,6 @@ async def test_a_broker_is_as_the_official_one(broker: tuple[Container, str]) ->
     assert (await container.exec("cat", "/var/lib/rabbitmq/.erlang.cookie", user="0")).isalpha()
     await docker("stop", "-t", "30", container.identity)
     assert await container.ask("{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
-
-
-@pytest.mark.extended
-@wanted(PYTHON)
-@pytest.mark.timeout(240)
-async def test_the_python_image_makes_environments_and_has_no_compiler() -> None:
-    program = "python3 -m venv /tmp/e && /tmp/e/bin/pip --version && python --version; command -v gcc || echo none"
-    options = ("--rm", "--network=none", "--user=nobody", f"--label={OWNER_LABEL}={owner_of(psutil.Process())}")
-    said = await docker("run", *options, PYTHON, "sh", "-c", program, timeout=200.0)
-    assert "pip" in said
-    assert "Python 3.11" in said
-    assert said.endswith("none")
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(engine_version() is None, reason="needs a Docker engine")
-def test_what_is_there_is_not_built_again() -> None:
-    if not all(has_image(f"trinity-mq-test/rabbitmq:{tag}") for tag in BROKERS) or not has_image(PYTHON):
-        pytest.skip("needs all images (tests/containers/build-images)")
-    done = subprocess.run([BUILD], capture_output=True, text=True, check=True, timeout=50)
-    assert done.stderr.count(": there\n") == 3
 
 
 def test_wrong_names_and_no_engine_are_told(tmp_path: Path) -> None:

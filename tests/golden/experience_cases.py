@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import numpy as np
 import torch
 
 from trinity_mq.experience import EID, CustomField, Experience
 
-TINY = Experience(
-    eid=EID(batch=1, task=2, run=0, step=0, suffix="0a1b2c3d4e5f"),
-    tokens=[11, 12, 13],
-    prompt_length=1,
-    logprobs=[-0.5, -1.25],
-    reward=1.0,
-)
+
+def one(eid: tuple[int | str, int | str, int, int, str], tokens: list[int], **fields: Any) -> Experience:
+    """Return an experience; its id is batch, task, run, step and suffix."""
+    return Experience(eid=EID(*eid), tokens=tokens, **fields)
+
+
+TINY = one((1, 2, 0, 0, "0a1b2c3d4e5f"), [11, 12, 13], prompt_length=1, logprobs=[-0.5, -1.25], reward=1.0)
 
 SINGLE = Experience(
     eid=EID(batch=7, task=3, run=1, step=0, suffix="single000001"),
@@ -51,101 +53,53 @@ def multi() -> list[Experience]:
         {"role": "assistant", "content": "Rain."},
     ]
     tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}]
-    first = Experience(
-        eid=EID(batch=4, task=0, run=0, step=2, suffix="multi0000001"),
-        tokens=[1, 5, 6, 7, 8, 9, 10, 2],
-        prompt_length=2,
-        action_mask=[True, True, False, False, True, True],
-        logprobs=[-0.1, -0.2, 0.0, 0.0, -0.3, -0.4],
-        reward=1.0,
-        messages=turns,
-        tools=tools,
-        versions=[(0, 1, 5), (4, 2, 0)],
-        temperature=1.0,
-        metrics={"turns": 2.0},
-    )
-    second = Experience(
-        eid=EID(batch=4, task=0, run=1, step=2, suffix="multi0000002"),
-        tokens=[1, 5, 9],
-        prompt_length=2,
-        action_mask=[False],
-        logprobs=[-1.5],
-        reward=0.0,
-        messages=[],
-        versions=[(0, 2, 0)],
-        temperature=1.0,
-    )
-    return [first, second]
+    first: dict[str, Any] = {
+        "action_mask": [True, True, False, False, True, True], "logprobs": [-0.1, -0.2, 0.0, 0.0, -0.3, -0.4],
+        "reward": 1.0, "messages": turns, "tools": tools, "versions": [(0, 1, 5), (4, 2, 0)], "metrics": {"turns": 2.0},
+    }  # fmt: skip
+    second: dict[str, Any] = {
+        "action_mask": [False], "logprobs": [-1.5], "reward": 0.0, "messages": [], "versions": [(0, 2, 0)]
+    }  # fmt: skip
+    return [
+        one((4, 0, 0, 2, "multi0000001"), [1, 5, 6, 7, 8, 9, 10, 2], prompt_length=2, temperature=1.0, **first),
+        one((4, 0, 1, 2, "multi0000002"), [1, 5, 9], prompt_length=2, temperature=1.0, **second),
+    ]
 
 
 def dpo() -> list[Experience]:
     asked = [{"role": "user", "content": "Hi"}]
+    chosen, rejected = ([*asked, {"role": "assistant", "content": text}] for text in ("Hello", "No"))
+    messages = {"messages": asked, "chosen_messages": chosen, "rejected_messages": rejected}
     return [
-        Experience(
-            eid=EID(batch="dpo", task=0, suffix="dpo000000001"),
-            tokens=[1, 2, 3],
-            chosen=[4, 5],
-            rejected=[6],
-            messages=asked,
-            chosen_messages=[*asked, {"role": "assistant", "content": "Hello"}],
-            rejected_messages=[*asked, {"role": "assistant", "content": "No"}],
-            prompt_text="Hi",
-        ),
-        Experience(
-            eid=EID(batch="dpo", task=1, suffix="dpo000000002"), tokens=[9], chosen=[-1], rejected=[7, 8, 9], reward=0.5
-        ),
+        one(("dpo", 0, 0, 0, "dpo000000001"), [1, 2, 3], chosen=[4, 5], rejected=[6], **messages, prompt_text="Hi"),
+        one(("dpo", 1, 0, 0, "dpo000000002"), [9], chosen=[-1], rejected=[7, 8, 9], reward=0.5),
     ]
 
 
 def mixed() -> list[Experience]:
     """All three types, and every field absent from at least one of them."""
+    first: dict[str, Any] = {
+        "prompt_length": 2, "logprobs": [-1.0, -2.0], "reward": 0.5, "response_text": "yes", "taskset": "a", "index": 3,
+        "temperature": 1.0, "info": {"k": [1, -2, {"x": None}]}, "versions": [(0, 1, 1)],
+    }  # fmt: skip
+    second: dict[str, Any] = {
+        "prompt_length": 1, "action_mask": [1, 0], "logprobs": torch.tensor([-0.5, -0.25], dtype=torch.bfloat16),
+        "response_text": "yes", "truncate_status": "response_truncated", "advantages": [0.5, -0.5],
+        "metrics": {"m": -1.0}, "messages": [{"role": "user", "content": "?"}],
+    }  # fmt: skip
+    third: dict[str, Any] = {
+        "chosen": [3], "rejected": [4, 5], "reward": float("nan"), "response_text": "no", "taskset": "b", "index": -7,
+        "custom_fields": [CustomField("k", "ks", torch.int64)],
+    }  # fmt: skip
+    fourth: dict[str, Any] = {
+        "prompt_length": 4, "truncate_status": "prompt_truncated", "prompt_text": "", "reward": float("inf"),
+        "taskset": "a", "temperature": 0.0,
+    }  # fmt: skip
     return [
-        Experience(
-            eid=EID(batch=5, task=0, run=0, step=0, suffix="mixed0000001"),
-            tokens=[1, 2, 3, 4],
-            prompt_length=2,
-            logprobs=[-1.0, -2.0],
-            reward=0.5,
-            response_text="yes",
-            taskset="a",
-            index=3,
-            temperature=1.0,
-            info={"k": [1, -2, {"x": None}]},
-            versions=[(0, 1, 1)],
-        ),
-        Experience(
-            eid=EID(batch=5, task=0, run=1, step=0, suffix="mixed0000002"),
-            tokens=[1, 2, 5],
-            prompt_length=1,
-            action_mask=[1, 0],
-            logprobs=torch.tensor([-0.5, -0.25], dtype=torch.bfloat16),
-            response_text="yes",
-            truncate_status="response_truncated",
-            advantages=[0.5, -0.5],
-            metrics={"m": -1.0},
-            messages=[{"role": "user", "content": "?"}],
-        ),
-        Experience(
-            eid=EID(batch=5, task=1, run=0, step=-1, suffix="mixed0000003"),
-            tokens=[1, 2],
-            chosen=[3],
-            rejected=[4, 5],
-            reward=float("nan"),
-            response_text="no",
-            taskset="b",
-            index=-7,
-            custom_fields=[CustomField("k", "ks", torch.int64)],
-        ),
-        Experience(
-            eid=EID(batch=5, task=2, run=0, step=3, suffix="mixed0000004"),
-            tokens=[1, 2, 3, 4, 5],
-            prompt_length=4,
-            truncate_status="prompt_truncated",
-            prompt_text="",
-            reward=float("inf"),
-            taskset="a",
-            temperature=0.0,
-        ),
+        one((5, 0, 0, 0, "mixed0000001"), [1, 2, 3, 4], **first),
+        one((5, 0, 1, 0, "mixed0000002"), [1, 2, 5], **second),
+        one((5, 1, 0, -1, "mixed0000003"), [1, 2], **third),
+        one((5, 2, 0, 3, "mixed0000004"), [1, 2, 3, 4, 5], **fourth),
     ]
 
 
@@ -217,17 +171,10 @@ def unicode() -> list[Experience]:
 
 def mixed_ids() -> list[Experience]:
     ids: list[tuple[int | str, int | str]] = [
-        (1, "a/b"),
-        ("3/gsm8k", -5),
-        (-9007199254740991, 2**60),
-        ("", "7"),
-    ]
+        (1, "a/b"), ("3/gsm8k", -5), (-9007199254740991, 2**60), ("", "7")
+    ]  # fmt: skip
     return [
-        Experience(
-            eid=EID(batch=batch, task=task, run=number - 1, step=2**40 + number, suffix="same"),
-            tokens=[1, 2],
-            prompt_length=1,
-        )
+        Experience(eid=EID(batch, task, number - 1, 2**40 + number, "same"), tokens=[1, 2], prompt_length=1)
         for number, (batch, task) in enumerate(ids)
     ]
 
@@ -277,19 +224,11 @@ def float8() -> list[Experience]:
 
 
 def cases() -> dict[str, list[Experience]]:
+    made = (multi, dpo, mixed, experts, multimodal, unicode, mixed_ids, documents, dtypes, float8)
     return {
         "tiny": [TINY],
         "single": [SINGLE],
-        "multi": multi(),
-        "dpo": dpo(),
-        "mixed": mixed(),
-        "experts": experts(),
-        "multimodal": multimodal(),
         "empty": [],
-        "unicode": unicode(),
-        "mixed_ids": mixed_ids(),
-        "documents": documents(),
-        "dtypes": dtypes(),
-        "float8": float8(),
         "zstd": mixed(),
+        **{make.__name__: make() for make in made},
     }

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-
-import pytest
 
 from tests.golden.forms import EXPERIENCES, GOLDEN
 from trinity_mq.experience.codec import body as codec
@@ -45,26 +42,23 @@ def test_the_example_of_a_submission_decodes() -> None:
     assert message.task.raw_task == {"question": "+372=", "answer": "7"}
 
 
-@pytest.mark.parametrize(
-    ("words", "limit"),
-    [
-        ("experiences in a body", layout.MAX_EXPERIENCES),
-        ("lists and maps in all documents of a body", documents.MAX_CONTAINERS),
-        ("nesting of a document", msgpack_scan.MAX_NESTING),
-        ("tensors that a body is split into", tail.MAX_TENSORS),
-        ("header of the tail, bytes", tail.MAX_HEADER_BYTES),
-        ("dimensions of a tensor", tail.MAX_DIMENSIONS),
-    ],
-)
-def test_limits_are_those_of_the_code(words: str, limit: int) -> None:
-    assert re.search(rf"^\| {words} \| {limit}\b", section("Limits"), re.MULTILINE)
-
-
-def test_limits_in_the_text_are_those_of_the_code() -> None:
+def test_limits_and_content_types_are_those_of_the_code() -> None:
+    rows = {
+        "experiences in a body": layout.MAX_EXPERIENCES,
+        "lists and maps in all documents of a body": documents.MAX_CONTAINERS,
+        "nesting of a document": msgpack_scan.MAX_NESTING,
+        "tensors that a body is split into": tail.MAX_TENSORS,
+        "header of the tail, bytes": tail.MAX_HEADER_BYTES,
+        "dimensions of a tensor": tail.MAX_DIMENSIONS,
+    }
+    for words, limit in rows.items():
+        assert re.search(rf"^\| {words} \| {limit}\b", section("Limits"), re.MULTILINE), words
     assert f"{codec.MAX_EXPANSION} times its compressed bytes plus {codec.FREE_EXPANSION}" in README
     assert f"more than {msgpack_scan.MAX_NESTING} levels of nesting" in README
     assert f"more than {msgpack_scan.MAX_CONTAINERS} lists and maps" in README
     assert f"and {len(TENSOR_FIELDS)} for each experience besides" in README
+    for name in (codec.CONTENT_TYPE, EXPERIENCES_TYPE, REFERENCE, JSON_CONTENT_TYPE):
+        assert f"`{name}`" in section("Content types and headers")
 
 
 def test_every_column_field_and_dtype_is_told() -> None:
@@ -75,15 +69,3 @@ def test_every_column_field_and_dtype_is_told() -> None:
     assert listed.replace("\n", " ").split(", ") == list(tail.DTYPES)
     forms = re.findall(r"^\* ``(\w)``", columns.__doc__ or "", re.MULTILINE)
     assert set(forms) <= told
-
-
-def test_content_types_are_told() -> None:
-    for name in (codec.CONTENT_TYPE, EXPERIENCES_TYPE, REFERENCE, JSON_CONTENT_TYPE):
-        assert f"`{name}`" in section("Content types and headers")
-
-
-def test_what_it_names_exists() -> None:
-    folder = Path(GOLDEN.parent)
-    for name in ("task_submission.v1.schema.json", "golden/SHA256SUMS", "golden/experiences/v1.tiny.tmqx"):
-        assert f"`{name}`" in README
-        assert (folder / name).is_file()

@@ -78,13 +78,10 @@ class Fleet:
         more = ["--engines-only"] if agent.startswith("engines") else []
         before = self.beats.get(agent)
         with (self._file.parent / f"{agent}.output").open("ab") as output:
+            streams = {"stdin": asyncio.subprocess.DEVNULL, "stdout": output, "stderr": output}
+            command = self.command(release, role, str(self._file), "--id", agent, *more)
             process = await asyncio.create_subprocess_exec(
-                *self.command(release, role, str(self._file), "--id", agent, *more),
-                env=self.environment(release),
-                cwd=self._file.parent,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                *command, env=self.environment(release), cwd=self._file.parent, **streams
             )
         self.processes[agent] = process
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.releases import GOLDENS, ROOT, write_bodies
+from deploy.releases import ROOT
 from tests.golden import released_state
 from tests.golden.forms import GOLDEN
 from tests.golden.test_control import contains
@@ -62,9 +62,3 @@ async def test_it_goes_on_from_files_of_this_one(previous: Built, tmp_path: Path
     assert contains(ours, theirs)
     again = json.loads(json.dumps(await released_state.read(tmp_path / "run")))
     assert again == {**ours, "submissions": again["submissions"]}
-
-
-def test_the_kept_bodies_are_those_that_it_writes(previous: Built, tmp_path: Path) -> None:
-    again = tmp_path / "again.json"
-    write_bodies(previous.python, previous.source / "schemas" / "golden", again)
-    assert again.read_bytes() == (ROOT / GOLDENS / previous.version / "bodies.json").read_bytes()

@@ -1,15 +1,25 @@
-"""Weights into a living vLLM: all of them, in time, or none."""
+"""Weights into a living vLLM, by each channel: all of them, in time, or none; its processes die with their engine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from tests.unit.sync.weights import manifest_of
 from tests.waiting import until
 from trinity_mq.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.host.ready_file import ReadyFile
+from trinity_mq.engines.torch.weights import named_weights
+from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
 
 from .conftest import CANARY, Engine, Started, adopted, new_weights, reference
 
@@ -130,3 +140,94 @@ async def under_way(engine: Engine) -> None:
         return (await engine.host.refresh()).load > 0
 
     await until(busy)
+
+
+@pytest.mark.parametrize("method", ["memory", "checkpoint"])
+async def test_weights_that_are_fetched_replace_all(waiting: Engine, tmp_path: Path, method: str) -> None:
+    channel: Channel = (
+        MemoryChannel("127.0.0.1", 2**16, 30.0) if method == "memory" else CheckpointChannel(str(tmp_path), 2**16, 30.0)
+    )
+    for step in (1, 2):
+        model, version = new_weights(waiting.started.folder, 100 + step), (8, step)
+        tensors = list(named_weights(model).items())
+        entries = manifest_of(tensors)
+        where = await channel.offer(version, tensors, entries)
+        await waiting.host.pause()
+        canary = torch.tensor((await waiting.host.receive(waiting.spec(model, version, where)))["logprobs"])
+        await waiting.host.commit(version, step)
+        await channel.committed(version, tensors, entries)
+        torch.testing.assert_close(canary, reference(model, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
+        found = await channel.catch_up_source()
+        assert found is not None
+        await waiting.host.pause()
+        pulled = torch.tensor((await waiting.host.receive(waiting.spec(model, version, found[1])))["logprobs"])
+        await waiting.host.commit(version, step)
+        torch.testing.assert_close(pulled, canary)
+        assert waiting.host.snapshot.version == version
+    await channel.close()
+
+
+async def test_damaged_weights_leave_the_old_ones_serving(waiting: Engine) -> None:
+    channel, model = MemoryChannel("127.0.0.1", 2**16, 30.0), new_weights(waiting.started.folder, 110)
+    await waiting.sync(model, (9, 1))
+    other = new_weights(waiting.started.folder, 111)
+    where = await channel.offer((9, 2), list(named_weights(other).items()), manifest_of(named_weights(other).items()))
+    channel._offered.flats[-1][0] += 1  # type: ignore[union-attr]
+    await waiting.host.pause()
+    with pytest.raises(ReceiveFailed, match="checksum") as failed:
+        await waiting.host.receive(waiting.spec(other, (9, 2), where))
+    assert not failed.value.touched
+    await waiting.host.resume()
+    [choice] = (await waiting.complete(prompt=[3, 7, 2, 9], max_tokens=8))["choices"]
+    assert choice["weight_versions"] == [[0, 9, 1]]
+    await channel.close()
+
+
+async def test_weights_that_do_not_fit_end_vllm_and_its_engine_and_the_host_begins_anew(aborting: Engine) -> None:
+    """What went in half-way cannot be repaired: vLLM would try the same tensors again at the next sync."""
+    host, again = aborting.host, asyncio.Event()
+    good, bad = (new_weights(aborting.started.folder, seed) for seed in (81, 82))
+    bad.model.norm.weight = torch.nn.Parameter(torch.ones(3))
+    await aborting.sync(good, (7, 1))
+    family = processes(host)
+    assert len(family) >= 3  # the engine, vLLM's server, its core
+    await host.pause()
+    with pytest.raises(BaseExceptionGroup) as failed:
+        await aborting.receive(bad, (7, 2))
+    [refused] = failed.value.exceptions
+    assert isinstance(refused, ReceiveFailed)
+    assert refused.touched
+    assert await ended(family) == []
+    host.on_change = lambda: again.set() if host.snapshot.alive else None
+    keeping = asyncio.create_task(host.keep())
+    try:
+        await again.wait()
+        assert host.snapshot.state == "empty"
+        canary = torch.tensor(await aborting.sync(good, (7, 3)))
+        torch.testing.assert_close(canary, reference(good, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
+    finally:
+        keeping.cancel()
+
+
+async def test_an_engine_that_is_killed_leaves_no_process_of_vllm_behind(aborting: Engine) -> None:
+    family = processes(aborting.host)
+    family[0].kill()
+    assert await ended(family) == []
+
+
+def processes(host: EngineHost) -> list[psutil.Process]:
+    ready = ReadyFile.read(host.ready_file)
+    assert ready is not None
+    engine = psutil.Process(ready.pid)
+    return [engine, *engine.children(recursive=True)]
+
+
+async def ended(family: list[psutil.Process]) -> list[psutil.Process]:
+    """Return who still lives after a while; a zombie of ours does not."""
+    _, living = await asyncio.to_thread(psutil.wait_procs, family, 20.0)
+    left = []
+    for one in living:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.status() != psutil.STATUS_ZOMBIE:
+                left.append(one)
+    return left

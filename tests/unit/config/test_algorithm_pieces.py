@@ -1,20 +1,29 @@
-"""The algorithm section: presets, pieces over them, and the names of Trinity-RFT."""
+"""The algorithm section: presets, pieces over them, estimators, and the names of Trinity-RFT."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
+from trinity_mq.algorithms.estimators import ESTIMATORS
+from trinity_mq.config import AlgorithmConfig, load_config
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.config.algorithm.resolve import preset_of
-from trinity_mq.config.estimators import DistillEstimator, GroupEstimator
+from trinity_mq.config.estimators import (
+    KINDS,
+    DiscountedEstimator,
+    DistillEstimator,
+    Estimator,
+    EstimatorBase,
+    EstimatorPlugin,
+    GroupEstimator,
+)
 
 
 def loss_of(**section: Any) -> AlgorithmConfig:
@@ -26,13 +35,15 @@ def pieces(config: AlgorithmConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_is_valid_and_says_what_it_is(name: str) -> None:
-    preset = PRESETS[name]
-    assert loss_of(algorithm_type=name).algorithm_type == name
+def test_each_preset_is_valid_contradicts_itself_nowhere_and_says_what_it_is(name: str) -> None:
+    preset, config = PRESETS[name], loss_of(algorithm_type=name)
+    assert config.algorithm_type == name
     assert preset.summary.endswith(".")
     assert preset.source
     assert preset.formula
     assert preset.estimator["kind"]
+    assert list(algorithm_problems(config, 0, 4096)) == []
+    assert bool(list(algorithm_problems(config, 8, 4096))) == (name == "vespo"), "on old data"
 
 
 def test_a_preset_overridden_piece_by_piece_is_the_one_written_by_hand() -> None:
@@ -74,11 +85,8 @@ def test_names_of_trinity() -> None:
     rec = loss_of(algorithm_type="rec", advantage_fn_args={"std_normalize": True}).estimator
     assert rec == GroupEstimator(scale="population")
     mixed = loss_of(advantage_fn="rloo", policy_loss_fn="sapo", policy_loss_fn_args={"loss_agg_mode": "token-mean"})
-    assert (mixed.estimator, mixed.surrogate.kind, mixed.reduction.kind) == (
-        GroupEstimator(baseline="leave_one_out", scale="none"),
-        "gate",
-        "token",
-    )
+    assert mixed.estimator == GroupEstimator(baseline="leave_one_out", scale="none")
+    assert (mixed.surrogate.kind, mixed.reduction.kind) == ("gate", "token")
     assert loss_of(algorithm_type="grpo_verl").algorithm_type == "grpo"
     assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
 
@@ -112,6 +120,8 @@ def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, A
     assert config.reward_kl == reward_kl
     assert config.advantage_agent == ("operator" if reward_kl is None else "trainer")
     assert config.kl == ReferenceKL(kind="k2", coef=0.001), "the term in the loss is another one"
+    in_the_rewards = loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"})
+    assert list(algorithm_problems(in_the_rewards, 0, 4096)) == []
 
 
 @pytest.mark.parametrize(
@@ -139,40 +149,6 @@ def test_errors_are_found_when_the_configuration_is_read(section: dict[str, Any]
         AlgorithmConfig.model_validate(section)
 
 
-STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "synchronizer", "words"),
-    [
-        ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
-        ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
-        ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
-        ({"reference": {"update": "ema"}}, {}, "nothing compares the policy with a reference"),
-        ({"reward_kl": {}}, {}, "the estimator is group, wanted discounted or gae"),
-        ({"algorithm_type": "sft", "reward_kl": {}}, {}, "no reward has a part in the loss"),
-        (
-            {"algorithm_type": "reinforceplusplus", "weights": {"ce": 1.0}, "reward_kl": {}},
-            {},
-            "advantages of samples alone",
-        ),
-        ({"estimator": "none"}, {}, "would have no advantage"),
-        ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, {}, "advantages of samples alone"),
-        ({"anchor": "old"}, STALE, "old data would count as fresh"),
-        ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
-        ({"ratio": {"kind": "sequence"}}, {}, "be weighted by its length"),
-        ({"ratio": {"kind": "sequence_product"}}, STALE, "these answers are lost"),
-        ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, {}, "has kind covariance 2 times"),
-    ],
-)
-def test_what_would_learn_nothing_is_refused_with_its_reason(
-    algorithm: dict[str, Any], synchronizer: dict[str, Any], words: str
-) -> None:
-    model = {"tiny": {}, "max_response_tokens": 256}
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": model, "algorithm": algorithm, "synchronizer": synchronizer})
-
-
 VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad_clip": 2.0, "cliprange_value": 0.2}}
 
 
@@ -181,11 +157,7 @@ VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad
     [
         ({"critic_warmup": 5}, None, CriticConfig(warmup_steps=5)),
         ({"critic_warmup": 5, "trainer_config": None}, {"lr": 1e-3}, CriticConfig(warmup_steps=5, lr=1e-3)),
-        (
-            {"trainer_config": VERL},
-            {"lr": 1e-3},
-            CriticConfig(warmup_steps=3, lr=1e-3, clip_grad=2.0, value_clip=0.2),
-        ),
+        ({"trainer_config": VERL}, {"lr": 1e-3}, CriticConfig(warmup_steps=3, lr=1e-3, clip_grad=2.0, value_clip=0.2)),
         ({"trainer_config": {"critic": {"optim": {}}}}, None, CriticConfig()),
     ],
 )
@@ -196,54 +168,55 @@ def test_the_critic_of_trinity_is_found_in_its_trainer(trainer: Any, critic: Any
     assert config.trainer.save_interval == 7
 
 
-@pytest.mark.parametrize(
-    ("trainer", "words"),
-    [
-        ({"trainer_config": {"critic": {"ppo_epochs": 2}}}, r"trainer_config\.critic\.ppo_epochs is not supported"),
-        ({"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}, r"algorithm\.critic\.lr: Input should be greater"),
-        ({"trainer_config": "train.yaml"}, r"trainer\.trainer_config is not supported: of trainer_config only"),
-        ({"critic_warmups": 1}, r"trainer\.critic_warmups: unknown key"),
-    ],
-)
-def test_what_else_a_trainer_of_trinity_says_is_refused(trainer: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"tiny": {}}, "trainer": trainer})
-
-
-def test_k1_belongs_in_the_rewards() -> None:
-    assert (
-        list(algorithm_problems(loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"}), 0, 4096)) == []
-    )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_no_preset_contradicts_itself_on_fresh_data(name: str) -> None:
-    assert list(algorithm_problems(loss_of(algorithm_type=name), 0, 4096)) == []
-
-
-def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> None:
-    refused = {name for name in PRESETS if list(algorithm_problems(loss_of(algorithm_type=name), 8, 4096))}
-    assert refused == {"vespo"}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "words"),
-    [
-        ({"surrogate": {"lo": 0.1}}, r"algorithm\.surrogate\.lo: unknown key; did you mean 'low'"),
-        ({"correction": [{"kind": "weight", "hihg": 2.0}]}, r"algorithm\.correction\.0\.hihg: unknown key; did you"),
-        ({"estimator": {"basline": "mean"}}, r"algorithm\.estimator\.basline: unknown key; did you mean 'baseline'"),
-        ({"surrogate": {"kind": "my.loss", "arg": 1}}, r"algorithm\.surrogate\.arg: unknown key; did you mean 'args'"),
-        ({"reduction": {"kind": "tokens"}}, r"algorithm\.reduction\.kind: Input should be 'token'"),
-        ({"pair": {"form": "hinge"}}, r"algorithm\.pair\.form: Input should be 'sigmoid' or 'ipo'"),
-    ],
-)
-def test_a_wrong_key_of_a_piece_is_named_as_it_was_written(algorithm: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config({"model": {"tiny": {}}, "algorithm": algorithm})
-
-
 def test_the_constant_is_the_longest_answer_unless_it_is_said() -> None:
     data = {"model": {"tiny": {}, "max_response_tokens": 48}, "algorithm": {"algorithm_type": "dr_grpo"}}
     assert load_config(data).reduction.constant == 48
     assert load_config(data, ["algorithm.reduction.constant=7"]).reduction.constant == 7
     assert load_config(data, ["algorithm.reduction.kind=token"]).reduction.constant is None
+
+
+ESTIMATOR: TypeAdapter[EstimatorBase] = TypeAdapter(Estimator)
+
+
+def test_every_kind_is_a_function_and_agents_read_what_was_written() -> None:
+    assert set(ESTIMATORS) == set(KINDS)
+    assert ESTIMATOR.validate_python("discounted") == DiscountedEstimator()
+    for one in (*map(ESTIMATOR.validate_python, KINDS), EstimatorPlugin(kind="my.own", args={"a": 1})):
+        assert ESTIMATOR.validate_python(ESTIMATOR.dump_python(one, mode="json")) == one
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("grop", "kind is 'grop', wanted one of group, discounted, gigpo, distill, jsd, gae, none, or the dotted path"),
+        ({"scale": "batch"}, "kind is None, wanted one of group"),
+        ({"kind": "group", "epsilom": 1}, "epsilom"),
+        ({"kind": "group", "tau": 0.0}, "greater than 0"),
+        ({"kind": "group", "shift": float("nan")}, "finite"),
+        ({"kind": "group", "baseline": "none"}, "scale is 'group' with baseline 'none', wanted none, batch or batch_"),
+        ({"kind": "group", "baseline": "role_mean", "scale": "mean"}, "scale is 'mean' with baseline 'role_mean'"),
+        (
+            {"kind": "group", "baseline": "second_best", "shift": 1.0},
+            "shift is 1.0 with baseline 'second_best', wanted 0",
+        ),
+        ({"kind": "jsd", "beta": 1.0}, "less than 1"),
+        ({"kind": "my..function"}, "pattern"),
+        ({"kind": "my.function", "args": {"a": float("inf")}}, "a is inf, wanted a finite number"),
+    ],
+)
+def test_what_does_not_fit_is_said(given: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ESTIMATOR.validate_python(given)
+
+
+def test_what_an_estimator_needs_depends_on_its_fields() -> None:
+    given = {name: ESTIMATOR.validate_python({"kind": name}) for name in KINDS} | {
+        "alone": GroupEstimator(baseline="none", scale="batch"),
+        "roles": GroupEstimator(baseline="role_mean", scale="none"),
+        "own": EstimatorPlugin(kind="my.own"),
+    }
+    assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "own"}
+    assert {name for name, args in given.items() if args.where == "trainer"} == {"roles", "gae"}
+    needs = {"roles": ("roles",), "gae": ("critic",), "distill": ("teacher",), "jsd": ("teacher",)}
+    assert {name: args.needs for name, args in given.items() if args.needs} == needs
+    assert {name for name, args in given.items() if not args.needs_reward} == {"distill", "jsd", "none"}

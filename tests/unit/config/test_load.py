@@ -1,105 +1,64 @@
-"""Loading a configuration, and errors that teach."""
+"""Loading a configuration, errors that teach, removed settings, and the threads that follow from it."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
 from trinity_mq.config.loading.load import load_yaml
+from trinity_mq.config.loading.removed_keys import (
+    REMOVED_KEYS,
+    RemovedKey,
+    RemovedSettingWarning,
+    is_refusing,
+    without_removed_keys,
+)
+from trinity_mq.config.settings_table import all_settings
+from trinity_mq.config.threads import available_cores, cpu_threads
 
 TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
 
 
+REFUSED = json.loads(Path(__file__).with_name("refused.json").read_text(encoding="utf-8"))
+"""Settings (without any: those of TINY), overrides, and what is said of them."""
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["says"][0])
+def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(row.get("settings", TINY), row.get("overrides", ()))
+    for part in row["says"]:
+        assert part in str(caught.value)
+    assert "s3cr3t" not in str(caught.value), "a password"
+
+
 @pytest.mark.parametrize(
-    ("data", "overrides", "parts"),
+    ("text", "lines"),
     [
-        ({**TINY, "bufer": {}}, [], ["bufer: unknown key", "did you mean 'buffer'"]),
-        ({"model": {"tiny": {"hidden": 3}}}, [], ["model.tiny.hidden", "hidden_size"]),
-        ({"model": {}}, [], ["exactly one of model_path"]),
-        (TINY, ["buffer.batch_siz=3"], ["buffer.batch_siz", "'batch_size'"]),
-        (TINY, ["buffer.eval_tasksets=[{name: a, pth: b}]"], ["buffer.eval_tasksets.0.pth", "'path'"]),
-        (TINY, ["buffer.batch_size=0"], ["buffer.batch_size", "greater than or equal to 1", "got 0"]),
-        (TINY, ["synchronizer.max_staleness=0", "synchronizer.sync_offset=2"], ["max_staleness is 0", "2 steps old"]),
-        (TINY, ["algorithm.repeat_times=1"], ["repeat_times is 1", "at least 2"]),
-        (TINY, ["algorithm.repeat_times=2", "algorithm.min_group_runs=3"], ["min_group_runs is 3"]),
-        (
-            TINY,
-            ["explorer.max_timeout=50000", "explorer.batch_timeout=2e5", "explorer.stall_timeout=2e5"],
-            ["hold a slice for 150610 s", "50000 s x 3 tries", "broker.consumer_timeout is 86400 s", "raise that"],
-        ),
-        (
-            TINY,
-            ["broker.consumer_timeout=1700"],
-            ["hold a batch for 1760 s", "operator.timeout 800 s, 3 x"],
-        ),
-        (TINY, ["buffer.batch_size=98000"], ["98000 slices", "explorer.max_repeat_times_per_runner", "8388608"]),
-        (
-            TINY,
-            ["buffer.batch_size=40000", "explorer.refill.max=1.5"],
-            ["batch_size 40000 with explorer.refill.max 1.5 makes batches of 100000 slices", "8388608"],
-        ),
-        (TINY, ["explorer.refill.max=-1"], ["explorer.refill.max", "greater than or equal to 0", "got -1"]),
-        (TINY, ["explorer.batch_timeout=10"], ["times must grow"]),
-        (TINY, ["explorer.rollout_model.top_p=0.9"], ["top_p", "allow_truncated_sampling"]),
-        (TINY, ["trainer.save_interval=100000"], ["ready_max_bytes"]),
-        (TINY, ["name=Not Allowed"], ["name:", "Not Allowed"]),
-        (TINY, ["nonsense"], ["section.key=value"]),
-        (TINY, ["run_dir=${env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set", "${oc.env:TMQ_NOT_SET,default}"]),
-        (TINY, ["run_dir=${oc.env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set"]),
-        (
-            TINY,
-            ["run_dir=${oc.enf:HOME}"],
-            ["run_dir: Unsupported interpolation type oc.enf", "${oc.env:NAME,default}"],
-        ),
-        (TINY, ["run_dir=${nothing.here}"], ["run_dir: Interpolation key 'nothing.here' not found", "plain ${"]),
-        (TINY, ["run_dir=x${y"], ["run_dir: ", "wanted ${oc.env:NAME,default}"]),
-        (TINY, ["model.tiny.characters=abcb"], ["model.tiny.characters", "holds 'b' more than once"]),
-        (TINY, ["model.tiny.characters=''"], ["model.tiny.characters", "is empty"]),
-        (EVAL, ["buffer.eval_tasksets.2.limit=8"], ["buffer.eval_tasksets has 2 items", "'2' is not one"]),
-        (EVAL, ["buffer.eval_tasksets.math.limit=8"], ["buffer.eval_tasksets has 2 items", "'math' is not one"]),
-        (TINY, ["trainer.nproc=2", "algorithm.optimizer.optimizer_type=muon"], ["nproc is 2", "muon", "adamw or sgd"]),
-        (TINY, ["trainer.nproc=2", "algorithm.reference.offload=true"], ["nproc is 2", "reference.offload"]),
-        (
-            {
-                **TINY,
-                "buffer": {"taskset": {"path": "a.jsonl", "data_selector": {"selector_type": "difficulty_based"}}},
-            },
-            ["buffer.taskset.data_selector.feature_keys=[weak]"],
-            ["buffer.taskset.data_selector.feature_keys.1: Field required"],
-        ),
-        (EVAL, ["buffer.eval_tasksets.0.limt=8"], ["buffer.eval_tasksets.0.limt: unknown key", "'limit'"]),
+        ("model: {tiny: {}}\nbuffer: {batch_size: 0, total_step: 3}\n", 2),
+        (None, 1),
+        ("a: [", 1),
+        ("- 1\n", 1),
+        ("\0", 1),
     ],
 )
-def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(
-    data: dict[str, object], overrides: list[str], parts: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(data, overrides)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def test_every_finding_has_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text("model: {tiny: {}}\nbuffer: {batch_size: 0, total_step: 3}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_config(path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith(str(path)) for line in lines)
-
-
-@pytest.mark.parametrize("text", [None, "a: [", "- 1\n", "\x00"])
-def test_an_unusable_file_is_one_line(tmp_path: Path, text: str | None) -> None:
+def test_every_finding_has_a_line_that_names_the_file(tmp_path: Path, text: str | None, lines: int) -> None:
     path = tmp_path / "run.yaml"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    assert len(str(caught.value).splitlines()) == 1
+    findings = str(caught.value).splitlines()
+    assert len(findings) == lines
+    assert all(str(path) in finding for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +82,11 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, text: str, said: s
             load(path)
         assert str(caught.value).startswith(f"{path}: ")
         assert said in str(caught.value)
-
-
-def test_a_key_given_twice_in_an_override_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"override 'buffer=\{seed: 1, seed: 2\}': key 'seed' is given twice"):
-        load_config(TINY, ["buffer={seed: 1, seed: 2}"])
-
-
-def test_what_a_merge_key_brings_may_be_given_again() -> None:
-    found = load_yaml("a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, <<: *a, x: 3}\n")
-    assert found["b"] == {"x": 2, "y": 1}
-    assert found["c"] == {"x": 3, "y": 1}
+    path.write_text("a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, <<: *a, x: 3}\n")
+    merged = load_yaml(path.read_text())
+    assert (merged["b"], merged["c"]) == ({"x": 2, "y": 1}, {"x": 3, "y": 1}), (
+        "what a merge key brings may be given again"
+    )
 
 
 def test_overrides_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,31 +124,192 @@ def test_a_literal_text_is_read_as_it_is(text: str) -> None:
 
 def test_an_override_of_an_item_of_a_list() -> None:
     config = load_config(EVAL, ["buffer.eval_tasksets.0.limit=8", "buffer.eval_tasksets.1.path=c.jsonl"])
-    assert [(one.name, one.path, one.limit) for one in config.buffer.eval_tasksets] == [
-        ("a", "a.jsonl", 8),
-        ("b", "c.jsonl", None),
-    ]
-
-
-def test_it_survives_its_own_dump() -> None:
-    config = load_config(TINY)
+    tasksets = [(one.name, one.path, one.limit) for one in config.buffer.eval_tasksets]
+    assert tasksets == [("a", "a.jsonl", 8), ("b", "c.jsonl", None)]
     assert Config.model_validate(config.model_dump()) == config
-    assert Config.model_validate_json(config.model_dump_json()) == config
-
-
-def test_a_mode_that_is_not_there_is_refused_with_those_that_are() -> None:
-    assert load_config({**TINY, "mode": "both"}) == load_config(TINY)
-    with pytest.raises(ConfigError, match=r"mode: .*'both'"):
-        load_config({**TINY, "mode": "teach"})
+    assert Config.model_validate_json(config.model_dump_json()) == config, "it survives its own dump"
 
 
 def test_rollouts_of_hours_are_a_matter_of_time_limits_only() -> None:
+    assert max(load_config(TINY).hold_seconds.values()) < 1800, "the half hour that brokers have by themselves"
     hours = ["explorer.max_timeout=14400", "explorer.batch_timeout=5e4", "explorer.stall_timeout=1e5"]
     config = load_config(TINY, hours)
     assert config.explorer.slice_timeout == 3 * 14_400
     assert config.hold_seconds["slice"] == 3 * 14_400 + 10 + 2 * 300
 
 
-def test_default_times_fit_into_the_half_hour_that_brokers_have_by_themselves() -> None:
-    config = load_config(TINY)
-    assert max(config.hold_seconds.values()) < 1800
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("/data/blobs/", "file:///data/blobs"),
+        ("file:///data/blobs", "file:///data/blobs"),
+        ("~/blobs", f"file://{Path.home()}/blobs"),
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/a/b/", "s3://bucket/a/b"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs://container@account.dfs.core.windows.net/x"),
+        ("null", None),
+    ],
+)
+def test_a_blob_store_is_a_url_or_an_absolute_path(given: str, url: str | None) -> None:
+    assert load_config(TINY, [f"broker.blob_store={given}"]).broker.blob_store == url
+
+
+JUDGE = {"name": "judge", "engine": "external", "url": "https://judge.example/v1", "api_key_env": "JUDGE_KEY"}
+TEACHER = {"name": "teacher", "model": {"tiny": {}}, "engine_num": 2}
+
+
+def test_auxiliary_models_keep_their_order_and_only_an_evaluation_may_be_answered_by_one() -> None:
+    def load(*models: dict[str, Any], **buffer: Any) -> Config:
+        return load_config({**TINY, "explorer": {"auxiliary_models": list(models)}, "buffer": buffer})
+
+    config = load(JUDGE, TEACHER)
+    assert [model.name for model in config.explorer.auxiliary_models] == ["judge", "teacher"]
+    assert config.explorer.rollout_model.engine_num == 1
+    assert load_config(config.model_dump(mode="json")) == config, "agents read what was written"
+    asked = {"storage_type": "synthetic", "path": "ops3", "name": "e", "rollout_args": {"model": "judge"}}
+    assert load(JUDGE, eval_tasksets=[asked]).buffer.eval_tasksets[0].rollout_args == {"model": "judge"}
+    with pytest.raises(ConfigError, match=r"rollout_args.model is 'judge', wanted one of .*: teacher"):
+        load(TEACHER, eval_tasksets=[asked])
+    with pytest.raises(ConfigError, match="training tasks are answered by the policy"):
+        load(JUDGE, taskset=asked)
+
+
+def test_a_tap_makes_mode_train_of_a_configuration_that_rolls_out() -> None:
+    def tapping(*overrides: str, **more: Any) -> Config:
+        return load_config({**TINY, "name": "b", "buffer": {"total_steps": 5}, **more}, ["source.tap=a", *overrides])
+
+    assert tapping().mode == "train"
+    assert tapping(mode="both").mode == "train"
+    assert tapping(mode="train").source.start == "beginning"
+    assert tapping("source.start=17").source.start == 17
+    assert tapping().accepts_any_age
+    taskset = {"name": "t", "storage_type": "synthetic", "path": "max3"}
+    assert tapping("mode=bench", buffer={"eval_tasksets": [taskset]}).mode == "bench"
+    for loss in ("algorithm_type=gpg", "anchor=old"):  # which take all data for their own
+        assert tapping(f"algorithm.{loss}", "algorithm.correction=[{kind: weight}]").mode == "train"
+    assert tapping("algorithm.algorithm_type=sft").mode == "train", "whose answers are imitated makes no difference"
+
+
+RENAMED_PAGE = Path(__file__).parents[3] / "docs" / "renamed.md"
+OTHER = "another value"
+"""A value that no constant has."""
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the sections of a dotted key; auxiliary models are a list."""
+    for part in reversed(key.split(".")):
+        value = {part: [value] if part == "auxiliary_models" else value}
+    assert isinstance(value, dict)
+    return value
+
+
+def test_a_removed_key_warns_with_its_value_the_constant_and_the_next_step() -> None:
+    with pytest.warns(RemovedSettingWarning) as caught:
+        config = load_config(TINY, ["explorer.batch_tries=7", "explorer.eval_interval=3"])
+    (warning,) = caught
+    assert str(warning.message) == (
+        "explorer.batch_tries: this setting was removed; 3 (trinity_agents.explorer.training_batches.MANIFEST_TRIES) "
+        "is used, not 7: remove it; to wait longer for an idle operator, raise explorer.operator_deadline. Release 0.3 "
+        "refuses the key"
+    )
+    assert config == load_config(TINY, ["explorer.eval_interval=3"]), "nothing else is ignored"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the value of the constant is in folders of earlier runs
+        assert load_config(TINY, ["explorer.batch_tries=3", "explorer.cancel_grace=2"]) == load_config(TINY)
+    with pytest.raises(ConfigError, match="explorer"):
+        load_config({**TINY, "explorer": 3})
+
+
+def test_the_file_of_a_user_is_named_and_stages_warn_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {tiny: {}}\nexplorer: {batch_tries: 9}\nstages: [{stage_name: a}]\n")
+    with pytest.warns(RemovedSettingWarning, match=r"explorer.batch_tries: .* is used, not 9:") as caught:
+        load_stages(path)
+    assert [warning.filename for warning in caught] == [f"{path}: stage a"]
+
+
+def test_release_0_3_refuses_what_0_2_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_refusing("0.2.9")
+    assert is_refusing("0.3.0.dev0")
+    assert is_refusing("1.0.0")
+    monkeypatch.setattr("trinity_mq.config.loading.load.is_refusing", lambda: True)
+    with pytest.raises(ConfigError, match=r"configuration: explorer.batch_tries: this setting was removed"):
+        load_config(TINY, ["explorer.batch_tries=7"])
+    assert load_config(TINY, ["explorer.batch_tries=3"]) == load_config(TINY)
+
+
+@pytest.mark.parametrize(("key", "row"), REMOVED_KEYS.items(), ids=REMOVED_KEYS)
+def test_each_row_is_true(key: str, row: RemovedKey) -> None:
+    settings = nested(key, OTHER)
+    kept, (line,) = without_removed_keys(settings)
+    assert kept == nested(key.rpartition(".")[0], {})
+    assert settings == nested(key, OTHER), "the caller's settings stay"
+    assert repr(OTHER) in line
+    assert row.advice in line
+    module, _, name = row.constant.rpartition(".")
+    if module:
+        assert getattr(importlib.import_module(module), name) == row.value
+        assert name in line
+    shown = f"`{row.value!r}`" if module else "none"
+    assert f"| `{key}` | {shown} | {row.advice} |" in RENAMED_PAGE.read_text(encoding="utf-8")
+    assert key not in {setting.key.replace(".<n>", "") for setting in all_settings()}
+    for word in row.advice.replace(",", " ").replace(";", " ").split():
+        if "." in word and "=" not in word and "/" not in word:
+            assert word in {setting.key for setting in all_settings()}, "the advice names settings that there are"
+
+
+HERE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
+
+
+def config(*overrides: str) -> Config:
+    return load_config({"name": "w", "model": {"tiny": {}}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("cores", "override", "expected"),
+    [
+        (2, "seed=1", 1),
+        (1, "seed=1", 1),
+        (16, "seed=1", 8),
+        (16, "trainer.nproc=2", 5),
+        (16, "explorer.rollout_model.engine_num=3", 4),
+        (16, f"explorer.auxiliary_models=[{HERE}]", 4),
+        (8, f"explorer.auxiliary_models=[{ELSEWHERE}]", 4),
+        (2, "explorer.rollout_model.engine_num=8", 1),
+    ],
+)
+def test_trainer_and_engines_share_the_cores(cores: int, override: str, expected: int) -> None:
+    assert cpu_threads(config(override), "auto", cores) == expected
+    assert cpu_threads(config(override), 7) == 7
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+def test_anything_else_is_an_error(value: str) -> None:
+    with pytest.raises((ConfigError, ValidationError), match="num_threads"):
+        config(f"trainer.num_threads={value}")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 16),
+        ({"cpu.max": "nonsense\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "0\n"}, 16),
+    ],
+)
+def test_the_cores_are_those_that_a_container_may_use(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == expected
+    monkeypatch.undo()
+    assert available_cores() >= 1

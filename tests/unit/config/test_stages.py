@@ -22,45 +22,41 @@ def staged(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**BASE, **more, "stages": list(stages)}
 
 
-def test_a_file_without_stages_has_none() -> None:
-    assert load_stages(BASE) == []
-
-
 def test_each_stage_has_the_settings_of_the_file_with_its_own_over_them() -> None:
-    first, second = load_stages(
-        staged({"stage_name": "a", "buffer": {"total_steps": 2}}, {"stage_name": "b", "seed": 5}),
-        ["buffer.batch_size=4"],
-    )
+    data = staged({"stage_name": "a", "buffer": {"total_steps": 2}}, {"stage_name": "b", "seed": 5})
+    assert load_stages(BASE) == []
+    with pytest.raises(ConfigError, match="holds stages, each a separate run"):
+        load_config(data)
+    first, second = load_stages(data, ["buffer.batch_size=4"])
     assert (first.config.name, first.config.path) == ("digits-a", Path("runs/digits-a"))
     assert (first.config.buffer.total_steps, second.config.buffer.total_steps) == (2, 9)
     assert [one.config.buffer.batch_size for one in (first, second)] == [4, 4]
-    assert (first.config.seed, second.config.seed) == (0, 5)
+    for override, seeds in (("seed=0", [0, 5]), ("seed=7", [7, 5]), ("stages.0.seed=8", [8, 5])):
+        assert [one.config.seed for one in load_stages(data, [override])] == seeds, "of those without their own, or one"
+    first, second = load_stages({**data, "run_dir": "/elsewhere/x/"})
+    assert [one.config.run_dir for one in (first, second)] == ["/elsewhere/x-a", "/elsewhere/x-b"]
+    assert second.config.model.model_path == "/elsewhere/x-a/final"
 
 
 def test_a_stage_begins_with_the_model_of_the_one_before() -> None:
     first, second, third = load_stages(
         staged({"stage_name": "a"}, {"stage_name": "b"}, {"stage_name": "c", "model": {"max_model_len": 40}}),
     )
-    assert first.begins_with is None
-    assert first.config.model.tiny is not None
-    assert second.begins_with == "a"
-    assert second.config.model.tiny is None
+    assert (first.begins_with, second.begins_with) == (None, "a")
+    assert [stage.config.model.tiny is None for stage in (first, second)] == [False, True]
     assert second.config.model.model_path == str(Path("runs/digits-a/final").absolute())
     assert (third.config.model.model_path or "").endswith("runs/digits-b/final")
-    assert third.config.model.max_model_len == 40
-    assert third.config.model.max_prompt_tokens == 16
+    assert (third.config.model.max_model_len, third.config.model.max_prompt_tokens) == (40, 16)
 
 
 def test_another_algorithm_takes_no_pieces_of_the_files() -> None:
+    gspo = {"algorithm": {"algorithm_type": "gspo"}}
     kept, replaced = load_stages(
-        staged(
-            {"stage_name": "a", "algorithm": {"repeat_times": 4}},
-            {"stage_name": "b", "algorithm": {"algorithm_type": "gspo"}},
-        )
+        staged({"stage_name": "a", "algorithm": {"repeat_times": 4}}, {"stage_name": "b", **gspo})
     )
     assert kept.config.algorithm.surrogate.low == 0.1  # type: ignore[union-attr]
     assert kept.config.algorithm.repeat_times == 4
-    alone = load_config({**BASE, "algorithm": {"algorithm_type": "gspo"}})
+    alone = load_config({**BASE, **gspo})
     assert replaced.config.algorithm == alone.algorithm
 
 
@@ -70,12 +66,6 @@ def test_one_of_several_alternatives_takes_the_place_of_the_others() -> None:
         "model": {"dtype": "float32", "model_path": "m"}
     }
     assert merged({"a": [1, 2]}, {"a": [3]}) == {"a": [3]}
-
-
-def test_run_folders_lie_beside_each_other() -> None:
-    first, second = load_stages(staged({"stage_name": "a"}, {"stage_name": "b"}, run_dir="/elsewhere/x/"))
-    assert [one.config.run_dir for one in (first, second)] == ["/elsewhere/x-a", "/elsewhere/x-b"]
-    assert second.config.model.model_path == "/elsewhere/x-a/final"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +79,7 @@ def test_run_folders_lie_beside_each_other() -> None:
         ([{"stage_name": "a", "run_dir": "b"}], [], ["stages.0.run_dir", "run_dir of the file"]),
         ([{"stage_name": "A b"}], [], ["stage A b: name", "'digits-A b'"]),
         ([{"stage_name": "a", "bufer": {}}], [], ["stage a: bufer: unknown key", "'buffer'"]),
-        (
-            [{"stage_name": "a", "seed": 1}, {"stage_name": "b", "seed": 2}],
-            ["seed=3"],
-            ["override seed", "no effect", "stages.0.seed=3"],
-        ),
+        ([{"stage_name": "a", "seed": 1}], ["seed=3"], ["override seed", "no effect", "stages.0.seed=3"]),
     ],
 )
 def test_errors_teach(stages: Any, overrides: list[str], parts: list[str]) -> None:
@@ -101,17 +87,6 @@ def test_errors_teach(stages: Any, overrides: list[str], parts: list[str]) -> No
         load_stages({**BASE, "stages": stages}, overrides)
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_an_override_reaches_one_stage_or_those_without_a_value_of_their_own() -> None:
-    given = staged({"stage_name": "a", "seed": 1}, {"stage_name": "b"})
-    assert [one.config.seed for one in load_stages(given, ["seed=7"])] == [1, 7]
-    assert [one.config.seed for one in load_stages(given, ["stages.0.seed=8"])] == [8, 0]
-
-
-def test_what_wants_one_run_says_that_these_are_several() -> None:
-    with pytest.raises(ConfigError, match="holds stages, each a separate run"):
-        load_config(staged({"stage_name": "a"}))
 
 
 def test_a_stage_is_found_by_its_name() -> None:

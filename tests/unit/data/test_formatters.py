@@ -33,6 +33,7 @@ SYSTEM, ASK, SAY = (
 )
 TOLD = {"role": "tool", "content": "3"}
 ADD = {"type": "function", "function": {"name": "add"}}
+MESSAGES, Q = {"prompt_type": "messages"}, {"question": "q"}
 ReaderOf = Callable[..., Reader]
 
 
@@ -62,15 +63,10 @@ def sft(reader: Reader, record: dict[str, Any]) -> tuple[str, str]:
 def test_plain_text_goes_through_the_chat_template_and_ends_as_an_engine_would(reader_of: ReaderOf) -> None:
     reader = reader_of(system_prompt="be kind")
     assert sft(reader, {"question": "1+1=", "answer": "2"}) == ("[s]be kind[u]1+1=[a]", "2<eos>")
+    assert sft(reader_of(template=""), {"question": "1+1=", "answer": "2"}) == ("1+1=", "2<eos>")
     own = reader_of(system_prompt="be kind", system_prompt_key="rule")
     assert sft(own, {"question": "q", "answer": "a", "rule": "r"})[0] == "[s]r[u]q[a]"
     assert sft(own, {"question": "q", "answer": "a"})[0] == "[s]be kind[u]q[a]"
-
-
-def test_without_a_template_the_answer_follows_the_prompt(reader_of: ReaderOf) -> None:
-    assert sft(reader_of(template=""), {"question": "1+1=", "answer": "2"}) == ("1+1=", "2<eos>")
-    with pytest.raises(FormatError, match="no chat template"):
-        sft(reader_of(template="", system_prompt="s"), {"question": "q", "answer": "a"})
 
 
 def test_the_last_message_alone_is_trained_on_or_every_turn(reader_of: ReaderOf) -> None:
@@ -85,37 +81,24 @@ def test_the_last_message_alone_is_trained_on_or_every_turn(reader_of: ReaderOf)
         assert trained.replace("\n", "").replace(".", "") == "x<eos>yz<eos>"
 
 
-def test_messages_and_tools_may_be_json_text_and_nulls_are_left_out(reader_of: ReaderOf) -> None:
-    reader = reader_of(prompt_type="messages")
-    record = {"messages": json.dumps([{**ASK, "name": None}, SAY]), "tools": json.dumps([ADD])}
-    assert sft(reader, record) == ("(add)[u]q[a]", "x<eos>")
-
-
 def test_a_pair_shares_its_prompt(reader_of: ReaderOf) -> None:
     for keys, record in (
         ({"prompt_key": "p"}, {"p": "q", "chosen": "a", "rejected": "b"}),
-        ({"prompt_type": "messages"}, {"messages": [ASK], "chosen": "a", "rejected": "b"}),
+        (MESSAGES, {"messages": [ASK], "chosen": "a", "rejected": "b"}),
         (
-            {"prompt_type": "messages"},
-            {
-                "messages": [ASK],
-                "chosen": [ASK, {"role": "assistant", "content": "a"}],
-                "rejected": [{"role": "assistant", "content": "b"}],
-            },
+            MESSAGES,
+            {"messages": [ASK], "chosen": [ASK, {**SAY, "content": "a"}], "rejected": [{**SAY, "content": "b"}]},
         ),
     ):
         reader = reader_of(**keys)
         pair = FORMATTERS["dpo"](reader, record)
-        assert (pair.experience_type, pair.chosen is None, pair.rejected is None) == ("dpo", False, False)
         assert pair.chosen is not None
         assert pair.rejected is not None
         texts = reader.codec.decode([pair.tokens.tolist(), pair.chosen.tolist(), pair.rejected.tolist()])
         assert texts == ["[u]q[a]", "a<eos>", "b<eos>"]
-
-
-def test_of_a_text_every_token_but_the_first_is_trained_on(reader_of: ReaderOf) -> None:
-    reader = reader_of()
-    assert shown(reader, FORMATTERS["cpt"](reader, {"question": "abc"})) == ("a", "bc<eos>")
+    data = ExperienceBufferConfig(storage_type="file", path="x", schema_type="dpo")
+    keys = {"prompt_key": "question", "chosen_key": "chosen", "rejected_key": "rejected"}
+    assert data.required_keys == keys
 
 
 @pytest.mark.parametrize(
@@ -123,23 +106,18 @@ def test_of_a_text_every_token_but_the_first_is_trained_on(reader_of: ReaderOf) 
     [
         ("sft", {}, {"question": "q", "answer": ""}, "holds '' at 'answer', wanted a text"),
         ("sft", {}, {"question": 3, "answer": "a"}, "holds 3 at 'question'"),
-        ("sft", {"prompt_type": "messages"}, {"messages": "[{"}, "which is not JSON"),
-        ("sft", {"prompt_type": "messages"}, {"messages": []}, "wanted a list of messages"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, "x"]}, r"messages\[1\], wanted a message with role"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [SAY, ASK]}, "of assistant, user; wanted at least two"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, SAY], "tools": {"a": 1}}, "wanted a list of tools"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, SAY], "tools": [{"name": "f"}]}, "wanted 'function'"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, {"role": "assistant"}]}, "wanted a message with role"),
-        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, {**SAY, "content": 3}]}, "messages.1.content is a int"),
-        (
-            "sft",
-            {"prompt_type": "messages", "enable_concatenated_multi_turn": True},
-            {"messages": [ASK]},
-            "nothing to train on",
-        ),
-        ("dpo", {}, {"question": "q", "chosen": "a", "rejected": "a"}, "the same tokens"),
-        ("dpo", {}, {"question": "q", "chosen": [ASK], "rejected": "a"}, "wanted an answer of the assistant"),
-        ("dpo", {}, {"question": "q", "chosen": [SAY, TOLD], "rejected": "a"}, "wanted an answer of the assistant"),
+        ("sft", MESSAGES, {"messages": "[{"}, "which is not JSON"),
+        ("sft", MESSAGES, {"messages": []}, "wanted a list of messages"),
+        ("sft", MESSAGES, {"messages": [ASK, "x"]}, r"messages\[1\], wanted a message with role"),
+        ("sft", MESSAGES, {"messages": [SAY, ASK]}, "of assistant, user; wanted at least two"),
+        ("sft", MESSAGES, {"messages": [ASK, SAY], "tools": {"a": 1}}, "wanted a list of tools"),
+        ("sft", MESSAGES, {"messages": [ASK, SAY], "tools": [{"name": "f"}]}, "wanted 'function'"),
+        ("sft", MESSAGES, {"messages": [ASK, {"role": "assistant"}]}, "wanted a message with role"),
+        ("sft", MESSAGES, {"messages": [ASK, {**SAY, "content": 3}]}, "messages.1.content is a int"),
+        ("sft", {**MESSAGES, "enable_concatenated_multi_turn": True}, {"messages": [ASK]}, "nothing to train on"),
+        ("dpo", {}, {**Q, "chosen": "a", "rejected": "a"}, "the same tokens"),
+        ("dpo", {}, {**Q, "chosen": [ASK], "rejected": "a"}, "wanted an answer of the assistant"),
+        ("dpo", {}, {**Q, "chosen": [SAY, TOLD], "rejected": "a"}, "wanted an answer of the assistant"),
         ("cpt", {}, {"question": None}, "wanted a text"),
     ],
 )
@@ -150,10 +128,12 @@ def test_a_record_that_does_not_fit_says_what_is_wrong(
         FORMATTERS[schema](reader_of(**keys), record)
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused(reader_of: ReaderOf) -> None:
+def test_a_template_that_is_absent_or_rewrites_the_prompt_is_refused(reader_of: ReaderOf) -> None:
+    with pytest.raises(FormatError, match="no chat template"):
+        sft(reader_of(template="", system_prompt="s"), {**Q, "answer": "a"})
     with pytest.raises(FormatError, match="writes the prompt differently once an answer follows"):
-        sft(reader_of(REWRITES), {"question": "q", "answer": "a"})
-    every = reader_of(REWRITES, prompt_type="messages", enable_concatenated_multi_turn=True)
+        sft(reader_of(REWRITES), {**Q, "answer": "a"})
+    every = reader_of(REWRITES, **MESSAGES, enable_concatenated_multi_turn=True)
     with pytest.raises(TextError, match="differently once another message follows"):
         sft(every, {"messages": [ASK, SAY, ASK, SAY]})
 
@@ -168,27 +148,13 @@ def test_what_is_too_long_is_left_out_or_cut(reader_of: ReaderOf) -> None:
     assert shown(reader, cut) == ("abcd", "12")
     assert cut.truncate_status == "response_truncated"
     assert fit_to_length(one, 4, "cut") is None
+    masked = Experience(tokens=[1, 2, 3, 4], prompt_length=1, action_mask=[False, False, True])
+    assert fit_to_length(masked, 3, "cut") is None, "nothing that is trained on is left"
     pair = FORMATTERS["dpo"](reader, {"question": "ab", "chosen": "1", "rejected": "234"})
     assert fit_to_length(pair, 5, "skip") is None
     shorter = fit_to_length(pair, 5, "cut")
     assert shorter is not None
     assert [len(part) for part in (shorter.chosen, shorter.rejected) if part is not None] == [2, 3]
-
-
-def test_a_conversation_that_is_cut_before_the_first_trained_token_is_left_out(reader_of: ReaderOf) -> None:
-    one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, action_mask=[False, False, True])
-    assert fit_to_length(one, 3, "cut") is None
-
-
-def test_the_keys_that_every_record_must_have_follow_from_the_format() -> None:
-    def keys(schema: Any, **given: Any) -> dict[str, str]:
-        form = RecordFormatConfig(**given)
-        return ExperienceBufferConfig(storage_type="file", path="x", schema_type=schema, format=form).required_keys
-
-    assert keys("sft") == {"prompt_key": "question", "response_key": "answer"}
-    assert keys("sft", prompt_type="messages") == {"messages_key": "messages"}
-    assert keys("dpo") == {"prompt_key": "question", "chosen_key": "chosen", "rejected_key": "rejected"}
-    assert keys("cpt", prompt_key="text") == {"prompt_key": "text"}
 
 
 CALLS = (
@@ -235,28 +201,11 @@ def test_of_an_answer_of_several_turns_only_what_the_assistant_wrote_counts(read
     assert [shown(reader, half)[1] for half in halves] == [f'!add{{"a": 1}}<eos>.......{text}<eos>' for text in "xy"], (
         "the text of the tool and the head of the next turn are read, not preferred"
     )
-    assert shown(reader, split_dpo_experience_to_single_turn([fitted_pair(pair, 3)])[0])[1] == "!ad"
+    cut = fit_to_length(pair, len(pair.tokens) + 3, "cut")
+    assert cut is not None
+    assert shown(reader, split_dpo_experience_to_single_turn([cut])[0])[1] == "!ad"
     single = FORMATTERS["dpo"](reader, {"messages": [ASK], "chosen": "a", "rejected": "b"})
     assert single.info == {}
-
-
-def fitted_pair(pair: Experience, room: int) -> Experience:
-    cut = fit_to_length(pair, len(pair.tokens) + room, "cut")
-    assert cut is not None
-    return cut
-
-
-LIKE_JSON = ("[1, 2, 3]", "[a](b)", "[INFO] done", "[]", "[{", "null", '["a"]', '[{"a": 1}]', "[" * 5000)
-LIKE_MESSAGES = ('{"role": "user", "content": "x"}', '[{"role": "user"}]', '[{"role": "user", "content": "x"}, 3]')
-
-
-@pytest.mark.parametrize("answer", [*LIKE_JSON, *LIKE_MESSAGES])
-def test_an_answer_that_looks_like_json_is_a_text(reader_of: ReaderOf, answer: str) -> None:
-    for keys, record in (({}, {"question": "q"}), ({"prompt_type": "messages"}, {"messages": [ASK]})):
-        reader = reader_of(**keys)
-        pair = FORMATTERS["dpo"](reader, {**record, "chosen": answer, "rejected": "b"})
-        assert pair.chosen is not None
-        assert reader.codec.decode([pair.chosen.tolist()]) == [f"{answer}<eos>"]
 
 
 def test_an_answer_ends_with_its_first_end_and_a_text_with_its_last(reader_of: ReaderOf) -> None:
@@ -266,15 +215,31 @@ def test_an_answer_ends_with_its_first_end_and_a_text_with_its_last(reader_of: R
     assert shown(reader, FORMATTERS["cpt"](reader, {"question": "ab<eos>"})) == ("a", "b<eos>")
 
 
+LIKE_JSON = ("[1, 2, 3]", "[a](b)", "[]", "[{", "null", '["a"]', '[{"a": 1}]', "[" * 5000, '[{"role": "user"}]')
+
+
+@pytest.mark.parametrize(
+    "answer", [*LIKE_JSON, '{"role": "user", "content": "x"}', '[{"role": "user", "content": "x"}, 3]']
+)
+def test_an_answer_that_looks_like_json_is_a_text(reader_of: ReaderOf, answer: str) -> None:
+    for keys, record in (({}, Q), (MESSAGES, {"messages": [ASK]})):
+        pair = FORMATTERS["dpo"](reader_of(**keys), {**record, "chosen": answer, "rejected": "b"})
+        assert pair.chosen is not None
+        assert codec(CHAT).decode([pair.chosen.tolist()]) == [f"{answer}<eos>"]
+
+
 def test_what_the_template_does_not_write_is_left_out_as_a_record(reader_of: ReaderOf) -> None:
     reader = reader_of(prompt_type="messages")
     call = {**SAY, "tool_calls": [SENT_CALL]}
-    for record in ({"messages": [ASK, call]}, {"messages": [ASK, call, TOLD, SAY]}):
+    pair = {"messages": [ASK], "chosen": [call], "rejected": "n"}
+    for schema, record in (
+        ("sft", {"messages": [ASK, call]}),
+        ("sft", {"messages": [ASK, call, TOLD, SAY]}),
+        ("dpo", pair),
+    ):
         with pytest.raises(TextError, match="does not write tool calls"):
-            sft(reader, record)
-    with pytest.raises(TextError, match="does not write tool calls"):
-        FORMATTERS["dpo"](reader, {"messages": [ASK], "chosen": [call], "rejected": "n"})
+            FORMATTERS[schema](reader, record)
     with pytest.raises(FormatError, match="no chat template to write tool calls"):
-        FORMATTERS["dpo"](reader_of("", prompt_type="messages"), {"messages": [ASK], "chosen": [call], "rejected": "n"})
+        FORMATTERS["dpo"](reader_of("", prompt_type="messages"), pair)
     with pytest.raises(TextError, match="does not write tools"):
         sft(reader_of(MARKED, prompt_type="messages"), {"messages": [ASK, SAY], "tools": [ADD]})

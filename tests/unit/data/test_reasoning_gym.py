@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -32,6 +31,7 @@ def test_a_record_has_all_that_a_reward_needs_and_travels():
     taskset = open_taskset(config(dataset_args=SUMS), seed=7)
     body = taskset.all_tasks()[0]
     assert body.reward_fn == "reasoning_gym_reward"
+    assert config(reward_fn="exact_match").reward_fn == "exact_match"
     record = body.raw_task
     assert record.keys() == {"question", "answer", "metadata", "reasoning_gym"}
     assert record["reasoning_gym"].items() >= {"dataset": "chain_sum", "args": SUMS}.items()
@@ -49,7 +49,11 @@ def test_the_seed_of_the_run_draws_the_records_and_one_of_their_own_comes_first(
     assert fixed[0].identity == fixed[1].identity
 
 
-def test_whatever_makes_other_tasks_makes_another_identity():
+def test_whatever_makes_other_tasks_or_other_scores_makes_another_identity():
+    parts = [
+        {"name": "chain_sum", "weight": 2, "config": {"max_terms": 2}},
+        {"name": "products", "config": {"max_digits": 1}},
+    ]
     made = [
         config(dataset_args=SUMS),
         config(dataset_args={**SUMS, "allow_negation": True}),
@@ -57,16 +61,18 @@ def test_whatever_makes_other_tasks_makes_another_identity():
         config(dataset_args=SUMS, limit=19),
         config("products", dataset_args={"max_digits": 2}),
         config(dataset_args=SUMS, split="test"),
+        config("puzzle24"),
+        config("puzzle24", dataset_args={"max_value": 10}),
+        config("composite", dataset_args={"datasets": parts}),
     ]
-    assert len({open_taskset(one, seed=0).identity for one in made}) == len(made)
-    assert open_taskset(made[0], seed=1).identity != open_taskset(made[0], seed=0).identity
-
-
-def test_arguments_that_change_no_question_are_part_of_the_identity():
-    """They may change how answers are scored."""
-    first, second = (open_taskset(config("puzzle24", dataset_args=args)) for args in ({}, {"max_value": 10}))
-    assert questions(first) == questions(second)
-    assert first.identity != second.identity
+    tasksets = [open_taskset(one, seed=0) for one in made]
+    assert len({taskset.identity for taskset in tasksets}) == len(made)
+    assert questions(tasksets[6]) == questions(tasksets[7]), "its arguments may change how answers are scored"
+    assert [len(taskset) for taskset in tasksets[2:4]] == [20, 19]
+    assert len(open_taskset(config(limit=None))) == 500
+    sources = {body.raw_task["metadata"]["source_dataset"] for body in tasksets[8].all_tasks()}
+    assert sources == {"chain_sum", "products"}
+    assert open_taskset(made[0], seed=1).identity != tasksets[0].identity
 
 
 def test_training_and_evaluation_share_no_question():
@@ -81,55 +87,15 @@ def test_training_and_evaluation_share_no_question():
     assert all(map(is_held_out, held_out))
 
 
-def test_limit_is_the_number_of_records_and_has_a_default():
-    assert len(open_taskset(config(limit=None))) == 500
-    assert len(open_taskset(config(limit=3))) == 3
-    assert len(open_taskset(config(limit=40, split="test"))) == 40
-
-
-def test_a_saved_position_of_other_records_is_refused():
-    state = open_taskset(config(dataset_args=SUMS), seed=1).state()
-    open_taskset(config(dataset_args=SUMS), seed=1).restore(json.loads(json.dumps(state)))
-    with pytest.raises(TasksetError, match="have changed since the run began"):
-        open_taskset(config(dataset_args={**SUMS, "max_terms": 4}), seed=1).restore(state)
-
-
-def test_datasets_without_a_single_right_answer_have_records_too():
-    body = open_taskset(config("propositional_logic", limit=2)).all_tasks()[0]
-    assert body.raw_task["answer"] is None
-
-
-def test_a_composite_is_made_of_parts():
-    parts = [
-        {"name": "chain_sum", "weight": 2, "config": {"max_terms": 2}},
-        {"name": "products", "config": {"max_digits": 1}},
-    ]
-    taskset = open_taskset(config("composite", dataset_args={"datasets": parts}))
-    sources = {body.raw_task["metadata"]["source_dataset"] for body in taskset.all_tasks()}
-    assert sources == {"chain_sum", "products"}
-
-
 @pytest.mark.parametrize(
     ("path", "args", "said"),
     [
         ("chain_sums", {}, r"taskset 'mine': reasoning-gym has no dataset 'chain_sums'; did you mean 'chain_sum'"),
         ("qqq", {}, r"no dataset 'qqq'; there are ab, acre, advanced_geometry"),
-        (
-            "chain_sum",
-            {"max_term": 2},
-            r"dataset_args.max_term does not exist in dataset 'chain_sum'; did you mean 'max_te",
-        ),
-        (
-            "chain_sum",
-            {"zzz": 2},
-            r"dataset_args.zzz does not exist .*; there are allow_negation, max_digits, max_terms",
-        ),
+        ("chain_sum", {"max_term": 2}, r"max_term does not exist in dataset 'chain_sum'; did you mean 'max_te"),
+        ("chain_sum", {"zzz": 2}, r"zzz does not exist .*; there are allow_negation, max_digits, max_terms"),
         ("chain_sum", {"size": 2}, r"dataset_args.size does not exist: limit of the taskset"),
-        (
-            "chain_sum",
-            {"max_terms": 1},
-            r"does not take dataset_args \{'max_terms': 1\}: max_terms must be >= min_terms",
-        ),
+        ("chain_sum", {"max_terms": 1}, r"dataset_args \{'max_terms': 1\}: max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "many"}, r"does not take dataset_args"),
         ("simple_integration", {}, r"nothing that a model wrote is executed here"),
         ("composite", {}, r"wanted a list such as \[\{name: chain_sum, weight: 1"),
@@ -140,6 +106,13 @@ def test_a_composite_is_made_of_parts():
 def test_what_is_wrong_is_said(path, args, said):
     with pytest.raises(TasksetError, match=said):
         open_taskset(config(path, dataset_args=args))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    reasoning_gym_scores.registered_datasets.cache_clear()
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-mq\[reasoning-gym\]'"):
+        open_taskset(config())
 
 
 def test_a_split_without_a_question_is_said():
@@ -159,29 +132,13 @@ def test_a_split_without_a_question_is_said():
     ("keys", "said"),
     [
         ({"split": "validation"}, "has split 'validation'; reasoning_gym has 'train' and 'test'"),
-        (
-            {"storage_type": "synthetic", "path": "max3", "dataset_args": {"a": 1}},
-            "storage_type synthetic, which takes",
-        ),
+        ({"storage_type": "synthetic", "path": "max3", "dataset_args": {"a": 1}}, "storage_type synthetic, which"),
         ({"path": ""}, "needs a path"),
     ],
 )
 def test_settings_that_do_not_go_together(keys, said):
     with pytest.raises(ValidationError, match=said):
         TasksetConfig.model_validate({"name": "mine", "storage_type": "reasoning_gym", "path": "chain_sum", **keys})
-
-
-def test_a_reward_of_ones_own_stays():
-    assert config(reward_fn="exact_match").reward_fn == "exact_match"
-    assert config().model_copy().reward_fn == "reasoning_gym_reward"
-    assert TasksetConfig.model_validate(config().model_dump()) == config()
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning_gym_scores.registered_datasets.cache_clear()
-    with pytest.raises(TasksetError, match=r"pip install 'trinity-mq\[reasoning-gym\]'"):
-        open_taskset(config())
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

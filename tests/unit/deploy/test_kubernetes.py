@@ -57,9 +57,8 @@ def kubectl() -> str:
     if command is None:
         pytest.skip("kubectl is not installed: any of version 1.27 or newer builds the overlays, without a cluster")
     done = subprocess.run([command, "version", "--client", "-o", "json"], capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout).get("kustomizeVersion", "v0.0")
-    if tuple(int(part) for part in re.findall(r"\d+", said)[:2]) < OLDEST:
-        pytest.skip(f"kubectl with kustomize {said} is too old: 1.27 or newer is wanted")
+    if tuple(map(int, re.findall(r"\d+", json.loads(done.stdout).get("kustomizeVersion", "v0.0"))[:2])) < OLDEST:
+        pytest.skip("kubectl is too old: 1.27 or newer is wanted")
     return command
 
 
@@ -142,9 +141,8 @@ def words(manifests: Sequence[Manifest], workload: Manifest, folder: Path) -> li
     path = folder / "run.yaml"
     path.write_text(run)
     variables = {**settings(manifests), "POD_IP": "10.1.2.3"}
-    told = [
-        re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], str(word)) for word in container(workload)["args"]
-    ]
+    arguments = container(workload)["args"]
+    told = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], str(word)) for word in arguments]
     return [str(path) if word == "/etc/trinity-mq/run.yaml" else word for word in told]
 
 
@@ -178,25 +176,17 @@ def test_kubernetes_own_schemas_take_all_of_it(overlays: dict[str, list[Manifest
         else:
             kubernetes_validate.validate(manifest, VERSION, strict=True)
     assert kinds == CUSTOM
-
-
-def test_the_schemas_would_say_what_is_wrong(overlays: dict[str, list[Manifest]]) -> None:
     runner = json.loads(json.dumps(named(overlays["laptop"], "Deployment", "runner")))
     container(runner)["livenessProbe"]["exec"]["comand"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
         kubernetes_validate.validate(runner, VERSION, strict=True)
 
 
-def test_everything_is_in_the_overlays_namespace(manifests: list[Manifest]) -> None:
+def test_pods_are_what_the_restricted_standard_allows_in_the_overlays_namespace(manifests: list[Manifest]) -> None:
     [namespace] = of_kind(manifests, "Namespace")
-    rest = [one for one in manifests if one is not namespace]
-    assert {one["metadata"]["namespace"] for one in rest} == {namespace["metadata"]["name"]} == {"trinity-mq"}
-
-
-def test_pods_are_what_the_restricted_standard_allows(manifests: list[Manifest]) -> None:
-    assert named(manifests, "Namespace", "trinity-mq")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == (
-        "restricted"
-    )
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    names = {one["metadata"]["namespace"] for one in manifests if one is not namespace}
+    assert names == {namespace["metadata"]["name"]} == {"trinity-mq"}
     for workload in workloads(manifests):
         of_pod, of_container = pod(workload)["securityContext"], container(workload)["securityContext"]
         assert of_pod["runAsNonRoot"]
@@ -247,23 +237,16 @@ def test_selectors_select_what_they_are_for(manifests: list[Manifest]) -> None:
         others = [one for one in workloads(manifests) if matches(workload["spec"]["selector"], labels(one))]
         assert others == [workload]
     for service in of_kind(manifests, "Service"):
-        [workload] = [
-            one for one in workloads(manifests) if matches({"matchLabels": service["spec"]["selector"]}, labels(one))
-        ]
+        selector = {"matchLabels": service["spec"]["selector"]}
+        [workload] = [one for one in workloads(manifests) if matches(selector, labels(one))]
         ports = {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
-        assert {port["port"] for port in service["spec"]["ports"]} == {
-            ports[port["targetPort"]] for port in service["spec"]["ports"]
-        }
+        assert all(port["port"] == ports[port["targetPort"]] for port in service["spec"]["ports"])
         assert workload["metadata"]["name"] == service["metadata"]["name"]
     for monitor in of_kind(manifests, "ServiceMonitor"):
-        [service] = [
-            one
-            for one in of_kind(manifests, "Service")
-            if matches(monitor["spec"]["selector"], one["metadata"].get("labels", {}))
-        ]
-        assert {one["port"] for one in monitor["spec"]["endpoints"]} == {
-            one["name"] for one in service["spec"]["ports"]
-        }
+        selector, services = monitor["spec"]["selector"], of_kind(manifests, "Service")
+        [service] = [one for one in services if matches(selector, one["metadata"].get("labels", {}))]
+        ports = {one["name"] for one in service["spec"]["ports"]}
+        assert {one["port"] for one in monitor["spec"]["endpoints"]} == ports
 
 
 def test_what_there_are_many_of_has_a_disruption_budget_and_what_there_is_one_of_has_none(
@@ -307,18 +290,15 @@ def test_what_is_started_is_a_command_of_ours_with_settings_that_are_right(
     }  # fmt: skip
 
 
-def test_the_shipped_runs_are_those_of_the_examples(overlays: dict[str, list[Manifest]]) -> None:
-    for overlay, example in (("laptop", "smoke"), ("serve", "serve")):
-        [run] = [
-            one["data"]["run.yaml"] for one in of_kind(overlays[overlay], "ConfigMap") if "run.yaml" in one["data"]
-        ]
+def test_the_shipped_runs_are_those_of_the_examples_and_the_gateway_listens_where_its_service_looks(
+    overlays: dict[str, list[Manifest]], tmp_path: Path
+) -> None:
+    for overlay, example, replicas in (("laptop", "smoke", 0), ("serve", "serve", 2)):
+        maps = of_kind(overlays[overlay], "ConfigMap")
+        [run] = [one["data"]["run.yaml"] for one in maps if "run.yaml" in one["data"]]
         wanted = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())
         assert yaml.safe_load(run) == wanted | ({"mode": "serve"} if example == "serve" else {})
-    assert named(overlays["serve"], "Deployment", "gateway")["spec"]["replicas"] == 2
-    assert named(overlays["laptop"], "Deployment", "gateway")["spec"]["replicas"] == 0
-
-
-def test_the_gateway_listens_where_its_service_looks(overlays: dict[str, list[Manifest]], tmp_path: Path) -> None:
+        assert named(overlays[overlay], "Deployment", "gateway")["spec"]["replicas"] == replicas
     manifests = overlays["serve"]
     workload = named(manifests, "Deployment", "gateway")
     config = configuration(manifests, workload, tmp_path)
@@ -332,9 +312,9 @@ def test_the_gateway_listens_where_its_service_looks(overlays: dict[str, list[Ma
     assert mounts[str(Path(config.gateway.key_file).parent)] == "key"
 
 
-def test_probes_ask_what_the_agents_tell_and_give_them_time(manifests: list[Manifest]) -> None:
+def test_probes_ask_what_the_agents_tell_and_each_has_time_to_end(manifests: list[Manifest], tmp_path: Path) -> None:
     for workload in ours(manifests):
-        found = container(workload)
+        found, grace = container(workload), pod(workload)["terminationGracePeriodSeconds"]
         startup, ready, live = (found[f"{name}Probe"] for name in ("startup", "readiness", "liveness"))
         if workload["metadata"]["name"] == "exporter":
             [port] = found["ports"]
@@ -342,6 +322,10 @@ def test_probes_ask_what_the_agents_tell_and_give_them_time(manifests: list[Mani
             assert {one["httpGet"]["path"] for one in (startup, ready, live)} == {"/metrics"}
             assert {one["httpGet"]["port"] for one in (startup, ready, live)} == {port["name"]}
             continue
+        if workload["metadata"]["name"] == "trainer":
+            assert grace >= LONGEST_DRAIN, "it writes a checkpoint"
+        elif workload["metadata"]["name"] != "engines":
+            assert grace > configuration(manifests, workload, tmp_path).runner.drain_timeout + DRAIN_MARGIN
         given = [cli.argument_parser().parse_args(one["exec"]["command"][1:]) for one in (startup, ready, live)]
         assert {one.command for one in given} == {"health"}
         assert {one["exec"]["command"][0] for one in (startup, ready, live)} == {"trinity-mq"}
@@ -351,17 +335,9 @@ def test_probes_ask_what_the_agents_tell_and_give_them_time(manifests: list[Mani
     assert re.search(r"TRINITY_MQ_HEALTH_FILE=/tmp/", (DEPLOY / "Dockerfile").read_text()), "which is writable"
 
 
-def test_each_agent_has_the_time_to_end_in_good_order(manifests: list[Manifest], tmp_path: Path) -> None:
-    for workload in ours(manifests):
-        name, grace = workload["metadata"]["name"], pod(workload)["terminationGracePeriodSeconds"]
-        config = configuration(manifests, workload, tmp_path)
-        if name == "trainer":
-            assert grace >= LONGEST_DRAIN, "it writes a checkpoint"
-        elif name != "exporter":
-            assert grace > config.runner.drain_timeout + DRAIN_MARGIN or name == "engines", name
-
-
-def test_preemptible_pods_end_within_the_shortest_notice(overlays: dict[str, list[Manifest]], tmp_path: Path) -> None:
+def test_preemptible_pods_end_within_the_shortest_notice_and_gpus_are_for_those_who_compute(
+    overlays: dict[str, list[Manifest]], tmp_path: Path
+) -> None:
     manifests = overlays["spot"]
     for name in ("runner", "engines"):
         workload = named(manifests, "Deployment", name)
@@ -372,15 +348,8 @@ def test_preemptible_pods_end_within_the_shortest_notice(overlays: dict[str, lis
     assert config.runner.drain_timeout + DRAIN_MARGIN < 25
     for name in ("explorer", "trainer", "operator", "gateway", "exporter"):
         assert "nodeAffinity" not in pod(named(manifests, "Deployment", name)).get("affinity", {}), "these stay"
-
-
-def test_gpus_are_for_those_who_compute(overlays: dict[str, list[Manifest]]) -> None:
-    found = {
-        one["metadata"]["name"]
-        for one in ours(overlays["gpu"])
-        if "nvidia.com/gpu" in container(one)["resources"]["limits"]
-    }
-    assert found == {"trainer", "explorer", "engines"}
+    gpu = [one for one in ours(overlays["gpu"]) if "nvidia.com/gpu" in container(one)["resources"]["limits"]]
+    assert {one["metadata"]["name"] for one in gpu} == {"trainer", "explorer", "engines"}, "those who compute"
     assert not any("nvidia.com/gpu" in json.dumps(one) for one in overlays["laptop"])
 
 
@@ -408,19 +377,12 @@ Pod = tuple[str, Mapping[str, str]]
 def allowed(policies: Sequence[Manifest], source: Pod, target: Pod, port: int) -> bool:
     """Whether a connection passes the policies on both sides, as Kubernetes defines it."""
 
-    def side(direction: str, own: Pod, peer: Pod) -> bool:
-        selecting = [
-            policy for policy in policies
-            if policy["metadata"]["namespace"] == own[0]
-            and direction in policy["spec"]["policyTypes"]
-            and matches(policy["spec"]["podSelector"], own[1])
-        ]  # fmt: skip
-        rules = [rule for policy in selecting for rule in policy["spec"].get(direction.lower(), [])]
-        word = "from" if direction == "Ingress" else "to"
-        return not selecting or any(
-            any(peers(one, own[0], peer) for one in rule[word]) and any(opens(one) for one in rule["ports"])
-            for rule in rules
-        )
+    def side(direction: str, word: str, own: Pod, peer: Pod) -> bool:
+        there = [policy["spec"] for policy in policies if policy["metadata"]["namespace"] == own[0]]
+        specs = [spec for spec in there if direction in spec["policyTypes"] and matches(spec["podSelector"], own[1])]
+        rules = [rule for spec in specs for rule in spec.get(direction.lower(), [])]
+        fitting = [rule for rule in rules if any(peers(one, own[0], peer) for one in rule[word])]
+        return not specs or any(opens(one) for rule in fitting for one in rule["ports"])
 
     def opens(one: Manifest) -> bool:
         return bool(one.get("protocol", "TCP") == "TCP" and one["port"] <= port <= one.get("endPort", one["port"]))
@@ -432,7 +394,7 @@ def allowed(policies: Sequence[Manifest], source: Pod, target: Pod, port: int) -
         fits = peer[0] == own if namespace is None else matches(namespace, {"kubernetes.io/metadata.name": peer[0]})
         return fits and matches(one.get("podSelector", {}), peer[1])
 
-    return side("Egress", source, target) and side("Ingress", target, source)
+    return side("Egress", "to", source, target) and side("Ingress", "from", target, source)
 
 
 def test_exactly_the_connections_that_agents_make_are_open(overlays: dict[str, list[Manifest]], copy: Path) -> None:
@@ -470,19 +432,11 @@ def test_exactly_the_connections_that_agents_make_are_open(overlays: dict[str, l
         if (source in agents or target in guarded) and allowed(policies, pods[source], pods[target], port)
     }
     assert found == expected
-
-
-def test_the_ports_that_engines_choose_are_those_that_are_open(manifests: list[Manifest]) -> None:
-    ranges = {
-        (port["port"], port["endPort"])
-        for policy in of_kind(manifests, "NetworkPolicy")
-        for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]
-        for port in rule["ports"]
-        if "endPort" in port
-    }
-    [(low, high)] = ranges
-    assert low <= ENGINE <= high
-    for workload in ours(manifests):
+    own = of_kind(overlays["all"], "NetworkPolicy")
+    rules = [rule for one in own for way in ("ingress", "egress") for rule in one["spec"].get(way, [])]
+    [(low, high)] = {(one["port"], one["endPort"]) for rule in rules for one in rule["ports"] if "endPort" in one}
+    assert low <= ENGINE <= high, "ports that engines choose"
+    for workload in ours(overlays["all"]):
         [sysctl] = pod(workload)["securityContext"]["sysctls"]
         assert sysctl == {"name": "net.ipv4.ip_local_port_range", "value": f"{low} {high}"}
 
@@ -504,14 +458,12 @@ async def test_scaled_objects_ask_for_names_that_there_are(overlays: dict[str, l
     assert trigger["metadata"]["url"] == f"http://exporter.{service['namespace']}.svc:{EXPORTER_PORT}/metrics"
     assert trigger["metadata"]["valueLocation"] in names(await scraped(seen()))
     assert (trigger["type"], trigger["metadata"]["format"]) == ("metrics-api", "prometheus")
-
-
-def test_what_is_scaled_has_no_number_of_its_own(overlays: dict[str, list[Manifest]]) -> None:
     for name in ("keda", "all"):
-        manifests = overlays[name]
-        targets = {one["spec"]["scaleTargetRef"]["name"]: one["spec"] for one in of_kind(manifests, "ScaledObject")}
+        targets = {
+            one["spec"]["scaleTargetRef"]["name"]: one["spec"] for one in of_kind(overlays[name], "ScaledObject")
+        }
         assert set(targets) == {"runner", "operator"}
-        for workload in ours(manifests):
+        for workload in ours(overlays[name]):
             assert ("replicas" in workload["spec"]) == (workload["metadata"]["name"] not in targets)
         for spec in targets.values():
             assert 1 <= spec["minReplicaCount"] <= spec["fallback"]["replicas"] < spec["maxReplicaCount"]
@@ -596,13 +548,10 @@ def test_secrets_are_made_once_and_are_in_no_repository(tmp_path: Path) -> None:
     assert made["broker-url"] == f"amqp://trinity:{made['broker-password']}@broker.example:{AMQP}/trinity"
     assert re.fullmatch(rf"http://keda:[0-9a-f]{{48}}@broker\.example:{MANAGEMENT}/trinity", made["management-url"])
     assert len({made["broker-password"], made["gateway-key"], made["management-url"]}) == 3
-
-
-def test_what_is_not_filled_in_is_said_by_name(tmp_path: Path) -> None:
     shutil.copytree(DEPLOY, tmp_path / "deploy", ignore=shutil.ignore_patterns("broker-*", "*-url", "*-key", "*.whl"))
     done = kustomize(tmp_path / "deploy" / "kubernetes" / "overlays" / "laptop")
     assert done.returncode != 0
-    assert "secrets/broker-url" in done.stderr
+    assert "secrets/broker-url" in done.stderr, "what is not filled in is said by name"
 
 
 def test_brokers_are_where_the_secrets_say(copy: Path, overlays: dict[str, list[Manifest]]) -> None:

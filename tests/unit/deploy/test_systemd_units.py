@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import re
 import shlex
 import shutil
@@ -56,7 +55,7 @@ def an_instance(root: Path, name: str) -> str:
     """Make an instance of a template, as starting it does."""
     instance = name.replace("@.", "@smoke.")
     folder = root / "etc" / "systemd" / "system"
-    if instance != name:
+    if instance != name and not (folder / instance).is_symlink():
         (folder / instance).symlink_to(name)
     return instance
 
@@ -86,18 +85,10 @@ def seconds(text: str) -> float:
 def test_systemd_has_nothing_to_say(root: Path, name: str) -> None:
     done = analyze(root, "verify", "--man=no", an_instance(root, name))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@needs_systemd
-def test_systemd_would_say_what_is_wrong(root: Path) -> None:
-    """So that its silence above means something; and the common part is read."""
     common = root / "etc" / "systemd" / "system" / "trinity-mq-.service.d" / "10-common.conf"
-    common.write_text(common.read_text() + "RestartPreventExitCode=78\n")
+    common.write_text(common.read_text() + "RestartPreventExitCode=78\n")  # it would say what is wrong
     done = analyze(root, "verify", "--man=no", an_instance(root, "trinity-mq-runner@.service"))
     assert "RestartPreventExitCode" in done.stderr
-    (root / "opt" / "trinity-mq" / "bin" / "trinity-mq").unlink()
-    done = analyze(root, "verify", "--man=no", "trinity-mq-runner@smoke.service")
-    assert "/opt/trinity-mq/bin/trinity-mq is not executable" in done.stderr
 
 
 @needs_systemd
@@ -116,9 +107,7 @@ def test_the_user_is_made(tmp_path: Path) -> None:
     (tmp_path / "etc" / "sysusers.d").mkdir(parents=True)
     shutil.copy(UNITS / "trinity-mq.sysusers", tmp_path / "etc" / "sysusers.d" / "trinity-mq.conf")
     subprocess.run(["systemd-sysusers", f"--root={tmp_path}"], check=True, capture_output=True)
-    (line,) = [
-        each for each in (tmp_path / "etc" / "passwd").read_text().splitlines() if each.startswith("trinity-mq:")
-    ]
+    (line,) = re.findall("(?m)^trinity-mq:.*$", (tmp_path / "etc" / "passwd").read_text())
     assert line.split(":")[5:] == ["/var/lib/trinity-mq", "/usr/sbin/nologin"]
     assert COMMON["User"] == ["trinity-mq"]
 
@@ -154,32 +143,17 @@ def test_exit_codes_mean_what_the_agents_mean() -> None:
     assert COMMON["RestartPreventExitStatus"] == [str(EXIT_FATAL)]
     assert COMMON["RestartForceExitStatus"] == COMMON["SuccessExitStatus"] == [str(EXIT_RECYCLE)]
     assert str(EXIT_RESTART) not in {*COMMON["RestartPreventExitStatus"], *COMMON["SuccessExitStatus"]}
-
-
-def test_a_broker_outage_never_uses_up_the_start_limit_and_a_crash_at_start_does() -> None:
-    window, starts = seconds(COMMON["StartLimitIntervalSec"][0]), int(COMMON["StartLimitBurst"][0])
-    pause = seconds(COMMON["RestartSec"][0])
-    assert window / (BrokerConfig().connect_timeout + pause) < starts / 2
-    a_start = 5.0  # imports, and the first look at what is wrong
-    assert window / (a_start + pause) > starts
+    assert COMMON["LoadCredential"] == ["broker-url:/etc/trinity-mq/%i/broker-url"], "its password is a credential"
+    assert "TRINITY_MQ_BROKER_URL_FILE=%d/broker-url" in COMMON["Environment"]
 
 
 def test_times_leave_room_for_what_the_agents_do() -> None:
+    window, starts = seconds(COMMON["StartLimitIntervalSec"][0]), int(COMMON["StartLimitBurst"][0])
+    pause = seconds(COMMON["RestartSec"][0])
+    assert window / (BrokerConfig().connect_timeout + pause) < starts / 2, "an outage never uses up the start limit"
+    a_start = 5.0  # imports, and the first look at what is wrong
+    assert window / (a_start + pause) > starts, "a crash at start does"
     assert seconds(COMMON["WatchdogSec"][0]) >= 10 * INTERVAL
     assert seconds(COMMON["TimeoutStopSec"][0]) > RunnerConfig().drain_timeout + DRAIN_MARGIN
     assert min(seconds(COMMON[key][0]) for key in ("TimeoutStartSec", "TimeoutStopSec")) > EXTENSION
-    assert COMMON["KillMode"] == ["mixed"]
-    assert COMMON["KillSignal"] == ["SIGTERM"]
-
-
-def test_the_unit_files_are_well_formed() -> None:
-    """Where there is no systemd to ask: sections and assignments only."""
-    for path in (*UNITS.glob("*.service"), *UNITS.glob("*.target"), *UNITS.glob("*.d/*.conf")):
-        parser = configparser.RawConfigParser(strict=False, interpolation=None)
-        parser.read_string(path.read_text())
-        assert set(parser.sections()) <= {"Unit", "Service", "Install"}, path.name
-
-
-def test_the_password_is_a_credential() -> None:
-    assert COMMON["LoadCredential"] == ["broker-url:/etc/trinity-mq/%i/broker-url"]
-    assert "TRINITY_MQ_BROKER_URL_FILE=%d/broker-url" in COMMON["Environment"]
+    assert (COMMON["KillMode"], COMMON["KillSignal"]) == (["mixed"], ["SIGTERM"])

@@ -70,11 +70,10 @@ class FakeEngine:
 
     def _routes(self) -> dict[str, Callable[..., tuple[int, Any]]]:
         none = 404, {"message": "No such container"}
+        image = (200, {"Id": "sha256:1"}) if self.has_image else (404, {"message": "No such image"})
         return {
             r"GET /version": lambda *_: (200, {"ApiVersion": "1.45"}),
-            r"GET /images/.+/json": lambda *_: (
-                (200, {"Id": "sha256:1"}) if self.has_image else (404, {"message": "No such image"})
-            ),
+            r"GET /images/.+/json": lambda *_: image,
             r"POST /images/create": lambda *_: (200, {"error": "dial tcp: no such host"}),
             r"POST /volumes/create": self._make_volume,
             r"POST /containers/create": self._create,
@@ -153,9 +152,8 @@ def serving(engine: FakeEngine) -> Iterator[str]:
         def _handle(self) -> None:
             url = urlsplit(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, said = engine.answer(
-                self.command, re.sub(r"^/v[\d.]+(?=/)", "", url.path), parse_qs(url.query), body
-            )
+            path = re.sub(r"^/v[\d.]+(?=/)", "", url.path)
+            status, said = engine.answer(self.command, path, parse_qs(url.query), body)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             if not url.path.endswith("/start"):

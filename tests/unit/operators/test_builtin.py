@@ -1,9 +1,10 @@
-"""Built-in operators that sample, de-duplicate, shape and measure."""
+"""Built-in operators that sample, de-duplicate, shape and measure, and the metrics before any operator."""
 
 from __future__ import annotations
 
 import copy
 import math
+import statistics
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from trinity_mq.config import OperatorConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.operators import OPERATORS, OperatorConfigError, create_operators, run_chain
+from trinity_mq.operators.outcome_metrics import outcome_metrics
 
 LENGTHS = {"max_response_length": 10, "cache_length": 4}
 SHAPING = {
@@ -57,12 +59,8 @@ async def test_dynamic_sampling_keeps_tasks_of_which_some_runs_are_right() -> No
     alone = [exp(3, 0, metrics=right)]
     kept, metrics = await chain("dapo_dynamic_sampling", mixed + all_right + all_wrong + alone)
     assert kept == mixed
-    assert own(metrics) == {
-        "filtered_count": 5,
-        "dropped_all_correct": 1,
-        "dropped_all_wrong": 1,
-        "dropped_too_few": 1,
-    }
+    dropped = {"dropped_all_correct": 1, "dropped_all_wrong": 1, "dropped_too_few": 1}
+    assert own(metrics) == {"filtered_count": 5, **dropped}
 
 
 async def test_dynamic_sampling_goes_by_the_last_step_and_else_by_the_reward() -> None:
@@ -86,9 +84,8 @@ async def test_equal_runs_of_a_task_are_kept_once() -> None:
     shorter = [exp(0, 2, 0, tokens=[1, 2, 3])]
     swapped = [exp(0, 3, 0, tokens=[1, 2, 4]), exp(0, 3, 1, tokens=[1, 2, 3])]
     other_task = [exp(1, 0, 0, tokens=[1, 2, 3]), exp(1, 0, 1, tokens=[1, 2, 4])]
-    wide = [
-        exp(2, run, tokens=torch.tensor([1, 2, 3], dtype=kind)) for run, kind in enumerate((torch.int32, torch.int64))
-    ]
+    kinds = (torch.int32, torch.int64)
+    wide = [exp(2, run, tokens=torch.tensor([1, 2, 3], dtype=kind)) for run, kind in enumerate(kinds)]
     kept, metrics = await chain("deduplication", first + again + shorter + swapped + other_task + wide)
     assert kept == [*first, *shorter, *swapped, *other_task, wide[0]]
     assert own(metrics) == {"filtered_count": 3, "duplicate_runs": 2}
@@ -97,21 +94,13 @@ async def test_equal_runs_of_a_task_are_kept_once() -> None:
 async def test_the_mask_and_what_was_seen_tell_runs_apart() -> None:
     masked = [exp(0, run, action_mask=[True, bool(run)]) for run in range(2)]
     pictures = [exp(1, run, multi_modal_inputs={"pixels": torch.zeros(2)}) for run in range(2)]
-    pairs = [
-        Experience(eid=EID(1, 2, run), tokens=[1], chosen=[2], rejected=[rejected])
-        for run, rejected in enumerate((3, 4, 3))
-    ]
+    pairs = [Experience(eid=EID(1, 2, run), tokens=[1], chosen=[2], rejected=[3 + run % 2]) for run in range(3)]
     exps = masked + pictures + pairs
     kept, _ = await chain("deduplication", exps)
     assert kept == exps[:-1]
-
-
-async def test_the_same_experience_twice_is_kept_once() -> None:
-    one = exp()
-    kept, metrics = await chain("deduplication", [one, copy.deepcopy(one)])
-    assert len(kept) == 1
-    assert kept[0] == one
-    assert own(metrics) == {"filtered_count": 1, "duplicate_runs": 0}
+    kept, metrics = await chain("deduplication", [exps[0], copy.deepcopy(exps[0])])
+    assert kept == exps[:1]
+    assert own(metrics) == {"filtered_count": 1, "duplicate_runs": 0}, "the same experience twice"
 
 
 # -- rewards
@@ -133,24 +122,10 @@ async def test_rewards_are_shaped_by_statistics() -> None:
         "reward_diff_max": 2.0,
         "reward_diff_min": -0.75,
     }
-
-
-@pytest.mark.parametrize(("op", "reward"), [("ADD", 5.0), ("SUB", -1.0), ("MUL", 6.0), ("DIV", 2 / 3)])
-async def test_ways_to_shape(op: str, reward: float) -> None:
-    configs = [{"stats_key": "x", "op_type": op, "weight": 1.5}]
-    ((kept,), _) = await chain(
-        "reward_shaping_mapper", [exp(reward=2.0, info={"x": 2})], reward_shaping_configs=configs
-    )
-    assert kept.reward == pytest.approx(reward)
-
-
-WRONG = [{}, {"stats_key": 1}, {"stats_key": "x", "op_type": "POW"}, {"stats_key": "x", "weight": "1"}, {"x": 1}, 3]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_shaping_is_refused_when_the_operator_is_made(wrong: Any) -> None:
-    with pytest.raises(OperatorConfigError, match=r"reward_shaping_configs\[0\].*wanted stats_key"):
-        create_operators([OperatorConfig(name="reward_shaping_mapper", args={"reward_shaping_configs": [wrong]})])
+    for op, reward in {"ADD": 5.0, "SUB": -1.0, "MUL": 6.0, "DIV": 2 / 3}.items():
+        configs = [{**X, "op_type": op, "weight": 1.5}]
+        kept, _ = await chain("reward_shaping_mapper", [exp(reward=2.0, info={"x": 2})], reward_shaping_configs=configs)
+        assert kept[0].reward == pytest.approx(reward), op
 
 
 async def test_long_responses_lose_reward() -> None:
@@ -161,23 +136,16 @@ async def test_long_responses_lose_reward() -> None:
     assert (own(metrics)["penalized_count"], own(metrics)["reward_diff_min"]) == (4, -0.5)
 
 
-@pytest.mark.parametrize("lengths", [(10, 0), (10, 11), (0, 0)])
-def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, int]) -> None:
-    args = dict(zip(LENGTHS, lengths, strict=True))
-    with pytest.raises(OperatorConfigError, match=r"cache_length is .*, wanted 1 to max_response_length"):
-        create_operators([OperatorConfig(name="length_penalty", args=args)])
-
-
 @pytest.mark.parametrize("name", ALONE)
 async def test_huge_rewards_are_no_obstacle(name: str) -> None:
     huge = {"metrics": {"quality": 1e308, "accuracy": -1e308}, "info": {"cost": 1e-308}}
-    exps = [
-        exp(task, run, reward=reward, **huge) for task in range(2) for run, reward in enumerate((1e308, -1e308, 1e308))
-    ]
+    rewards = (1e308, -1e308, 1e308)
+    exps = [exp(task, run, reward=reward, **huge) for task in range(2) for run, reward in enumerate(rewards)]
     _, metrics = await chain(name, exps, **ARGUMENTS.get(name, {}))
     assert metrics["experience_pipeline/experience_count"] <= 6
 
 
+X = {"stats_key": "x"}
 ARGUMENTS_THAT_DO_NOT_FIT = [
     ("reward_filter", {"threshold": "x"}, "threshold is 'x'"),
     ("reward_filter", {"threshold": None}, "threshold is None"),
@@ -188,6 +156,14 @@ ARGUMENTS_THAT_DO_NOT_FIT = [
     ("length_penalty", {"max_response_length": 10.5, "cache_length": 4}, "max_response_length is 10.5"),
     ("length_penalty", LENGTHS | {"penalty_factor": "x"}, "penalty_factor is 'x'"),
     ("reward_shaping_mapper", {"reward_shaping_configs": 3}, "reward_shaping_configs is 3"),
+    *(
+        ("reward_shaping_mapper", {"reward_shaping_configs": [wrong]}, r"reward_shaping_configs\[0\].*wanted stats_key")
+        for wrong in ({}, {"stats_key": 1}, {**X, "op_type": "POW"}, {**X, "weight": "1"}, {"x": 1}, 3)
+    ),
+    *(
+        ("length_penalty", {"max_response_length": most, "cache_length": cache}, "wanted 1 to max_response_length")
+        for most, cache in ((10, 0), (10, 11), (0, 0))
+    ),
     ("reward_filter", {"treshold": 1.0}, "treshold"),
 ]
 
@@ -212,25 +188,9 @@ async def test_pass_rates() -> None:
     kept, metrics = await chain("pass_rate_calculator", exps)
     assert [each.info.get("pass_rate") for each in kept] == [0.25] * 10 + [1.0] * 2 + [None]
     assert kept[-1].info == {"kept": 1}
-    found = {key: value for key, value in metrics.items() if key.startswith("selection/")}
-    assert found == {
-        "selection/pass_rate": 0.625,
-        "selection/valid_ratio": 0.5,
-        "selection/strict_valid_ratio": 0.5,
-        "selection/<1_ratio": 0.5,
-        "selection/>0_ratio": 1.0,
-        "selection/<15_16_ratio": 0.5,
-        "selection/>1_16_ratio": 1.0,
-    }
-
-
-async def test_one_operator_goes_by_what_another_found() -> None:
-    configs = [{"stats_key": "pass_rate", "op_type": "SUB"}]
-    names = {"pass_rate_calculator": {}, "reward_shaping_mapper": {"reward_shaping_configs": configs}}
-    operators = create_operators([OperatorConfig(name=name, args=args) for name, args in names.items()])
-    kept, _ = await run_chain(operators, ExperienceBatch.of([exp(0, run, reward=float(run)) for run in range(2)]))
-    assert isinstance(kept, ExperienceBatch)
-    assert kept.values("reward") == [-0.5, 0.5]
+    found = {key.removeprefix("selection/"): value for key, value in metrics.items() if key.startswith("selection/")}
+    half = dict.fromkeys(("valid_ratio", "strict_valid_ratio", "<1_ratio", "<15_16_ratio"), 0.5)
+    assert found == {"pass_rate": 0.625, ">0_ratio": 1.0, ">1_16_ratio": 1.0, **half}
 
 
 # -- a list of experiences
@@ -245,11 +205,9 @@ def experiences(draw: st.DrawFn) -> list[Experience]:
     for _ in range(draw(st.integers(0, 12))):
         place = {"task": draw(st.integers(0, 2)), "run": draw(st.integers(0, 3)), "step": draw(st.integers(0, 1))}
         cut = draw(st.sampled_from([None, None, "response_truncated"]))
-        info, metrics = draw(STATISTICS), draw(STATISTICS)
         response = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
-        reward = draw(NUMBERS)
-        how = {"info": info, "metrics": metrics, "truncate_status": cut, "tokens": [5, 5, *response]}
-        found.append(exp(**place, reward=reward, **how))
+        how = {"info": draw(STATISTICS), "metrics": draw(STATISTICS), "reward": draw(NUMBERS)}
+        found.append(exp(**place, **how, truncate_status=cut, tokens=[5, 5, *response]))
     return found
 
 
@@ -264,3 +222,58 @@ async def test_an_operator_by_itself_takes_a_list_and_leaves_its_experiences_as_
     kept, _ = await operator.process(exps)
     assert kept == (await chain(name, ExperienceBatch.of(exps), **ARGUMENTS.get(name, {})))[0]
     assert exps == given_before
+
+
+def runs(groups: list[list[float | None]], accuracy: list[list[float]] | None = None) -> ExperienceBatch:
+    return ExperienceBatch.of(
+        [
+            Experience(
+                eid=EID(batch=1, task=task, run=run),
+                tokens=[1, 2, 3],
+                prompt_length=1,
+                reward=reward,
+                metrics={} if accuracy is None else {"accuracy": accuracy[task][run]},
+            )
+            for task, group in enumerate(groups)
+            for run, reward in enumerate(group)
+        ]
+    )
+
+
+def test_rewards_are_over_runs_and_groups_that_teach_nothing_are_counted() -> None:
+    found = outcome_metrics(runs([[1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.5], [None, 2.0], [None]]))
+    rewards = [1, 1, 0, 0, 0, 0, 0.5, 2]
+    assert found == pytest.approx(
+        {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.stdev(rewards),
+            "reward/min": 0.0,
+            "reward/max": 2.0,
+            "groups/size": 2.0,
+            "groups/zero_std_all_correct": 1.0,
+            "groups/zero_std_all_wrong": 1.0,
+            "reward_std_within_group": statistics.stdev([0, 0.5]) / 3,
+        }
+    )
+
+
+def test_what_is_right_says_the_accuracy_where_there_is_one() -> None:
+    """With a penalty of form alone, every reward may be negative, and a right answer is worth no more than 0."""
+    found = outcome_metrics(runs([[-1.0, -1.0], [0.5, 0.5]], accuracy=[[1.0, 1.0], [0.0, 0.0]]))
+    assert (found["groups/zero_std_all_correct"], found["groups/zero_std_all_wrong"]) == (1.0, 1.0)
+    unknown = outcome_metrics(runs([[0.5, 0.5]], accuracy=[[math.nan, math.nan]]))
+    assert (unknown["groups/zero_std_all_correct"], unknown["groups/zero_std_all_wrong"]) == (0.0, 0.0)
+
+
+def test_without_a_reward_there_is_nothing_to_tell() -> None:
+    assert outcome_metrics(runs([[None, None]])) == outcome_metrics(ExperienceBatch.of([])) == {}
+    alone = outcome_metrics(runs([[1.0]]))
+    assert alone["groups/size"] == 1.0
+    assert "reward_std_within_group" not in alone
+    assert alone["reward/std"] == 0.0
+    steps = [
+        Experience(eid=EID(batch=1, task=0, run=0, step=step), tokens=[1, 2], prompt_length=1, reward=reward)
+        for step, reward in enumerate([5.0, 5.0, 1.0])
+    ]
+    last = outcome_metrics(ExperienceBatch.of(steps))
+    assert (last["reward/mean"], last["reward/max"], last["groups/size"]) == (1.0, 1.0, 1.0), "the last step counts"

@@ -49,15 +49,9 @@ async def judge(model: InferenceModel, **args: Any) -> AsyncIterator[ExperienceO
 
 
 def exps(*rewards: float | None) -> list[Experience]:
+    common: Any = {"tokens": [1, 2], "prompt_length": 1, "prompt_text": "What is 1 + 1?"}
     return [
-        Experience(
-            eid=EID(1, 0, run),
-            tokens=[1, 2],
-            prompt_length=1,
-            reward=reward,
-            prompt_text="What is 1 + 1?",
-            response_text=f"answer {run}",
-        )
+        Experience(eid=EID(1, 0, run), reward=reward, response_text=f"answer {run}", **common)
         for run, reward in enumerate(rewards)
     ]
 
@@ -97,26 +91,6 @@ def test_what_a_judge_may_say(example: ModuleType, text: str | None, score: floa
     assert example.score_in(text) == score
 
 
-async def test_an_answer_of_nothing_changes_nothing(example: ModuleType) -> None:
-    async with scripted_judge(None) as served, judge(served.model) as operator:
-        kept, metrics = await run_chain([operator], exps(1.0))
-    assert (kept[0].reward, metrics[f"{JUDGED}/not_judged"]) == (1.0, 1)
-
-
-async def test_a_judge_that_refuses_fails_the_batch_with_its_words(example: ModuleType) -> None:
-    async with scripted_judge(400) as served, judge(served.model) as operator:
-        with pytest.raises(OperatorError, match=r"0_LlmJudge: BadRequestError: .*out of order"):
-            await run_chain([operator], exps(1.0, 1.0))
-
-
-async def test_without_a_judge_it_does_not_start(example: ModuleType) -> None:
-    (operator,) = create_operators(
-        [OperatorConfig(name=f"{NAME}.LlmJudge")], {"teacher": [openai.AsyncOpenAI(api_key="x")]}
-    )
-    with pytest.raises(ValueError, match=r"'judge' is no model of explorer.auxiliary_models: teacher"):
-        await operator.prepare()
-
-
 async def test_a_real_engine_is_asked(example: ModuleType, tmp_path: Path) -> None:
     """Its model is random: what counts is that its answers arrive, whatever they say."""
     async with (
@@ -126,3 +100,18 @@ async def test_a_real_engine_is_asked(example: ModuleType, tmp_path: Path) -> No
         kept, metrics = await run_chain([operator], exps(1.0, 0.0))
     assert metrics[f"{JUDGED}/judged"] + metrics[f"{JUDGED}/not_judged"] == 2
     assert len(kept) == 2
+
+
+async def test_a_judge_that_refuses_fails_the_batch_one_that_is_silent_changes_nothing_and_none_does_not_start(
+    example: ModuleType,
+) -> None:
+    async with scripted_judge(None) as served, judge(served.model) as operator:
+        kept, metrics = await run_chain([operator], exps(1.0))
+    assert (kept[0].reward, metrics[f"{JUDGED}/not_judged"]) == (1.0, 1)
+    async with scripted_judge(400) as served, judge(served.model) as operator:
+        with pytest.raises(OperatorError, match=r"0_LlmJudge: BadRequestError: .*out of order"):
+            await run_chain([operator], exps(1.0, 1.0))
+    others = {"teacher": [openai.AsyncOpenAI(api_key="x")]}
+    (operator,) = create_operators([OperatorConfig(name=f"{NAME}.LlmJudge")], others)
+    with pytest.raises(ValueError, match=r"'judge' is no model of explorer.auxiliary_models: teacher"):
+        await operator.prepare()
