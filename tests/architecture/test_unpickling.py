@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("trinity_mq", "agents") for path in (ROOT / folder).rglob("*.py"))
 RESTRICTED = {
     "trinity_mq/experience/legacy/unpickle.py",
-    "trinity_mq/training/checkpoints/metadata.py",
+    "trinity_mq/training/checkpoints/state.py",
 }
 """Modules with an unpickler that admits a list of names."""
 UNLIMITED = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "read_pickle", "FileSystemReader"}

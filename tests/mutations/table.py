@@ -171,14 +171,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the index of a checkpoint may name anything",
-        f"{CHECKPOINTS}/metadata.py",
+        f"{CHECKPOINTS}/state.py",
         "            return _ADMITTED[module, name]\n",
         "            return _ADMITTED.get((module, name)) or super().find_class(module, name)\n",
         "unit/training/test_hostile_checkpoint.py::test_an_index_with_a_program_runs_nothing_and_is_named",
     ),
     Mutation(
         "entries of a checkpoint that are no tensors are loaded",
-        f"{CHECKPOINTS}/metadata.py",
+        f"{CHECKPOINTS}/state.py",
         "if not isinstance(entry, dcp.TensorStorageMetadata):",
         "if entry is None:",
         "unit/training/test_hostile_checkpoint.py::test_an_entry_that_is_no_tensor_is_not_loaded",
@@ -357,7 +357,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a batch counts as published where there is no stream",
-        f"{OPERATOR}/batch_publisher.py",
+        f"{OPERATOR}/agent.py",
         '            raise RestartRequested(f"{self._topology.ready.name} does not exist any more',
         '            log.warning(f"{self._topology.ready.name} does not exist any more',
         "unit/agents/operator/test_operator.py::test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready",
@@ -409,7 +409,7 @@ MUTATIONS = [
     ),
     Mutation(
         "tasks whose copy waits in the queue are submitted again",
-        f"{GATEWAY}/submissions.py",
+        f"{GATEWAY}/acting_gateway.py",
         "dict.fromkeys(names[:lost])",
         "dict.fromkeys(names)",
         f"{OUTAGES}::test_a_task_waits_in_the_queue_once_however_long_training_is_behind",

@@ -28,9 +28,8 @@ from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.dispatch.batch_metrics import submission_outcome
+from trinity_mq.dispatch.batch_metrics import Failures, submission_outcome
 from trinity_mq.dispatch.batch_queues import BatchQueues
-from trinity_mq.dispatch.failures import Failures
 from trinity_mq.dispatch.loss_repair import LossRepair
 from trinity_mq.dispatch.tickets import GROUPED, SliceState, SubmissionRef, Ticket, new_ticket
 from trinity_mq.dispatch.timeouts import SliceTimes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.config import ConfigError, load_config, load_stages
-from trinity_mq.config.loading.removed_keys import (
+from trinity_mq.config.loading.load import (
     REMOVED_KEYS,
     RemovedKey,
     RemovedSettingWarning,

@@ -23,8 +23,8 @@ from trinity_mq.errors import CommandError
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.observability.experiences.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
+from trinity_mq.operations.debug.report import call_json, choices, show_call
 from trinity_mq.operations.debug.run import find_task
-from trinity_mq.operations.debug.show_call import call_json, choices, show_call
 from trinity_mq.terminal import escape_unsafe
 
 
@@ -43,7 +43,6 @@ def test_the_words_lead_to_functions() -> None:
         "operations.debug.engine",
         "observability.experiences.token_texts",
         "observability.experiences.show_experience",
-        "operations.debug.show_call",
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(module: str) -> None:

@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from trinity_agents.operator.chain_run import outcome_metrics
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.operators.outcome_metrics import outcome_metrics
 
 
 def runs(groups: list[list[float | None]], accuracy: list[list[float]] | None = None) -> ExperienceBatch:

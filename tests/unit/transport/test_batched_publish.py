@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from trinity_mq.transport.batched_publish import BatchedPublish
+from trinity_agents.runner.result_publisher import BatchedPublish
 
 
 class Calls:
