@@ -15,6 +15,7 @@ from typing import Any
 
 RENAMED = {
     "trinity_agents.engine.auxiliary": "trinity_agents.engine.agent",
+    "trinity_agents.explorer.in_flight": "trinity_agents.explorer.state",
     "trinity_agents.explorer.run_beginning": "trinity_agents.explorer.agent",
     "trinity_agents.gateway.acting": "trinity_agents.gateway.acting_gateway",
     "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
@@ -55,6 +56,7 @@ RENAMED = {
     "trinity_mq.engines.server.openai.groups": "trinity_mq.engines.server.openai.api",
     "trinity_mq.engines.torch.decoding": "trinity_mq.engines.torch.generator",
     "trinity_mq.engines.vllm.choices": "trinity_mq.engines.vllm.flow",
+    "trinity_mq.experience.codec.from_records": "trinity_mq.experience.codec.content",
     "trinity_mq.gateway.agenda": "trinity_mq.gateway.ledger",
     "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
     "trinity_mq.models.auxiliary_clients": "trinity_agents.operator.chain_run",
@@ -75,6 +77,7 @@ RENAMED = {
     "trinity_mq.proof.chaos.launch": "trinity_mq.proof.chaos.scenes",
     "trinity_mq.rewards.math.judge": "trinity_mq.rewards.math.answers",
     "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
+    "trinity_mq.rollout.instances": "trinity_mq.rollout.attempts",
     "trinity_mq.runtime.service": "trinity_mq.runtime.serve",
     "trinity_mq.scheduler.heartbeats": "trinity_mq.scheduler.scheduler",
     "trinity_mq.sync.channels.memory.server": "trinity_mq.sync.channels.memory.channel",
@@ -302,9 +305,9 @@ NAMES = {
     "trinity_mq.rewards.registry": "fault_of=invalid_parts_reason",
     "trinity_mq.rewards.text": "boxed=last_boxed tagged=last_tagged",
     "trinity_mq.rollout.attempts": (
-        "Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks engine_trouble=engine_unavailable_error"
+        ".take_over=reassign Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks "
+        "engine_trouble=engine_unavailable_error"
     ),
-    "trinity_mq.rollout.instances": ".take_over=reassign",
     "trinity_mq.rollout.run_results": "answers_of=answer_texts",
     "trinity_mq.rollout.status": "Failure=RunFailure",
     "trinity_mq.runtime.agent": ".restart_without_lock=restart_when_lock_lost .with_background=run_with_background",

@@ -53,7 +53,7 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     ``late`` is the number of results of closed tickets received since the previous batch was closed. If only whole
     tasks count, the runs of tasks that were cut off are left out of the means.
     """
-    results = _results(ticket)
+    results = ticket.results
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
     counted = [result for result in results if result.task_id not in cut_off]
     metrics = aggregate_tasks([aggregate_runs(runs) for runs in _runs_by_task(counted).values()], "rollout")
@@ -100,7 +100,7 @@ def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[s
         name: Name of the evaluation set.
         detailed: Value of ``monitor.detailed_stats``.
     """
-    prefix, results = f"eval/{name}", _results(ticket)
+    prefix, results = f"eval/{name}", ticket.results
     tasks = [aggregate_eval_runs(runs) for runs in _runs_by_task(results).values()]
     metrics = aggregate_eval_tasks(tasks, prefix, detailed=detailed) | _counts(results, prefix)
     total = sum(task_slice.repeat_times for task_slice in ticket.slices)
@@ -150,10 +150,6 @@ def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionO
         if submission.want_experiences and ticket.deliver == "pipeline"
         else 0,
     )
-
-
-def _results(ticket: Ticket) -> list[TaskResult]:
-    return [task_slice.result for task_slice in ticket.slices if task_slice.result is not None]
 
 
 def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:
@@ -206,22 +202,19 @@ class Failures:
     def __init__(self) -> None:
         self._kinds: dict[str, FailureStatus] = {}
 
-    def add(self, ticket: Ticket, result: TaskResult) -> None:
+    def add_ended(self, ticket: Ticket) -> None:
+        """Count the failures of a pinned ticket that is not repeated."""
+        for result in ticket.results if ticket.pinned is not None else ():
+            self.add(ticket, result, ended=True)
+
+    def add(self, ticket: Ticket, result: TaskResult, *, ended: bool = False) -> None:
         """Count the failure of a slice. Slices that a cut-off left unfinished do not count.
 
         Slices pinned to a version wait for :meth:`add_ended`: they are repeated if the engines took the next version
         before them.
         """
-        if ticket.pinned is None:
-            self._add(ticket, result)
-
-    def add_ended(self, ticket: Ticket) -> None:
-        """Count the failures of a pinned ticket that is not repeated."""
-        for task_slice in ticket.slices if ticket.pinned is not None else ():
-            if task_slice.result is not None:
-                self._add(ticket, task_slice.result)
-
-    def _add(self, ticket: Ticket, result: TaskResult) -> None:
+        if ticket.pinned is not None and not ended:
+            return
         cut_off = result.outcome in {"cancelled", "late"} or ticket.grace is not None
         failed = result.outcome != "finished"
         if cut_off or not (failed or result.message):

@@ -274,8 +274,8 @@ class Dispatcher:
             again = bool(ticket.opened_beat)
             if not again:
                 ticket.opened_beat = self._next_heartbeat()
-                if ticket.deliver == "pipeline":
-                    self._failed(ticket, *ticket.fail_unlisted(self.bus.max_message_bytes))
+                if ticket.deliver == "pipeline" and (tasks := ticket.fail_unlisted(self.bus.max_message_bytes)):
+                    self._failed(ticket, *tasks)
             with span("save state", ticket.batch, wait=True):
                 await self._save()
             if ticket.deliver != "none":

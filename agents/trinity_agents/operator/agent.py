@@ -222,7 +222,8 @@ class Operator(Agent):
         except UnusableBatch as error:
             await self._fail(delivery, manifest, str(error))
             return False
-        await self._publisher.send_requested(manifest, parts)
+        if manifest.wanted:
+            await self._publisher.send_requested(manifest, parts)
         try:
             batch = await self._chain.process(manifest, parts.values())
         except QueueGone:
@@ -405,8 +406,6 @@ class BatchPublisher:
 
     async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]) -> None:
         """Send submitters the requested experience parts, at least once."""
-        if not manifest.wanted:
-            return
         for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
             if not self._topology.is_reply_queue(reply_to):
                 log.warning("submitter_not_served", batch=manifest.batch, reason="reply_to names no reply queue")

@@ -313,7 +313,9 @@ class Runner(Agent):
         BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
         structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)
-        self._log_batch(task_slice)
+        if task_slice.ticket not in self._seen_tickets:  # a line per slice would cost more than many slices themselves
+            self._seen_tickets.append(task_slice.ticket)
+            log.info("batch_begun", lane=task_slice.lane)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
@@ -344,12 +346,6 @@ class Runner(Agent):
                 slot.release()
             elif not in_flight.detached:
                 self._release(in_flight)
-
-    def _log_batch(self, task_slice: TaskSlice) -> None:
-        """Log the first slice of each ticket; a line per slice would cost more than many slices themselves."""
-        if task_slice.ticket not in self._seen_tickets:
-            self._seen_tickets.append(task_slice.ticket)
-            log.info("batch_begun", lane=task_slice.lane)
 
     def _report_to_circuit(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
         """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""

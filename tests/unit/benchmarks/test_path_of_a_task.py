@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from benchmarks.path_of_a_task import counts, functions_on_path
 
-RATCHET = {"functions": 244, "files": 80, "packages": 25}
-"""Maximum figures of ``python benchmarks/path_of_a_task.py``. Lower them when the path gets shorter."""
+RATCHET = {"functions": 234, "files": 71, "packages": 25}
+"""Maximum figures of ``python benchmarks/path_of_a_task.py``. Lower them when the path gets shorter. On a slow machine
+the clock of open batches ticks during the trace, which adds two functions to the 232 of an idle machine.
+"""
 STATIONS = (
     "agents/trinity_agents/runner/agent.py:Runner._handle",
     "trinity_mq/dispatch/dispatcher.py:Dispatcher.open",
