@@ -190,7 +190,7 @@ class TorchLearner:
                 mini-batches, token age and every random draw.
 
         Raises:
-            ValueError: There are no experiences.
+            ValueError: ``experiences`` is empty.
             TrainingStopped: The guard skipped too many optimizer steps in a row. Earlier optimizer steps of this train
                 step may have been applied, so resume from a checkpoint.
         """
