@@ -20,8 +20,7 @@ from collections.abc import Callable
 import msgpack
 
 import figures
-from trinity_mq.gateway.agenda import all_due
-from trinity_mq.gateway.ledger import Ledger
+from trinity_mq.gateway.ledger import Ledger, all_due
 from trinity_mq.gateway.session import Event
 from trinity_mq.messages import SampledChoice, SessionCall, SessionEnd, SessionOpened, decode, encode
 

@@ -36,7 +36,7 @@ from trinity_mq.config import Config, load_config
 from trinity_mq.data.synthetic import problems
 from trinity_mq.engines.generation.request import GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
-from trinity_mq.engines.torch.decoding import decode
+from trinity_mq.engines.torch.generator import decode
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.rewards import create_reward

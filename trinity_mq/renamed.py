@@ -15,9 +15,21 @@ from typing import Any
 
 RENAMED = {
     "trinity_agents.engine.auxiliary": "trinity_agents.engine.agent",
+    "trinity_agents.explorer.in_flight": "trinity_agents.explorer.state",
     "trinity_agents.explorer.run_beginning": "trinity_agents.explorer.agent",
     "trinity_agents.gateway.acting": "trinity_agents.gateway.acting_gateway",
     "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
+    "trinity_agents.gateway.submissions": "trinity_agents.gateway.acting_gateway",
+    "trinity_agents.operator.batch_publisher": "trinity_agents.operator.agent",
+    "trinity_agents.operator.batch_reader": "trinity_agents.operator.agent",
+    "trinity_agents.operator.reviews": "trinity_agents.operator.chain_run",
+    "trinity_agents.runner.slice_group": "trinity_agents.runner.in_flight_slice",
+    "trinity_agents.runner.watchdog": "trinity_agents.runner.agent",
+    "trinity_agents.simulation.sessions.oracle": "trinity_agents.simulation.sessions.invariants",
+    "trinity_agents.trainer.presenter": "trinity_agents.trainer.modes",
+    "trinity_agents.trainer.recorder": "trinity_agents.trainer.modes",
+    "trinity_agents.trainer.samples": "trinity_agents.trainer.batch_result",
+    "trinity_agents.trainer.saving": "trinity_agents.trainer.loop",
     "trinity_agents.trainer.sources.beside": "trinity_agents.trainer.sources.rollout_extension",
     "trinity_agents.trainer.sources.replay_index": "trinity_agents.trainer.sources.replay",
     "trinity_mq.algorithms.estimators.penalties": "trinity_mq.algorithms.estimators.group",
@@ -26,6 +38,7 @@ RENAMED = {
     "trinity_mq.algorithms.ratios": "trinity_mq.algorithms.evaluator",
     "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",
     "trinity_mq.api": "trinity_mq.launch.api",
+    "trinity_mq.bus.rabbit.admin": "trinity_mq.bus.rabbit.bus",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",
     "trinity_mq.cli.interrupts": "trinity_mq.runtime.event_loop",
@@ -39,48 +52,62 @@ RENAMED = {
     "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
     "trinity_mq.data.sinks.base": "trinity_mq.data.storage",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
+    "trinity_mq.dispatch.failures": "trinity_mq.dispatch.batch_metrics",
     "trinity_mq.engines.server.openai.groups": "trinity_mq.engines.server.openai.api",
+    "trinity_mq.engines.torch.decoding": "trinity_mq.engines.torch.generator",
+    "trinity_mq.engines.vllm.choices": "trinity_mq.engines.vllm.flow",
+    "trinity_mq.experience.codec.from_records": "trinity_mq.experience.codec.content",
+    "trinity_mq.gateway.agenda": "trinity_mq.gateway.ledger",
     "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
+    "trinity_mq.models.auxiliary_clients": "trinity_agents.operator.chain_run",
     "trinity_mq.models.engines": "trinity_mq.engines",
+    "trinity_mq.models.recording.answer_columns": "trinity_mq.models.recording.responses",
     "trinity_mq.observability.diagnosis.settings": "trinity_mq.observability.diagnosis.facts",
     "trinity_mq.observability.diagnosis.steady": "trinity_mq.observability.diagnosis.flicker_filter",
     "trinity_mq.observability.evaluations": "trinity_mq.observability.experiences.evaluations",
     "trinity_mq.observability.logs.lines": "trinity_mq.observability.logs.files",
     "trinity_mq.observability.trackers.forward": "trinity_mq.observability.trackers.base",
     "trinity_mq.operations.broker": "trinity_mq.targets.private_broker",
+    "trinity_mq.operations.debug.show_call": "trinity_mq.operations.debug.report",
     "trinity_mq.operations.debug.task": "trinity_mq.operations.debug.run",
     "trinity_mq.operations.regrade.text": "trinity_mq.operations.regrade.comparison",
+    "trinity_mq.operators.outcome_metrics": "trinity_agents.operator.chain_run",
     "trinity_mq.page.broker_runs": "trinity_mq.page.actions",
     "trinity_mq.page.contents": "trinity_mq.page.app",
     "trinity_mq.proof.chaos.launch": "trinity_mq.proof.chaos.scenes",
+    "trinity_mq.rewards.math.judge": "trinity_mq.rewards.math.answers",
     "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
+    "trinity_mq.rollout.instances": "trinity_mq.rollout.attempts",
+    "trinity_mq.runtime.service": "trinity_mq.runtime.serve",
     "trinity_mq.scheduler.heartbeats": "trinity_mq.scheduler.scheduler",
     "trinity_mq.sync.channels.memory.server": "trinity_mq.sync.channels.memory.channel",
     "trinity_mq.sync.gate.catch_up": "trinity_mq.sync.gate.coordinator",
     "trinity_mq.targets.tapped_broker": "trinity_mq.launch.session",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
     "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
+    "trinity_mq.training.checkpoints.metadata": "trinity_mq.training.checkpoints.state",
     "trinity_mq.training.data_metrics": "trinity_mq.training.update",
     "trinity_mq.training.model.token_scorer": "trinity_mq.training.model.policy",
     "trinity_mq.training.prefixes": "trinity_mq.training.packing",
+    "trinity_mq.transport.batched_publish": "trinity_agents.runner.result_publisher",
     "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.builtin.math_eval": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.dual": "trinity_mq.workflows.sync_async",
+    "trinity_mq.workflows.environments.spaces": "trinity_mq.workflows.environments.workflow",
 }
 """New names of modules by their old names. The modules of a package are renamed with it."""
 NAMES = {
     "trinity_agents.explorer.loop": ".see_off=announce_end",
     "trinity_agents.explorer.state": "Observation=TicketStatistics",
     "trinity_agents.explorer.training_batches": ".are_all_consumed=all_consumed",
-    "trinity_agents.gateway.acting_gateway": "Acting=ActingGateway",
+    "trinity_agents.gateway.acting_gateway": "Acting=ActingGateway all_of=gather_limited",
     "trinity_agents.gateway.session_stream": (
         ".carry=republish .say=report .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
     ),
-    "trinity_agents.gateway.submissions": "all_of=gather_limited",
-    "trinity_agents.operator.batch_reader": "BatchUnusable=UnusableBatch",
+    "trinity_agents.operator.agent": "BatchUnusable=UnusableBatch",
     "trinity_agents.runner.circuit": "Circuit=CircuitBreaker",
+    "trinity_agents.runner.in_flight_slice": ".take_apart=publish_separately",
     "trinity_agents.runner.result_publisher": "size_at_most=max_encoded_size",
-    "trinity_agents.runner.slice_group": ".take_apart=publish_separately",
     "trinity_agents.simulation.explore": "Played=ScheduleOutcome play=play_schedule shrink=minimize_faults",
     "trinity_agents.simulation.faulty_bus": ".lateness=next_delay",
     "trinity_agents.simulation.harness": "killed_once=kill_and_replace_trainer",
@@ -103,13 +130,12 @@ NAMES = {
     "trinity_agents.simulation.sessions.users": "Asked=UserRequest Diary=SessionDiary Said=SentReward",
     "trinity_agents.simulation.stand_ins": ".come_back=restart Workflows=FakeWorkflowRunner",
     "trinity_agents.trainer.agent": "follow=run_follower_rank",
-    "trinity_agents.trainer.batch_result": "keep_for_a_look=dump_batch",
+    "trinity_agents.trainer.batch_result": "Samples=TrainSamples keep_for_a_look=dump_batch",
     "trinity_agents.trainer.decisions": "Decider=TicketDecider Decision=TicketDecision",
     "trinity_agents.trainer.history": "Line=Lineage StreamPlace=StreamPosition",
     "trinity_agents.trainer.loop": ".excuse_step=withdraw_attempt .follow_gate=watch_gate",
+    "trinity_agents.trainer.modes": "Presenter=CheckpointServer without_training=weights_only_config",
     "trinity_agents.trainer.pinning": "evaluation_ended=wait_for_evaluation",
-    "trinity_agents.trainer.presenter": "Presenter=CheckpointServer without_training=weights_only_config",
-    "trinity_agents.trainer.samples": "Samples=TrainSamples",
     "trinity_agents.trainer.sources.base": "LostError=ExperiencesLost",
     "trinity_agents.trainer.sources.last_batch": ".has_come=is_complete .run_ends=set_batch_count",
     "trinity_agents.trainer.sources.mix": "experts_in_a_step=experts_per_step",
@@ -119,10 +145,10 @@ NAMES = {
     "trinity_agents.trainer.sources.rollout_extension": "BesideRollouts=RolloutExtension",
     "trinity_agents.trainer.sources.stream": "Tapped=TapRules",
     "trinity_agents.trainer.sources.tap": "as_sampled=without_training_fields",
+    "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.group": (
         "Sizes=RunSizes length_penalised=apply_length_penalty moved=update_average rank_penalised=apply_rank_penalty"
     ),
-    "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
     "trinity_mq.algorithms.evaluator": "over_step=needs_whole_step scheduled=schedule_value",
     "trinity_mq.algorithms.mismatch": "of_age=age_mask",
@@ -163,12 +189,12 @@ NAMES = {
     "trinity_mq.engines.server.http_server": "Body=EngineRequestBody guarded=with_token_check parsed=read_request",
     "trinity_mq.engines.server.openai.tools": "calls_in=parse_tool_calls",
     "trinity_mq.engines.state": ".hold_for_good=serve_fixed_weights",
-    "trinity_mq.engines.torch.decoding": "Sampled=SampledRow",
-    "trinity_mq.engines.torch.generator": "fixed_generator=auxiliary_generator takes_no_weights=refuse_transfer",
+    "trinity_mq.engines.torch.generator": (
+        "Sampled=SampledRow fixed_generator=auxiliary_generator takes_no_weights=refuse_transfer"
+    ),
     "trinity_mq.engines.vllm.adapters": "Adapters=VllmAdapters",
     "trinity_mq.engines.vllm.api": "Choice=VllmCompletion put_in=load_tensors",
-    "trinity_mq.engines.vllm.choices": "as_tokens=stream_tokens",
-    "trinity_mq.engines.vllm.flow": "Flow=VllmBatcher Served=ServingWeights",
+    "trinity_mq.engines.vllm.flow": "Flow=VllmBatcher Served=ServingWeights as_tokens=stream_tokens",
     "trinity_mq.experience.batch": ".into_list=to_shared_list",
     "trinity_mq.experience.codec.column_rules": "sound_versions=are_versions_valid",
     "trinity_mq.experience.codec.columns": "without_gaps=required",
@@ -201,9 +227,9 @@ NAMES = {
     "trinity_mq.models.clients": "base_of=base_url understood=parse_answer",
     "trinity_mq.models.engine_selection": "Answering=AuxiliaryAsPolicy known_model=announced_model",
     "trinity_mq.models.model_folder": "known_folder=local_model_folder",
-    "trinity_mq.models.recording.answer_columns": "experiences_at_once=experiences_from_columns",
     "trinity_mq.models.recording.calls": ".answered_by=note_version Call=RecordedCall",
     "trinity_mq.models.recording.history": "History=ExperienceHistory",
+    "trinity_mq.models.recording.responses": "experiences_at_once=experiences_from_columns",
     "trinity_mq.models.recording.sse": "Gathered=AnswerAssembler PieceMender=SurrogateRepairer",
     "trinity_mq.models.request_groups": "NoGroups=GroupsNotSupported",
     "trinity_mq.models.retried": "retried=call_with_retries",
@@ -242,7 +268,7 @@ NAMES = {
     "trinity_mq.operations.debug.engine": "given_engine=external_engine own_engine=child_engine",
     "trinity_mq.operations.debug.errors": "Failure=WorkflowFailure",
     "trinity_mq.operations.debug.proxy": "Call=ProxiedCall",
-    "trinity_mq.operations.debug.show_call": "Choice=AnswerChoice",
+    "trinity_mq.operations.debug.report": "Choice=AnswerChoice",
     "trinity_mq.operations.doctor.checks": "Check=DoctorCheck Finding=DoctorFinding",
     "trinity_mq.operations.doctor.facts": "Facts=DoctorFacts",
     "trinity_mq.operations.regrade.comparison": "Graded=RegradedExperience show=print_figures",
@@ -270,19 +296,18 @@ NAMES = {
         "Strikes=FaultCounts Verdict=InvariantVerdict decodes=streams_decode judged=verdict_of"
     ),
     "trinity_mq.reviews.ledger": "Applied=EventEffect in_words=verdict_text",
+    "trinity_mq.rewards.ground_truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
     "trinity_mq.rewards.math.answers": (
-        "Answer=StatedAnswer correct=is_correct stated=extract_answer wanted=truth_answer"
+        "Answer=StatedAnswer Judge=AnswerComparer correct=is_correct stated=extract_answer wanted=truth_answer"
     ),
-    "trinity_mq.rewards.math.judge": "Judge=AnswerComparer",
     "trinity_mq.rewards.outsiders": "allowed_task=restrict_task",
     "trinity_mq.rewards.reasoning_gym_scores": "registered=registered_datasets",
     "trinity_mq.rewards.registry": "fault_of=invalid_parts_reason",
     "trinity_mq.rewards.text": "boxed=last_boxed tagged=last_tagged",
-    "trinity_mq.rewards.ground_truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
     "trinity_mq.rollout.attempts": (
-        "Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks engine_trouble=engine_unavailable_error"
+        ".take_over=reassign Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks "
+        "engine_trouble=engine_unavailable_error"
     ),
-    "trinity_mq.rollout.instances": ".take_over=reassign",
     "trinity_mq.rollout.run_results": "answers_of=answer_texts",
     "trinity_mq.rollout.status": "Failure=RunFailure",
     "trinity_mq.runtime.agent": ".restart_without_lock=restart_when_lock_lost .with_background=run_with_background",
@@ -292,27 +317,25 @@ NAMES = {
     ),
     "trinity_mq.runtime.errors": (
         "EndsProcessError=CrashingMessageError RecycleMe=RecycleRequested RestartMe=RestartRequested "
-        "described=describe_error is_of_content=is_content_error is_own=is_user_code "
-        "reason_of=dead_letter_reason shown=display_path"
+        "described=describe_error is_of_content=is_content_error is_own=is_user_code reason_of=dead_letter_reason "
+        "shown=display_path"
     ),
     "trinity_mq.runtime.event_loop": "run_to_the_end=run_until_complete",
     "trinity_mq.runtime.http": "forged=forgery_error from_this_site=same_site_middleware listening=serve_app",
     "trinity_mq.runtime.peers": ".soon=send_soon",
     "trinity_mq.runtime.process": (
         "claimed_run=claimed_run_id disk_full=disk_full_message folder_run=read_run_id "
-        "give_back_freed_memory=trim_memory_periodically note_run=write_run_id "
-        "note_trainer=ensure_trainer_id other_run=other_run_error own_trainer=read_trainer_id "
-        "when_parent_ends=call_when_parent_ends"
+        "give_back_freed_memory=trim_memory_periodically note_run=write_run_id note_trainer=ensure_trainer_id "
+        "other_run=other_run_error own_trainer=read_trainer_id when_parent_ends=call_when_parent_ends"
     ),
+    "trinity_mq.runtime.processes.chaos_points": "passed=pass_point",
     "trinity_mq.runtime.processes.children": "ChildSilentError=ChildTimeoutError",
-    "trinity_mq.runtime.processes.fork_server": "become=apply_request",
-    "trinity_mq.runtime.processes.forking": "orphans_of=adopted_orphans",
     "trinity_mq.runtime.processes.exit_reasons": (
         "end_of=read_output_tail ended_by=describe_exit_code last_words=exit_reason"
     ),
-    "trinity_mq.runtime.processes.chaos_points": "passed=pass_point",
-    "trinity_mq.runtime.serve": "collect_seldom=tune_garbage_collection",
-    "trinity_mq.runtime.service": "LifeSigns=LivenessReporter",
+    "trinity_mq.runtime.processes.fork_server": "become=apply_request",
+    "trinity_mq.runtime.processes.forking": "orphans_of=adopted_orphans",
+    "trinity_mq.runtime.serve": "LifeSigns=LivenessReporter collect_seldom=tune_garbage_collection",
     "trinity_mq.runtime.state_formats": "refuse_newer=check_readable_format",
     "trinity_mq.sync.channels.buckets": "ahead=prefetch whole=gathered",
     "trinity_mq.sync.channels.receiver": "Receiver=WeightReceiver",
@@ -364,8 +387,8 @@ NAMES = {
     ),
     "trinity_mq.workflows.auxiliary": "asking=auxiliary_errors auxiliary_place=auxiliary_index",
     "trinity_mq.workflows.builtin.judging": (
-        "Verdict=JudgeScores ending=answer_format_instruction judgeable=has_answer "
-        "keep_gold=record_rule_rewards key_of=delimiter_of quoted=delimited"
+        "Verdict=JudgeScores ending=answer_format_instruction judgeable=has_answer keep_gold=record_rule_rewards "
+        "key_of=delimiter_of quoted=delimited"
     ),
     "trinity_mq.workflows.builtin.rubric": "settle=assign_rubric_rewards",
     "trinity_mq.workflows.builtin.ruler": "settle=assign_ruler_rewards",
@@ -373,7 +396,7 @@ NAMES = {
     "trinity_mq.workflows.builtin.tool_agent": ".take_calls=append_message",
     "trinity_mq.workflows.builtin.tools": ".need_synchronous=check_synchronous",
     "trinity_mq.workflows.builtin.trainable_ruler": ".knows_truth=uses_truth",
-    "trinity_mq.workflows.environments.spaces": "Actions=ActionParser",
+    "trinity_mq.workflows.environments.workflow": "Actions=ActionParser",
     "trinity_mq.workflows.sessions.children": (
         "KeptProgram=PersistentProgram close_kept=close_persistent_programs program_of=make_program"
     ),

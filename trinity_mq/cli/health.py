@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
-"""Name of the environment variable. :mod:`trinity_mq.runtime.service`, which writes the file, uses the same name."""
+"""Name of the environment variable. :mod:`trinity_mq.runtime.serve`, which writes the file, uses the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""Metrics, task statuses, submission outcomes and evaluation answers computed from a ticket. No I/O."""
+"""Metrics, task statuses, submission outcomes and evaluation answers computed from a ticket. No I/O.
+
+:class:`Failures` counts the failures of slices by kind, for the explorer's heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,18 @@ from typing import get_args
 
 from trinity_mq.config import FormatConfig
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
-from trinity_mq.messages import FAILURE_KINDS, Outcome, SubmissionOutcome, TaskBody, TaskResult
+from trinity_mq.messages import FAILURE_KINDS, FailureStatus, Outcome, SubmissionOutcome, TaskBody, TaskResult
 from trinity_mq.rewards import ACCURACY
 from trinity_mq.rewards.ground_truth import expected_answer, truncate_middle, truth_text
+from trinity_mq.rollout.failures import failure_key
 from trinity_mq.rollout.status import Status
-from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
+from trinity_mq.telemetry import (
+    aggregate_eval_runs,
+    aggregate_eval_tasks,
+    aggregate_runs,
+    aggregate_tasks,
+    mask_passwords,
+)
 from trinity_mq.telemetry.evaluations.log import EvaluationAnswer, EvaluationQuestion
 
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
@@ -25,6 +35,16 @@ FAILED = {"failed", "partial", "poisoned"}
 MAX_QUESTION = 2000
 """Maximum characters of a question."""
 
+MAX_KINDS = 16
+"""Maximum number of distinct kinds. Further kinds are counted together as the last kind."""
+MAX_LISTED = 4
+"""Maximum number of kinds in a heartbeat."""
+MAX_TEXT, MAX_TAIL = 300, 80
+"""Maximum characters of a failure text in a heartbeat, and how many of them come from its end, which names the place in
+the file.
+"""
+OTHERS = "other failures; each agent's log has them"
+
 
 def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     """Return the ``rollout/*`` metrics of a training ticket: metrics of its runs aggregated by task and then over
@@ -33,7 +53,7 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     ``late`` is the number of results of closed tickets received since the previous batch was closed. If only whole
     tasks count, the runs of tasks that were cut off are left out of the means.
     """
-    results = _results(ticket)
+    results = ticket.results
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
     counted = [result for result in results if result.task_id not in cut_off]
     metrics = aggregate_tasks([aggregate_runs(runs) for runs in _runs_by_task(counted).values()], "rollout")
@@ -80,7 +100,7 @@ def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[s
         name: Name of the evaluation set.
         detailed: Value of ``monitor.detailed_stats``.
     """
-    prefix, results = f"eval/{name}", _results(ticket)
+    prefix, results = f"eval/{name}", ticket.results
     tasks = [aggregate_eval_runs(runs) for runs in _runs_by_task(results).values()]
     metrics = aggregate_eval_tasks(tasks, prefix, detailed=detailed) | _counts(results, prefix)
     total = sum(task_slice.repeat_times for task_slice in ticket.slices)
@@ -132,10 +152,6 @@ def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionO
     )
 
 
-def _results(ticket: Ticket) -> list[TaskResult]:
-    return [task_slice.result for task_slice in ticket.slices if task_slice.result is not None]
-
-
 def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:
     """Return the metrics of the finished runs of each task, and the seconds that a runner worked on each of its
     slices.
@@ -178,3 +194,55 @@ def _answers(result: TaskResult) -> list[EvaluationAnswer]:
         EvaluationAnswer(run=run, answer=text, reward=metrics.get("reward"), accuracy=metrics.get(ACCURACY))
         for run, text, metrics in zip(result.runs, texts, result.metrics, strict=False)
     ]
+
+
+class Failures:
+    """Counts failed slices and slices with a failure message, by kind of failure."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, FailureStatus] = {}
+
+    def add_ended(self, ticket: Ticket) -> None:
+        """Count the failures of a pinned ticket that is not repeated."""
+        for result in ticket.results if ticket.pinned is not None else ():
+            self.add(ticket, result, ended=True)
+
+    def add(self, ticket: Ticket, result: TaskResult, *, ended: bool = False) -> None:
+        """Count the failure of a slice. Slices that a cut-off left unfinished do not count.
+
+        Slices pinned to a version wait for :meth:`add_ended`: they are repeated if the engines took the next version
+        before them.
+        """
+        if ticket.pinned is not None and not ended:
+            return
+        cut_off = result.outcome in {"cancelled", "late"} or ticket.grace is not None
+        failed = result.outcome != "finished"
+        if cut_off or not (failed or result.message):
+            return
+        text = _shortened(result.message or f"slice {result.outcome}")
+        key = failure_key(text)
+        if key not in self._kinds and len(self._kinds) >= MAX_KINDS - 1:
+            key = text = OTHERS
+        status = self._kinds.get(key) or FailureStatus(text=text, first=_task(ticket, result))
+        self._kinds[key] = status.model_copy(update={"count": status.count + 1, "failed": status.failed + failed})
+
+    def listed(self) -> list[FailureStatus]:
+        """Return the most frequent kinds, at most :data:`MAX_LISTED`."""
+        return sorted(self._kinds.values(), key=lambda kind: -kind.count)[:MAX_LISTED]
+
+    def summary(self) -> str:
+        """Return the most frequent failure in a sentence. The result is empty if no failure was counted."""
+        return kinds[0].line() if (kinds := self.listed()) else ""
+
+
+def _task(ticket: Ticket, result: TaskResult) -> str:
+    index = ticket.tasks[result.task_id - ticket.first_task].index
+    record = f" (record {index['index']} of {index['taskset']})" if {"taskset", "index"} <= index.keys() else ""
+    return f"task {result.task_id} of batch {result.batch}{record}"
+
+
+def _shortened(text: str) -> str:
+    text = mask_passwords(" ".join(text.split()))
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[: MAX_TEXT - MAX_TAIL]} ... {text[-MAX_TAIL:]}"

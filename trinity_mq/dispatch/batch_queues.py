@@ -70,7 +70,7 @@ class BatchQueues:
             again: True if an earlier process may have published some slices.
         """
         breaks = self._declared.pop(ticket.ticket, self._breaks)
-        await self._bus.declare(self._queue(ticket))
+        await self._bus.declare(self._topology.batch_queue(ticket.batch, ticket.ticket))
         if again or self._breaks != breaks:  # the earlier declaration may have been interrupted
             await self._examine(ticket, PATIENCE if again else NEW_PATIENCE)
 
@@ -94,7 +94,7 @@ class BatchQueues:
         """Declare the queues again to renew their ``x-expires``. Publishing does not renew it."""
         for ticket in list(self._tickets()):
             if ticket.published and _takes_more(ticket):
-                await self._bus.declare(self._queue(ticket))
+                await self._bus.declare(self._topology.batch_queue(ticket.batch, ticket.ticket))
         if self._spare is not None:
             await self._bus.declare(self._unbound(self._spare))
 
@@ -164,7 +164,7 @@ class BatchQueues:
         """Bind the queue again if it exists, then replace it if it accepts no messages. A queue that was deleted is not
         declared again: its content is lost.
         """
-        queue, bound = self._queue(ticket), False
+        queue, bound = self._topology.batch_queue(ticket.batch, ticket.ticket), False
         while not bound and _takes_more(ticket):
             await self._bus.wait_usable()
             with contextlib.suppress(BusUnavailable):
@@ -178,9 +178,6 @@ class BatchQueues:
         """Return the unbound queue of a future ticket. Its batch is not known yet, so batch 0 stands for it."""
         return replace(self._topology.batch_queue(0, name), bindings=())
 
-    def _queue(self, ticket: Ticket) -> Queue:
-        return self._topology.batch_queue(ticket.batch, ticket.ticket)
-
     def _changed(self) -> None:
         if not self._bus.usable:
             self._breaks += 1
@@ -188,7 +185,7 @@ class BatchQueues:
 
     async def _examine(self, ticket: Ticket, patience: float) -> None:
         """Return once the queue confirms a mark, or once the queue cannot be replaced without loss."""
-        queue = self._queue(ticket)
+        queue = self._topology.batch_queue(ticket.batch, ticket.ticket)
         while _takes_more(ticket) and not await self._answers(ticket, patience):
             reported = any(task_slice.result is not None and task_slice.result.parts for task_slice in ticket.slices)
             if reported or await self._bus.depth(queue.name):

@@ -28,9 +28,8 @@ from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.dispatch.batch_metrics import submission_outcome
+from trinity_mq.dispatch.batch_metrics import Failures, submission_outcome
 from trinity_mq.dispatch.batch_queues import BatchQueues
-from trinity_mq.dispatch.failures import Failures
 from trinity_mq.dispatch.loss_repair import LossRepair
 from trinity_mq.dispatch.tickets import GROUPED, SliceState, SubmissionRef, Ticket, new_ticket
 from trinity_mq.dispatch.timeouts import SliceTimes
@@ -275,8 +274,8 @@ class Dispatcher:
             again = bool(ticket.opened_beat)
             if not again:
                 ticket.opened_beat = self._next_heartbeat()
-                if ticket.deliver == "pipeline":
-                    self._failed(ticket, *ticket.fail_unlisted(self.bus.max_message_bytes))
+                if ticket.deliver == "pipeline" and (tasks := ticket.fail_unlisted(self.bus.max_message_bytes)):
+                    self._failed(ticket, *tasks)
             with span("save state", ticket.batch, wait=True):
                 await self._save()
             if ticket.deliver != "none":

@@ -137,6 +137,11 @@ class Ticket(BaseModel):
         return self._decisions
 
     @property
+    def results(self) -> list[TaskResult]:
+        """The outcomes so far, in the order of the slices."""
+        return [task_slice.result for task_slice in self.slices if task_slice.result is not None]
+
+    @property
     def decided(self) -> int:
         """Number of slices with an outcome."""
         return len(self._decisions)
@@ -218,7 +223,7 @@ class Ticket(BaseModel):
 
     def make_manifest(self) -> BatchClosed:
         """Return the manifest for the outcomes so far."""
-        results = [task_slice.result for task_slice in self.slices if task_slice.result is not None]
+        results = self.results
         return BatchClosed(
             batch=self.batch,
             ticket=self.ticket,

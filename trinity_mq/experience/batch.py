@@ -14,8 +14,7 @@ from torch import Tensor
 from trinity_mq.experience.codec import layout
 from trinity_mq.experience.codec.body import Body, Compression, decode_frame, encode_frame
 from trinity_mq.experience.codec.column_rules import Tensors, check_columns
-from trinity_mq.experience.codec.content import pack, unpack
-from trinity_mq.experience.codec.from_records import check_given_versions, columns_of, convert_column
+from trinity_mq.experience.codec.content import check_given_versions, columns_of, convert_column, pack, unpack
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.codec.tail import read_tail
 from trinity_mq.experience.eid import EID, composed_ids

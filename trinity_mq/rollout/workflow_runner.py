@@ -12,8 +12,7 @@ from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.models.engine_selection import auxiliary_models
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.rollout.attempts import AttemptLimits, RunGroup, SliceJob
-from trinity_mq.rollout.instances import Instance, Instances
+from trinity_mq.rollout.attempts import AttemptLimits, Instance, Instances, RunGroup, SliceJob
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.status import RunFailure, SliceOutcome, Status

@@ -190,14 +190,21 @@ class TorchLearner:
                 mini-batches, token age and every random draw.
 
         Raises:
+            ValueError: ``experiences`` is empty.
             TrainingStopped: The guard skipped too many optimizer steps in a row. Earlier optimizer steps of this train
                 step may have been applied, so resume from a checkpoint.
         """
         batch = ExperienceBatch.of(experiences)
+        if not batch:
+            raise ValueError(
+                f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
+            )
 
         def traced() -> dict[str, float]:
             with span("train step", threads=True):
-                return self._lead_step(batch, step_number)
+                body = batch.encode() if self._ranks.world > 1 else b""
+                with self._ranks.command("step", body, number=step_number):
+                    return self._step(batch, step_number)
 
         return await self._lead("train step", traced)
 
@@ -289,15 +296,6 @@ class TorchLearner:
             if error.error == DamagedCheckpointError.__name__:
                 raise DamagedCheckpointError(str(error)) from error
             raise
-
-    def _lead_step(self, batch: ExperienceBatch, step_number: int) -> dict[str, float]:
-        if not batch:
-            raise ValueError(
-                f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
-            )
-        body = batch.encode() if self._ranks.world > 1 else b""
-        with self._ranks.command("step", body, number=step_number):
-            return self._step(batch, step_number)
 
     def _copy(self) -> Parts:
         with self._ranks.command("copy"):

@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
-from trinity_agents.explorer.in_flight import PendingTask
-from trinity_agents.explorer.state import ExplorerState, TicketStatistics
+from trinity_agents.explorer.state import ExplorerState, PendingTask, TicketStatistics
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, TasksetMixture, TaskStats, open_taskset
 from trinity_mq.dispatch.pacing import TrainerCounters, last_with_room

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 
 from trinity_agents.explorer.evaluation import Evaluations
-from trinity_agents.explorer.in_flight import PendingTask, SubmittedTask
-from trinity_agents.explorer.state import ExplorerState
+from trinity_agents.explorer.state import ExplorerState, PendingTask, SubmittedTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome, taskset_metrics
@@ -287,8 +286,10 @@ class TrainingBatches:
                 for submission in ticket.submissions
                 if submission.want_experiences and submission.reply_to
             ]
-            self._state.following.add(manifest, promises, self._requeueable_tasks(ticket))
-            self._requeue_unfinished(ticket)
+            tasks = self._requeueable_tasks(ticket) if self._config.synchronizer.stale == "requeue" else {}
+            self._state.following.add(manifest, promises, tasks)
+            if self._config.explorer.unfinished == "requeue":
+                self._requeue_unfinished(ticket)
             self._state.closed += 1
             if (
                 self._state.closed % self._config.explorer.eval_interval == 0
@@ -314,8 +315,6 @@ class TrainingBatches:
 
     def _requeue_unfinished(self, ticket: Ticket) -> None:
         """Requeue tasks without a finished run that counts, each once; otherwise the longest tasks would be lost."""
-        if self._config.explorer.unfinished != "requeue":
-            return
         before = set(self._state.given_back.get(ticket.ticket, ()))
         answered = {submission.task_id for submission in ticket.submissions}
         again = []
@@ -333,8 +332,6 @@ class TrainingBatches:
 
         A task is requeued only once, and not if it was submitted, because its submitter has been answered.
         """
-        if self._config.synchronizer.stale != "requeue":
-            return {}
         never = {
             *self._state.given_back.get(ticket.ticket, ()),
             *(submission.task_id for submission in ticket.submissions),

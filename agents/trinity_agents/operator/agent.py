@@ -1,6 +1,8 @@
 """The operator: runs the operator chain on the experiences of a closed batch and publishes the processed batch.
 
 Waits for: manifests on ``closed``, then all parts that the manifest lists. An incomplete set is never published.
+:class:`BatchReader` reads the parts without acknowledging them. :class:`BatchPublisher` publishes the processed batch,
+sends submitters their experiences, and deletes the batch queue afterwards.
 """
 
 from __future__ import annotations
@@ -9,35 +11,53 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import structlog
 
-from trinity_agents.operator.batch_publisher import BatchPublisher
-from trinity_agents.operator.batch_reader import BatchReader, UnusableBatch
-from trinity_agents.operator.chain_run import ChainRun
-from trinity_mq.bus import Bus, Consumer, Delivery, QueueGone, Topology
+from trinity_agents.operator.chain_run import ChainRun, ProcessedBatch
+from trinity_mq.bus import (
+    Bus,
+    BusRefused,
+    BusUnavailable,
+    Consumer,
+    Delivery,
+    Envelope,
+    MessageTooLarge,
+    QueueGone,
+    Topology,
+)
 from trinity_mq.bus.retry import exponential_pause
+from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.messages import BatchClosed, OperatorStatus
+from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
+from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark, OperatorStatus
 from trinity_mq.operators import OperatorError
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import (
+    REFERENCE,
     CrashLog,
     DeliveryHistory,
     acknowledge,
     dead_letter,
     decode_or_dead_letter,
+    envelope,
     return_delivery,
 )
 from trinity_mq.runtime.errors import RestartRequested, dead_letter_reason, is_content_error
+from trinity_mq.runtime.peers import Peers
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter, work_for
 from trinity_mq.telemetry.durations import WorkUnderWay
+from trinity_mq.telemetry.group_drops import LEFT_OUT, TOO_FEW_RUNS
 from trinity_mq.telemetry.trace import span, works_on
-from trinity_mq.transport.batch_blobs import BlobSweep
-from trinity_mq.transport.blobs import open_store
+from trinity_mq.transport.batch_blobs import BlobSweep, delete_blobs
+from trinity_mq.transport.blobs import PARTS, BlobStore, open_store, resolved_size
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
+from trinity_mq.transport.experience_parts import ReceivedPart, chunk_message, requested_parts
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +66,11 @@ FIRST_PAUSE = 1.0
 while."""
 LONGEST_PAUSE = 30.0
 """Maximum seconds between two attempts."""
+
+IDLE_CHECK = 2.0
+"""Seconds without a part after which the existence of the batch queue is checked."""
+REASON_LIMIT = 2000
+"""Maximum characters of a failure reason in a BatchReady."""
 
 
 class Operator(Agent):
@@ -197,7 +222,8 @@ class Operator(Agent):
         except UnusableBatch as error:
             await self._fail(delivery, manifest, str(error))
             return False
-        await self._publisher.send_requested(manifest, parts)
+        if manifest.wanted:
+            await self._publisher.send_requested(manifest, parts)
         try:
             batch = await self._chain.process(manifest, parts.values())
         except QueueGone:
@@ -259,6 +285,212 @@ class Operator(Agent):
             async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
                 await self._stopped.wait()
         await return_delivery(self.bus, delivery, f"{self.id}: {failure}")
+
+
+class UnusableBatch(Exception):
+    """No operator can process this batch: the batch is at fault, not the operator."""
+
+
+class BatchReader:
+    """Collects the parts that a manifest lists.
+
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        config: Limits of size and time.
+        store: Blob store of the parts that are sent by reference.
+        operator: Id of the operator, for its dead letters.
+        peers: Heartbeats of the other operators.
+        waiting: Called with a description of the missing parts while waiting, and with None when a part arrives.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topology: Topology,
+        config: Config,
+        store: BlobStore | None,
+        *,
+        operator: str,
+        peers: Peers,
+        waiting: Callable[[str | None], None],
+    ) -> None:
+        self._bus, self._topology, self._store = bus, topology, store
+        self._max_bytes, self._deadline = config.broker.max_batch_bytes, config.explorer.operator_deadline
+        self._operator, self._peers, self._waiting = operator, peers, waiting
+
+    async def read(self, manifest: BatchClosed) -> dict[PartKey, ReceivedPart]:
+        """Return the parts that the manifest lists, in its order.
+
+        No part is acknowledged, so that the parts are redelivered if this process dies.
+
+        Raises:
+            QueueGone: The batch queue does not exist any more.
+            UnusableBatch: Parts have been missing for too long, or the batch is too large.
+        """
+        expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
+        if not expected:
+            return {}
+        received: dict[PartKey, ReceivedPart] = {}
+        missing, size, idle = set(expected), 0, 0.0
+        queue = self._topology.batch_queue(manifest.batch, manifest.ticket)
+        async with await self._bus.consume(queue, prefetch=0) as consumer:
+            while missing:
+                try:
+                    async with asyncio.timeout(IDLE_CHECK):
+                        delivery = await anext(consumer)
+                except TimeoutError:
+                    self._waiting(f"{len(missing)} parts of batch {manifest.batch}")
+                    idle += await self._idle_seconds(manifest, queue.name)
+                    if idle >= self._deadline:
+                        raise UnusableBatch(
+                            f"{len(missing)} of {len(expected)} parts did not arrive within {self._deadline:g} s"
+                        ) from None
+                    continue
+                self._waiting(None)
+                idle = 0.0
+                parts = [part for part in await self._parts(delivery) if part.key in missing]
+                missing.difference_update(part.key for part in parts)
+                received.update((part.key, ReceivedPart(delivery, part)) for part in parts)
+                if parts:
+                    size += resolved_size(self._store, delivery.body, delivery.content_type)
+                if size > self._max_bytes:
+                    raise UnusableBatch(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
+        return {key: received[key] for key in expected}
+
+    async def _parts(self, delivery: Delivery) -> list[AttemptRows]:
+        """Return the parts in a message; a message that does not decode is dead-lettered."""
+        if delivery.kind == Mark.kind:
+            return []  # the queue's owner publishes marks to test the queue
+        try:
+            return list(attempt_rows_of(delivery))
+        except DecodeError as error:
+            await dead_letter(self._bus, self._topology, delivery, str(error), self._operator)
+            await acknowledge(delivery)
+            return []
+
+    async def _idle_seconds(self, manifest: BatchClosed, queue: str) -> float:
+        """Return the seconds of an idle check that count towards the deadline, 0 while no part can reach this operator.
+
+        Raises:
+            QueueGone: The batch queue does not exist any more, so no part will arrive.
+        """
+        if not self._bus.usable:
+            return 0.0
+        if await self._bus.depth(queue) is None:
+            raise QueueGone(queue)
+        others = (beat for beat in self._peers.alive("operator") if beat.id != self._operator)
+        # Another operator that works on the same batch and waits for nothing is the queue's single active consumer.
+        working = (beat.detail for beat in others if beat.waits_for is None)
+        held = any(isinstance(status, OperatorStatus) and status.ticket == manifest.ticket for status in working)
+        return 0.0 if held else IDLE_CHECK
+
+
+class BatchPublisher:
+    """Publishes the processed batches of one operator.
+
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        store: Blob store of the run.
+        has_other_chain: Returns whether the operator's configuration differs from the explorer's.
+    """
+
+    def __init__(
+        self, bus: Bus, topology: Topology, store: BlobStore | None, has_other_chain: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._has_other_chain = has_other_chain
+        self._bus, self._topology, self._store = bus, topology, store
+        self._referenced_tickets: set[str] = set()
+        """Tickets whose submitters were sent references to blobs; the sweep deletes these blobs an hour later."""
+
+    async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]) -> None:
+        """Send submitters the requested experience parts, at least once."""
+        for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
+            if not self._topology.is_reply_queue(reply_to):
+                log.warning("submitter_not_served", batch=manifest.batch, reason="reply_to names no reply queue")
+                continue
+            try:
+                if not await self._bus.publish("", reply_to, message):
+                    log.info("reply_queue_missing", reply_to=reply_to)
+                elif message.content_type == REFERENCE:
+                    self._referenced_tickets.add(manifest.ticket)
+            except (MessageTooLarge, BusRefused) as error:
+                log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
+
+    async def publish(self, manifest: BatchClosed, batch: ProcessedBatch, run_id: str | None = None) -> None:
+        """Publish the chunks, and after all confirms the BatchReady that decides the ticket.
+
+        Here and in :meth:`publish_state`, ``run_id`` is the run id of the manifest's message.
+
+        Raises:
+            RestartRequested: The ready stream does not exist.
+        """
+        async with asyncio.TaskGroup() as group:
+            for n, content in enumerate(batch.chunks):
+                chunk = chunk_message(manifest, batch.processing_id, n, content).of_run(run_id)
+                group.create_task(self._to_ready(manifest, chunk))
+        await self.publish_state(
+            manifest,
+            run_id=run_id,
+            op=batch.processing_id,
+            state="ready" if batch.experiences else "empty",
+            chunks=len(batch.chunks),
+            experiences=batch.experiences,
+            metrics={**manifest.metrics, **batch.metrics},
+            filtered_groups=batch.filtered_groups,
+            other_chain=self._has_other_chain(),
+            reason=None if batch.experiences else empty_reason(manifest, batch.metrics),
+        )
+
+    async def publish_state(
+        self,
+        manifest: BatchClosed,
+        *,
+        run_id: str | None = None,
+        op: str | None = None,
+        reason: str | None = None,
+        **fields: Any,
+    ) -> None:
+        """Publish the BatchReady of a batch with these fields.
+
+        Raises:
+            RestartRequested: The ready stream does not exist.
+        """
+        op = op or uuid.uuid4().hex
+        reason = reason and reason[:REASON_LIMIT].encode(errors="replace").decode()  # lone surrogates cannot be encoded
+        ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, reason=reason, **fields)
+        await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}").of_run(run_id))
+
+    async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
+        if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):
+            # The publish was confirmed but not routed to a queue; the next steps would delete the only copy.
+            raise RestartRequested(f"{self._topology.ready.name} does not exist any more; a restart declares it again")
+
+    async def delete_queue(self, manifest: BatchClosed) -> None:
+        """Delete the queue of a processed batch and the blobs of its parts."""
+        await asyncio.sleep(UNBOUND_BEFORE_DELETE)
+        name = self._topology.batch_queue(manifest.batch, manifest.ticket).name
+        try:
+            await self._bus.delete(name)
+        except BusUnavailable as error:
+            log.warning("batch_queue_left", queue=name, reason=f"{error}; it expires by itself")
+            return
+        if manifest.ticket in self._referenced_tickets:
+            self._referenced_tickets.discard(manifest.ticket)
+        else:
+            await delete_blobs(self._store, f"{PARTS}/{manifest.ticket}")
+
+
+def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
+    """Return the reason why a processed batch is empty, from its manifest and the metrics of the operator chain."""
+    if not manifest.accepted:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(manifest.outcomes.items()))
+        return f"no slice gave an experience: {counts}"
+    names = {"rollout/missing_rewards": "runs without a finite reward", TOO_FEW_RUNS.metric: TOO_FEW_RUNS.lost}
+    counts = ", ".join(f"{metrics[name]:.0f} {what}" for name, what in names.items() if metrics.get(name))
+    dropped = f"{metrics.get(LEFT_OUT.metric, 0):.0f} groups dropped; look at experience_pipeline/*"
+    return f"the operators kept no experience: {counts or f'{dropped} in metrics.jsonl'}"
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:

@@ -1,11 +1,13 @@
 """The runner: takes a task slice, runs its workflow with an engine, publishes experiences and outcome, acknowledges it.
 
 Waits for: slices on ``tasks.train`` and ``tasks.eval``, and an engine that holds the weights.
+A watchdog ends the process if a workflow blocks the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import itertools
 import os
@@ -23,14 +25,13 @@ from trinity_agents.runner.in_flight_slice import (
     PREEMPTED,
     InFlightSlice,
     OpenTickets,
+    SliceGroup,
     SliceKey,
 )
 from trinity_agents.runner.lane_intake import LaneIntake
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
-from trinity_agents.runner.slice_group import SliceGroup
-from trinity_agents.runner.watchdog import Watchdog
 from trinity_mq.bus import Bus, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Lane, Outcome, RunnerStatus, TaskSlice, TaskSlices
@@ -84,6 +85,9 @@ LISTED = 4
 """Number of slices that a heartbeat lists as ``[ticket, task, first run, seconds since the start]``."""
 IDLE_AFTER = 0.25
 """Seconds without a slice after which the heartbeat reports ``idle``."""
+
+TICK = 1.0
+"""Seconds between two checks of the event loop by the watchdog."""
 
 
 class Runner(Agent):
@@ -309,7 +313,9 @@ class Runner(Agent):
         BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
         structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)
-        self._log_batch(task_slice)
+        if task_slice.ticket not in self._seen_tickets:  # a line per slice would cost more than many slices themselves
+            self._seen_tickets.append(task_slice.ticket)
+            log.info("batch_begun", lane=task_slice.lane)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
@@ -340,12 +346,6 @@ class Runner(Agent):
                 slot.release()
             elif not in_flight.detached:
                 self._release(in_flight)
-
-    def _log_batch(self, task_slice: TaskSlice) -> None:
-        """Log the first slice of each ticket; a line per slice would cost more than many slices themselves."""
-        if task_slice.ticket not in self._seen_tickets:
-            self._seen_tickets.append(task_slice.ticket)
-            log.info("batch_begun", lane=task_slice.lane)
 
     def _report_to_circuit(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
         """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""
@@ -537,6 +537,42 @@ class Runner(Agent):
         self._detached |= self._tasks
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+
+
+class Watchdog:
+    """Ends this process if its event loop is blocked for too long, which nothing else in the process can do.
+
+    The broker redelivers the held slices once the connection is closed; a redelivered slice runs in a separate process.
+    The stacks of all threads are written to stderr.
+
+    Args:
+        limit: Maximum seconds for which the loop may be blocked.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._alive = threading.Event()
+
+    async def run(self) -> None:
+        """Watch the running loop until cancelled."""
+        over = threading.Event()
+        threading.Thread(target=self._watch, args=(over,), name="watchdog", daemon=True).start()
+        try:
+            while True:
+                self._alive.set()
+                await asyncio.sleep(TICK)
+        finally:
+            over.set()
+            self._alive.set()
+
+    def _watch(self, over: threading.Event) -> None:
+        while not over.is_set():
+            self._alive.clear()
+            # Two waits, because after a suspension of the whole process the first wait ends before the loop resumes.
+            if not self._alive.wait(self._limit) and not self._alive.wait(2 * TICK):
+                log.error("event_loop_blocked", seconds=self._limit, hint="an asynchronous workflow must not block")
+                faulthandler.dump_traceback()
+                os._exit(EXIT_RESTART)
 
 
 def main(config: Config, agent_id: str = "runner-0") -> int:

@@ -16,8 +16,7 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
-from trinity_agents.trainer.presenter import SYNC_VERBS, CheckpointServer, weights_only_config
-from trinity_agents.trainer.recorder import RecordingLearner
+from trinity_agents.trainer.modes import SYNC_VERBS, CheckpointServer, RecordingLearner, weights_only_config
 from trinity_agents.trainer.sources.base import Source
 from trinity_agents.trainer.sources.mix import open_experts
 from trinity_agents.trainer.sources.records import RecordSource, open_records

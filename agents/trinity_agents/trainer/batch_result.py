@@ -1,8 +1,12 @@
-"""Trains on the batches of a train step, including repaired batches, and reports the outcome of each batch."""
+"""Trains on the batches of a train step, including repaired batches, and reports the outcome of each batch.
+
+A sample of the experiences of each step is kept in the run's folder for later inspection (:class:`TrainSamples`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,6 +24,7 @@ from trinity_mq.messages import BatchReady
 from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.runtime.deliveries import OFFSETS_HEADER, envelope
 from trinity_mq.telemetry.group_drops import TOO_OLD
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
@@ -227,3 +232,54 @@ def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology:
         filtered_groups=batch.filtered_groups,
     )
     return envelope(message, message_id=f"skipped-{batch.ticket}-{batch.op}", headers=headers)
+
+
+def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
+    """Return the indexes of about ``most`` experiences: whole groups in random order, fixed by ``seed``.
+
+    The first group is included whatever its size.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, tid in enumerate(batch.ids("tid")):
+        groups.setdefault(tid, []).append(number)
+    order = list(groups.values())
+    random.Random(seed).shuffle(order)
+    indexes: list[int] = []
+    for group in order:
+        if indexes and len(indexes) + len(group) > most:
+            break
+        indexes += group
+    return sorted(indexes)
+
+
+class TrainSamples:
+    """The sample log of one trainer.
+
+    Args:
+        run_dir: The run's folder.
+        each: Experiences per batch of a train step; 0 switches the log off.
+        max_bytes: Maximum size of the whole log in bytes.
+    """
+
+    def __init__(self, run_dir: Path, per_batch: int, max_bytes: int) -> None:
+        self._per_batch = per_batch
+        self._log = SampleLog(run_dir / SAMPLES_FOLDER, max_bytes)
+
+    async def keep(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
+        """Write some experiences of train step ``step``. An OSError such as a full disk ends only the log."""
+        if not self._per_batch:
+            return
+        try:
+            await asyncio.to_thread(self._write, step, batches)
+        except OSError as error:
+            log.warning("sample_log_disabled", reason=error.strerror or str(error))
+            self._per_batch = 0
+
+    def _write(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
+        for batch in batches:
+            if len(batch):
+                self._log.append(step, batch.select(chosen(batch, self._per_batch, step)).encode())
+
+    def close(self) -> None:
+        """Close the log."""
+        self._log.close()

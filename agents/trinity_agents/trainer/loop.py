@@ -1,4 +1,7 @@
-"""The train loop: trains on processed batches, syncs the weights where due, and saves checkpoints."""
+"""The train loop: trains on processed batches, syncs the weights where due, and saves checkpoints.
+
+:class:`CheckpointSaver` writes a copy of the learner's state while training continues, one checkpoint at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.batch_result import dump_batch, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.batch_result import TrainSamples, dump_batch, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPosition, last_generation, last_progress, last_saved
 from trinity_agents.trainer.pinning import wait_for_evaluation
-from trinity_agents.trainer.samples import TrainSamples
-from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
 from trinity_agents.trainer.sources.records import RecordSource
@@ -27,6 +28,8 @@ from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.processes.chaos_points import pass_point
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.canary import FIRST_IDS
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
@@ -42,6 +45,7 @@ from trinity_mq.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     StepAttempts,
     TrainerProgress,
+    Writer,
     publish_final,
     verify,
 )
@@ -57,6 +61,9 @@ OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
 QUIET_SECONDS = 10.0
 """Seconds a restarted trainer waits for the next batch on which an earlier generation trained, before it syncs weights;
 the stream holds all these batches."""
+
+Committed = Callable[[TrainerProgress, float], Awaitable[None]]
+"""Called with the state of a committed checkpoint, and the seconds since the write began."""
 
 
 class TrainLoop:
@@ -573,3 +580,62 @@ def _source_metrics(batch: TrainBatch) -> dict[str, float]:
 def _consumed_tickets(source: Mapping[str, Any]) -> set[str]:
     """Return the tickets in a source's state whose chunks are never read again."""
     return set(source.get("consumed", ())) - set(source.get("replay", {}).get("offsets", ()))
+
+
+class CheckpointSaver:
+    """Copies the learner's state and writes the copy while training continues, at most one checkpoint at a time.
+
+    Args:
+        store: Store of the checkpoints.
+        learner: Learner whose state is saved.
+        in_background: True: :meth:`run` writes the checkpoint. False: :meth:`save` returns once it is committed.
+    """
+
+    def __init__(self, store: CheckpointStore, learner: Learner, *, in_background: bool) -> None:
+        self._store, self._learner, self._in_background = store, learner, in_background
+        self._staged: tuple[Writer, TrainerProgress, Committed] | None = None
+        """The staged checkpoint that :meth:`run` writes, None without a staged checkpoint."""
+        self._changed = Notifier()
+
+    async def save(self, state: TrainerProgress, committed: Committed) -> None:
+        """Start a checkpoint after the previous checkpoint is committed; the weights may change after the return.
+
+        Args:
+            state: The trainer's state, saved next to the learner's files.
+            committed: Awaited after the checkpoint is committed, before the next checkpoint is started.
+
+        Raises:
+            RestartRequested: A trainer of a newer generation has taken over the run.
+            CheckpointError: The checkpoint could not be written; only if not ``in_background``.
+        """
+        await self.idle()
+        if not self._in_background:
+            await self._write(self._learner.save, state, committed)
+            return
+        self._store.check_generation(state)
+        self._staged = (await self._learner.stage(), state, committed)
+        self._changed.notify()
+
+    async def idle(self) -> None:
+        """Wait until no checkpoint is being written. If a write fails, :meth:`run` raises and this never returns."""
+        await self._changed.until(lambda: self._staged is None)
+
+    async def run(self) -> None:
+        """Write each staged checkpoint to disk, until cancelled.
+
+        Raises:
+            CheckpointError: A checkpoint could not be written; older checkpoints are untouched.
+            RestartRequested: A trainer of a newer generation has taken over the run.
+        """
+        while True:
+            await self._changed.until(lambda: self._staged is not None)
+            assert self._staged is not None
+            await self._write(*self._staged)
+            self._staged = None
+            self._changed.notify()
+
+    async def _write(self, write: Writer, state: TrainerProgress, committed: Committed) -> None:
+        started = asyncio.get_running_loop().time()
+        await self._store.save(write, state)
+        pass_point("saved checkpoint")
+        await committed(state, asyncio.get_running_loop().time() - started)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_agents.explorer.in_flight import MANIFEST_LOST_AFTER
+from trinity_agents.explorer.state import MANIFEST_LOST_AFTER
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.dispatch.loss_repair import LOST_AFTER, LossRepair
 from trinity_mq.messages import BatchClosed, ExplorerStatus, RunnerStatus, TaskSlice

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.explorer.in_flight import InFlightBatches
 from trinity_agents.explorer.loop import ExplorerLoop
-from trinity_agents.explorer.state import ExplorerState, StateFile
-from trinity_agents.operator.agent import Operator
-from trinity_agents.operator.batch_reader import BatchReader
+from trinity_agents.explorer.state import ExplorerState, InFlightBatches, StateFile
+from trinity_agents.operator.agent import BatchReader, Operator
 from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.simulation.__main__ import main
 from trinity_agents.simulation.explore import ScheduleOutcome, minimize_faults, play_schedule

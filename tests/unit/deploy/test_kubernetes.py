@@ -28,7 +28,7 @@ from trinity_mq.cli import main as cli
 from trinity_mq.cli.exporter import PORT as EXPORTER_PORT
 from trinity_mq.config import BrokerConfig, Config, load_config
 from trinity_mq.config.modes.gateway import GatewayConfig
-from trinity_mq.runtime.service import INTERVAL, LONGEST_DRAIN
+from trinity_mq.runtime.serve import INTERVAL, LONGEST_DRAIN
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"

@@ -16,7 +16,7 @@ from trinity_mq.config.agents import RunnerConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.roles import COMMAND_ROLES
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART
-from trinity_mq.runtime.service import EXTENSION, INTERVAL
+from trinity_mq.runtime.serve import EXTENSION, INTERVAL
 
 UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
 SERVICES = sorted(path.name for path in UNITS.glob("*.service"))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_mq.dispatch.failures import MAX_KINDS, MAX_LISTED, MAX_TEXT, OTHERS, Failures
+from trinity_mq.dispatch.batch_metrics import MAX_KINDS, MAX_LISTED, MAX_TEXT, OTHERS, Failures
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.messages import Outcome, TaskBody, TaskResult
 

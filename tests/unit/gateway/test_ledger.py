@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.gateway.agenda import all_due
-from trinity_mq.gateway.ledger import Ledger
+from trinity_mq.gateway.ledger import Ledger, all_due
 from trinity_mq.gateway.session import Body, Event, Session
 from trinity_mq.messages import (
     SampledChoice,

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from trinity_agents.operator.chain_run import auxiliary_clients
 from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.engines.external import ExternalServer
 from trinity_mq.models import EngineLost, EngineNotReady, EngineRefused, InferenceModel, ModelWrapper
-from trinity_mq.models.auxiliary_clients import auxiliary_clients
 
 ASK = [{"role": "user", "content": "7*6?"}]
 TOKEN = "secret"

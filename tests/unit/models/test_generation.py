@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.engines.torch import decoding
-from trinity_mq.engines.torch.decoding import GenerationCancelled
-from trinity_mq.engines.torch.generator import SCORE_TOKENS, TextGenerator, _batches
+from trinity_mq.engines.torch.generator import (
+    SCORE_TOKENS,
+    GenerationCancelled,
+    SampledRow,
+    TextGenerator,
+    _batches,
+    decode,
+)
 
 Reference = Callable[..., torch.Tensor]
 
@@ -169,10 +174,8 @@ def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:
         generator.generate([request(generator, "+1=", max_tokens=60, stop_ids=frozenset())])
 
 
-def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[decoding.SampledRow]:
-    return decoding.decode(
-        generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share
-    )
+def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[SampledRow]:
+    return decode(generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 0.0])

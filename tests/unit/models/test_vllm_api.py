@@ -14,7 +14,7 @@ import torch
 from trinity_mq.config import ModelConfig, RolloutModelConfig, TinyModelConfig
 from trinity_mq.engines.generation.request import GenerationRequest
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.choices import Choices
+from trinity_mq.engines.vllm.flow import Choices
 from trinity_mq.models.errors import ModelError
 
 LETTERS = "??abcdefghij"

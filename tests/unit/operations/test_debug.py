@@ -30,10 +30,9 @@ from trinity_mq.messages import TaskBody
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.observability.experiences.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
-from trinity_mq.operations.debug.report import JsonReport, TextReport
+from trinity_mq.operations.debug.report import JsonReport, TextReport, call_json, choices, show_call
 from trinity_mq.operations.debug.run import debug_task as _debug
 from trinity_mq.operations.debug.run import find_task
-from trinity_mq.operations.debug.show_call import call_json, choices, show_call
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.terminal import escape_unsafe
 from trinity_mq.workflows import Workflow

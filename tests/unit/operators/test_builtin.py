@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_agents.operator.chain_run import outcome_metrics
 from trinity_mq.config import OperatorConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.operators import OPERATORS, OperatorConfigError, create_operators, run_chain
-from trinity_mq.operators.outcome_metrics import outcome_metrics
 
 LENGTHS = {"max_response_length": 10, "cache_length": 4}
 SHAPING = {

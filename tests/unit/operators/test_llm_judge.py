@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from tests.unit.workflows.tiny_engines import make_generator, scripted_judge, tiny_engine
+from trinity_agents.operator.chain_run import auxiliary_clients
 from trinity_mq.config import OperatorConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.operators import ExperienceOperatorV1, OperatorError, create_operators, run_chain
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llm_judge.py"

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.rewards.math.answers import equal, extract_answer, is_correct, read
-from trinity_mq.rewards.math.judge import LONGEST
+from trinity_mq.rewards.math.answers import LONGEST, equal, extract_answer, is_correct, read
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
@@ -215,7 +214,7 @@ def test_the_second_process_starts_with_the_first_question_only() -> None:
     code = (
         "import psutil\n"
         "from trinity_mq.rewards.math import answers\n"
-        "from trinity_mq.rewards.math.judge import same\n"
+        "from trinity_mq.rewards.math.answers import same\n"
         "assert answers.is_correct('#### 5', '5', finished=True)\n"
         "assert not same('x', 'x' * 1000) and not same('{' * 10**6, 'x')\n"
         "assert psutil.Process().children() == []\n"

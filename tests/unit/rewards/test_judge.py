@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from trinity_mq.rewards import RewardError
-from trinity_mq.rewards.math.judge import AnswerComparer
+from trinity_mq.rewards.math.answers import AnswerComparer
 from trinity_mq.runtime.processes.children import ChildTimeoutError
 
 SERVES = "import os, time\nfrom trinity_mq.runtime.processes.children import serve\n"
@@ -156,7 +156,7 @@ def test_threads_share_it(judge: AnswerComparer) -> None:
 def test_a_fork_has_a_process_of_its_own() -> None:
     code = (
         "import os\n"
-        "from trinity_mq.rewards.math.judge import same, _judge\n"
+        "from trinity_mq.rewards.math.answers import same, _judge\n"
         "assert same('x+1', '1+x')\n"
         "ours = _judge.pids\n"
         "if (child := os.fork()) == 0:\n"
@@ -171,9 +171,8 @@ def test_a_fork_has_a_process_of_its_own() -> None:
 
 
 def test_it_ends_with_the_process_that_asks() -> None:
-    code = (
-        "from trinity_mq.rewards.math.judge import same, _judge\nsame('x+1', '1+x')\nprint(*_judge.pids, flush=True)\n"
-    )
+    code = "from trinity_mq.rewards.math.answers import same, _judge\n"
+    code += "same('x+1', '1+x')\nprint(*_judge.pids, flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", code + "input()"], stdin=-1, stdout=-1, text=True) as asker:
         assert asker.stdout is not None
         child = psutil.Process(int(asker.stdout.readline()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_agents.trainer.saving import CheckpointSaver
+from trinity_agents.trainer.loop import CheckpointSaver
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig

@@ -21,7 +21,7 @@ from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
 from trinity_mq.cli.health import check_health, health
 from trinity_mq.config import load_config
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.service import (
+from trinity_mq.runtime.serve import (
     EXTENSION,
     HEALTH_VARIABLE,
     LONGEST_DRAIN,

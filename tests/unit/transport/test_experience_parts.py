@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.agents.world import a_slice, experience
+from trinity_agents.runner.result_publisher import BatchedPublish
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.experience import DecodeError, Experience, encode
 from trinity_mq.messages import BatchClosed
 from trinity_mq.messages.batches import Accepted, Wanted
-from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import (

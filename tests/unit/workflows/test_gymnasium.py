@@ -25,7 +25,7 @@ from trinity_mq.workflows.environments import (
     GymnasiumArguments,
     GymnasiumWorkflow,
 )
-from trinity_mq.workflows.environments.spaces import (
+from trinity_mq.workflows.environments.workflow import (
     DiscreteActions,
     IllegalActionError,
     TextActions,

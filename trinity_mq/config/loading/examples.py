@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import trinity_mq
 from trinity_mq.errors import CommandError, suggest
 
 EXAMPLE = "example:"
 """Prefix of a target that names a shipped example."""
-EXAMPLES = Path(trinity_mq.__file__).parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 """Folder of the shipped examples. In a checkout it is a link to ``examples``."""
 
 STARTER = "starter"

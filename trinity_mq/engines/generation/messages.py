@@ -154,15 +154,17 @@ class MessageFormat:
 
     def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
         """Yield the forms in which a template may accept these messages, the most likely form first."""
-        written = [self._with_arguments(message) for message in messages]
+        written = list(messages)
+        if self.arguments != "object":
+            written = [
+                {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+                if message.get("tool_calls")
+                else message
+                for message in messages
+            ]
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
         yield written
-
-    def _with_arguments(self, message: Message) -> Message:
-        if self.arguments == "object" or not message.get("tool_calls"):
-            return message
-        return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
 
 
 def _with_text(call: Message) -> Message:

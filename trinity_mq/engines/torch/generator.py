@@ -1,9 +1,15 @@
-"""A causal language model that samples and scores. It is used only in the engine's worker thread."""
+"""A causal language model that samples and scores. It is used only in the engine's worker thread.
+
+The decode loop (:func:`decode`) samples tokens for a batch of prompts, reads each prompt once, and drops finished rows.
+Completions of one request that have sampled the same tokens so far share one sequence in the cache, so that the model
+computes them once. A group begins as one sequence, which is divided where its samples differ.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +17,31 @@ import torch
 from torch import Tensor
 
 from trinity_mq.config import ModelConfig
-from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
+from trinity_mq.engines.generation.request import (
+    Completion,
+    FinishReason,
+    GenerationListener,
+    GenerationRequest,
+    ScoreRequest,
+    Token,
+)
 from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
-from trinity_mq.engines.torch.decoding import RowListener, decode
-from trinity_mq.engines.torch.sampling import tempered_logprobs
+from trinity_mq.engines.torch.sampling import Uniforms, choose, tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
 
 SCORE_TOKENS = 1 << 14
 """Maximum padded tokens scored in one forward pass."""
+
+COMPACT_BELOW = 0.5
+"""Share of unfinished sequences at or below which finished sequences are cut out. Cutting copies the cache; keeping
+them wastes computation.
+"""
+StopWatch = Callable[[Tensor, Tensor], Tensor]
+"""Takes the positions of rows and the tokens they just sampled. Returns a bool per row: True where a stop string is
+complete.
+"""
 
 
 class TextGenerator:
@@ -198,3 +219,289 @@ def auxiliary_generator(name: str, config: ModelConfig, folder: Path, *, num_thr
 async def refuse_transfer(spec: dict[str, Any]) -> Mapping[str, Any]:
     """Refuse a transfer: an auxiliary model is never trained."""
     raise WeightsError("an auxiliary engine takes no weights: it serves the weights of its folder")
+
+
+class RowListener:
+    """A :class:`GenerationListener` that is called with the decode loop's rows."""
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener, device: torch.device
+    ) -> None:
+        self._listener = listener
+        self._places = [(number, choice) for number, request in enumerate(requests) for choice in range(request.n)]
+        listens = [listener.listens(number) for number, _ in self._places]
+        self.listening = any(listens)
+        """Whether :meth:`step` has a listener to call."""
+        self._listens = torch.tensor(listens, device=device)
+        self._numbers = torch.tensor([number for number, _ in self._places])
+        self._waiting = list(range(len(requests)))
+        self._abandoned = torch.zeros(len(self._places), dtype=torch.bool, device=device)
+
+    def step(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, ended: Tensor, stopped: Tensor) -> None:
+        """Report the tokens that the unfinished ``rows`` just sampled; all arguments have one entry per row."""
+        chosen = self._listens[rows]
+        columns = [values[chosen].tolist() for values in (rows, tokens, logprobs, ended, stopped)]
+        out = [
+            Token(
+                self._places[row][0],
+                self._places[row][1],
+                token,
+                logprob,
+                ("stop" if stop else "length") if end else None,
+            )
+            for row, token, logprob, end, stop in zip(*columns, strict=True)
+        ]
+        if out:
+            self._listener.sampled(out)
+
+    def between(self, step: int) -> None:
+        """See :meth:`GenerationListener.between`."""
+        self._listener.between(step)
+
+    def left(self) -> Tensor | None:
+        """Return the rows of the whole batch without a waiting caller, bool ``[rows]``; None if they are unchanged."""
+        abandoned = [number for number in self._waiting if self._listener.left(number)]
+        if not abandoned:
+            return None
+        self._waiting = [number for number in self._waiting if number not in abandoned]
+        self._abandoned |= torch.isin(self._numbers, torch.tensor(abandoned)).to(self._abandoned.device)
+        return self._abandoned
+
+
+class GenerationCancelled(Exception):
+    """The engine is shutting down; the running generation is not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """Sampled tokens of one row, including the end-of-sequence token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+class _Recorder:
+    """Sampled tokens of all rows, one column per step."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+
+    def add(self, active: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        """Record one step of the rows ``active``."""
+        column = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
+        values = torch.zeros(self._rows, dtype=torch.float32, device=self._device)
+        self._tokens.append(column.index_copy_(0, active, tokens))
+        self._logprobs.append(values.index_copy_(0, active, logprobs))
+
+    def finished(self) -> list[SampledRow]:
+        tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
+        ends = zip(self.lengths.tolist(), self.stopped.tolist(), strict=True)
+        return [
+            SampledRow(row[:length], values[:length], "stop" if stopped else "length")
+            for row, values, (length, stopped) in zip(tokens, logprobs, ends, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The unfinished completions, one entry per completion."""
+
+    ids: Tensor
+    """Position in the whole batch."""
+    limits: Tensor
+    sequence: Tensor
+    """Position in the cache of the tokens sampled so far; several completions may share it."""
+
+    def keep(self, chosen: Tensor) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name)[chosen])
+
+
+@dataclass(slots=True)
+class _Sequences:
+    """The sequences in the cache, one entry per sequence, in cache order. Some may belong to finished completions."""
+
+    mask: Tensor
+    """``[sequences, cached tokens]``: 0 on the padding left of a prompt."""
+    positions: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+    def keep(self, chosen: Tensor) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name)[chosen])
+
+
+class _Cached:
+    """The cache of the model, and the mapping from completions to sequences in it."""
+
+    def __init__(self, cache: Any, rows: _Rows, sequences: _Sequences) -> None:
+        self._cache, self._rows, self._sequences = cache, rows, sequences
+        self._divided = False
+        """True when no two completions share a sequence; they never share one again."""
+
+    def divide(self) -> None:
+        """Give each completion its own sequence."""
+        if len(self._rows.ids) != len(self._sequences.positions):
+            self._select(self._rows.sequence)
+        self._rows.sequence = torch.arange(len(self._rows.ids), device=self._rows.ids.device)
+        self._divided = True
+
+    def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next token of each completion and its logprob; ``logits``: ``[sequences, vocabulary]``."""
+        source, sequences = self._rows.sequence, self._sequences
+        if not self._divided:
+            return choose(logits, sequences.temperature, sequences.top_p, uniforms, source)
+        if len(source) < len(logits):
+            return choose(logits[source], sequences.temperature[source], sequences.top_p[source], uniforms)
+        return choose(logits, sequences.temperature, sequences.top_p, uniforms)
+
+    def append(self, tokens: Tensor, vocabulary: int) -> Tensor:
+        """Divide sequences whose completions have just sampled different ``tokens``, and cut finished sequences out if
+        that saves work. Return the next input token of each sequence.
+        """
+        rows, present = self._rows, len(self._sequences.positions)
+        parents, position = rows.sequence, torch.arange(len(tokens), device=tokens.device)
+        next_tokens, grows = tokens, False
+        if not self._divided:
+            keys, positions = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
+            if len(keys) == len(tokens):
+                # from now on the sequences are in the order of the completions
+                self._divided, grows = True, True
+            else:
+                parents, next_tokens, position = keys // vocabulary, keys % vocabulary, positions
+                grows = len(keys) > len(torch.unique(rows.sequence))
+        if grows or len(parents) <= COMPACT_BELOW * present:
+            self._select(parents)
+            rows.sequence = position
+            return next_tokens
+        # finished sequences continue with an arbitrary token
+        return tokens.new_zeros(present).index_copy_(0, parents, next_tokens)
+
+    def _select(self, chosen: Tensor) -> None:
+        self._cache.batch_select_indices(chosen)
+        self._sequences.keep(chosen)
+
+
+@torch.inference_mode()
+def decode(
+    model: Any,
+    requests: Sequence[GenerationRequest],
+    *,
+    pad_id: int,
+    device: torch.device,
+    stop_watch: StopWatch | None = None,
+    row_listener: RowListener | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    share: bool = True,
+) -> list[SampledRow]:
+    """Return the sampled tokens of each row; request i has ``n`` rows, requests in order.
+
+    Rows without a waiting caller by ``row_listener`` end at once, with an empty result. The listener may also let the
+    model's weights change between two steps; cache entries computed under the old weights stay. ``share``: rows of a
+    request share one sequence as long as they have sampled the same tokens.
+
+    Raises:
+        GenerationCancelled: ``cancelled()`` became true between two steps.
+    """
+    from transformers import DynamicCache
+
+    counts = [request.n for request in requests]
+    cache = DynamicCache(config=model.config)
+    rows, sequences, logits = _prefill(model, cache, requests, pad_id, device)
+    cached, vocabulary = _Cached(cache, rows, sequences), logits.shape[-1]
+    if not share or len(rows.ids) == len(requests):
+        logits = logits[rows.sequence]
+        cached.divide()
+    stop_table, stop_sets = _stop_table(requests, vocabulary, device)
+    uniforms = Uniforms([request.seed for request in requests], counts, device)
+    recorder = _Recorder(sum(counts), device)
+    step = 0
+    while True:
+        if cancelled():
+            raise GenerationCancelled
+        tokens, logprobs = cached.choose(logits, uniforms.step(step)[rows.ids])
+        recorder.add(rows.ids, tokens, logprobs)
+        step += 1
+        stopped = stop_table[stop_sets[rows.ids], tokens]
+        if stop_watch is not None:
+            stopped = stopped | stop_watch(rows.ids, tokens)
+        done = stopped | (rows.limits <= step)
+        recorder.lengths[rows.ids[done]] = step
+        recorder.stopped[rows.ids[done]] = stopped[done]
+        if row_listener is not None:
+            if row_listener.listening:
+                row_listener.step(rows.ids, tokens, logprobs, done, stopped)
+            if (abandoned := row_listener.left()) is not None:
+                done = done | abandoned[rows.ids]
+        unfinished = (~done).nonzero()[:, 0]
+        if not len(unfinished):
+            return recorder.finished()
+        if len(unfinished) < len(done):
+            rows.keep(unfinished)
+            tokens = tokens[unfinished]
+        next_tokens = cached.append(tokens, vocabulary)
+        if row_listener is not None:
+            row_listener.between(step)
+        sequences.mask = torch.cat([sequences.mask, sequences.mask.new_ones(len(next_tokens), 1)], dim=1)
+        logits = _forward(model, cache, next_tokens[:, None], sequences.mask, sequences.positions[:, None])
+        sequences.positions = sequences.positions + 1
+
+
+def _prefill(
+    model: Any, cache: Any, requests: Sequence[GenerationRequest], pad_id: int, device: torch.device
+) -> tuple[_Rows, _Sequences, Tensor]:
+    """Read each prompt once; its completions share its sequence in the cache. Logits: ``[requests, vocabulary]``."""
+    lengths = [len(request.prompt) for request in requests]
+    width = max(lengths)
+    padded = [[pad_id] * (width - len(request.prompt)) + list(request.prompt) for request in requests]
+    ids = torch.tensor(padded, dtype=torch.int64, device=device)
+    sizes = torch.tensor(lengths, device=device)
+    mask = (torch.arange(width, device=device)[None, :] >= (width - sizes)[:, None]).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = _forward(model, cache, ids, mask, positions)
+    counts = torch.tensor([request.n for request in requests], device=device)
+    source = torch.arange(len(requests), device=device).repeat_interleave(counts)
+    sequences = _Sequences(
+        mask=mask,
+        positions=sizes,
+        temperature=torch.tensor([request.temperature for request in requests], dtype=torch.float32, device=device),
+        top_p=torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device),
+    )
+    rows = _Rows(
+        ids=torch.arange(len(source), device=device),
+        limits=torch.tensor([request.max_tokens for request in requests], device=device)[source],
+        sequence=source,
+    )
+    return rows, sequences, logits
+
+
+def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits after the last token of each row, ``[rows, vocabulary]``."""
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+def _stop_table(requests: Sequence[GenerationRequest], vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the stop tokens as bool ``[sets, vocabulary]``, and the set index of each row."""
+    distinct = {
+        stop_ids: number for number, stop_ids in enumerate(dict.fromkeys(request.stop_ids for request in requests))
+    }
+    table = torch.zeros(len(distinct), vocabulary, dtype=torch.bool)
+    for stop_ids, number in distinct.items():
+        table[number, [token for token in stop_ids if token < vocabulary]] = True
+    sets = torch.tensor([distinct[request.stop_ids] for request in requests for _ in range(request.n)])
+    return table.to(device), sets.to(device)

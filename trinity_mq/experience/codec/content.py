@@ -1,4 +1,6 @@
-"""Converts columns to the contents of a body, a head map and the pieces of a tail, and back.
+"""Converts experiences to columns, and columns to the contents of a body and back.
+
+The contents of a body are a head map and the pieces of a tail.
 
 Decoded values are checked as in the constructor of an experience. Unknown keys, columns and tensor fields are ignored,
 because a later release may have added them.
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -43,10 +46,27 @@ from trinity_mq.experience.codec.columns import (
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.codec.tail import MAX_TENSORS, RowLengths, TailWriter, entry_part
+from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short_repr
-from trinity_mq.experience.ragged import Column, Ragged, column_copy, column_items, column_lengths, column_of
-from trinity_mq.experience.record import CustomField
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, number, short_repr, whole
+from trinity_mq.experience.ragged import (
+    Column,
+    Indexes,
+    Ragged,
+    column_copy,
+    column_items,
+    column_lengths,
+    column_of,
+    concatenate,
+)
+from trinity_mq.experience.record import CustomField, Experience
+
+_EAGER_COLUMNS = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
+"""Columns that the checks of other columns need; they are decoded at once."""
+Rows = list[dict[str, Any]]
+_EID_PARTS = attrgetter("batch", "task", "run", "step", "suffix")
+_DTYPE = attrgetter("dtype")
+_SHAPE = attrgetter("shape")
 
 
 def _pack_versions(values: list[Any], name: str) -> dict[str, Any]:
@@ -102,8 +122,6 @@ _UNPACKERS: dict[str, Unpack] = {
     layout.EID_SUFFIX: required(unpack_texts),
 }
 
-_EAGER_COLUMNS = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
-"""Columns that the checks of other columns need; they are decoded at once."""
 _LAZY_COLUMNS = (
     *(name for name in _UNPACKERS if name not in _EAGER_COLUMNS),
     *layout.DOCUMENT_COLUMNS,
@@ -327,3 +345,170 @@ def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unp
     if not isinstance(columns[name], dict):
         raise DecodeError(f"{name}: {short_repr(columns[name])}, wanted a column")
     return unpack_column(columns[name], count, name)
+
+
+def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors, Tensors]:
+    """Return plain columns, tensor columns and multi-modal columns, without fields that are None in all experiences.
+
+    Raises:
+        EncodeError: A field breaks a rule, or is a tensor that cannot be read.
+    """
+    for item in experiences:
+        if not isinstance(item, Experience):
+            raise EncodeError(f"got {short_repr(item)}, wanted Experience objects")
+    rows: Rows = [experience.__dict__ for experience in experiences]
+    if not rows:
+        return PlainColumns(), {}, {}
+    try:
+        columns = PlainColumns(
+            (name, column)
+            for name in (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
+            if (column := convert_column(name, [row[name] for row in rows]))
+        )
+        tensors: Tensors = {name: columns.pop(name) for name in TENSOR_FIELDS if name in columns}
+        check_columns(columns, tensors, len(rows))
+        check_given_versions(columns, tensors)
+        columns.update(_eid_columns(rows))
+    except ExperienceError as error:
+        raise EncodeError(str(error)) from error
+    return columns, tensors, _multi_modal_columns(rows)
+
+
+def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
+    """Convert the versions to the stored form.
+
+    Raises:
+        ExperienceError: The versions break a rule.
+    """
+    if layout.VERSIONS in columns:
+        responses = responses_of(columns["experience_type"], tensors)
+        columns[layout.VERSIONS] = check_all_versions(columns[layout.VERSIONS], responses)
+
+
+def convert_column(name: str, column: list[Any]) -> Any:
+    """Return a field's values in the stored form of a column; None or no parts if all values are missing.
+
+    Raises:
+        ExperienceError: A value has a type that the field does not accept.
+    """
+    kinds = set(map(type, column))
+    if kinds == {NoneType}:
+        return None
+    if name in TENSOR_FIELDS:
+        return _tensor_column(name, column, kinds)
+    if name in _PLAIN_TYPES:
+        expected_type, convert = _PLAIN_TYPES[name]
+        if kinds - {NoneType, expected_type}:
+            return [item if item is None or type(item) is expected_type else convert(name, item) for item in column]
+        return column
+    if name in layout.DOCUMENT_COLUMNS:
+        return _document_column(name, column, kinds)
+    if name == layout.CUSTOM_FIELDS:
+        for item in (item for fields in column for item in fields):
+            if not isinstance(item, CustomField) or not isinstance(item.data_type, torch.dtype):
+                raise ExperienceError(f"custom_fields holds {short_repr(item)}, wanted CustomField with a torch.dtype")
+        return column if any(column) else None
+    return column
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ExperienceError(f"{name} is {short_repr(value)}, wanted text or None")
+
+
+_PLAIN_TYPES: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
+    **dict.fromkeys(layout.TEXT_COLUMNS, (str, _text)),
+    **dict.fromkeys(layout.INT_COLUMNS, (int, whole)),
+    **dict.fromkeys(layout.FLOAT_COLUMNS, (float, number)),
+}
+
+
+def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any] | None:
+    expected_type = layout.DOCUMENT_COLUMNS[name]
+    if kinds - {NoneType, expected_type}:
+        misfit = next((item for item in column if item is not None and not isinstance(item, expected_type)), None)
+        if misfit is not None:
+            raise ExperienceError(f"{name} is {short_repr(misfit)}, wanted a {expected_type.__name__}")
+    if name in layout.OWN_DOCUMENTS:
+        # An empty info or metrics is the default and takes no space. An empty list of messages differs from None.
+        return [item or None for item in column] if any(column) else None
+    return column
+
+
+def _tensor_column(name: str, column: list[Any], kinds: set[type]) -> Column:
+    normalise, dtypes, dims = TENSOR_FIELDS[name]
+    try:
+        if kinds == {Tensor} and dims == 1:
+            lengths = _lengths(column, dtypes)
+            if lengths is not None:
+                return (Ragged.packed(concatenate(column), lengths),)
+        normalised = [
+            item
+            if item is None or (isinstance(item, Tensor) and item.dtype in dtypes and item.dim() == dims)
+            else normalise(f"experience {number_}: {name}", item)
+            for number_, item in enumerate(column)
+        ]
+        return column_of(normalised)
+    except RuntimeError as error:
+        raise ExperienceError(f"{name} is a {short_repr(column[0])}, which cannot be read: {error}") from error
+
+
+def _lengths(column: list[Tensor], dtypes: frozenset[torch.dtype]) -> Indexes | None:
+    """Return the lengths of one-dimensional tensors that share one of ``dtypes``, else None."""
+    column_dtypes = set(map(_DTYPE, column))
+    shapes = list(map(_SHAPE, column))
+    if len(column_dtypes) != 1 or not column_dtypes <= dtypes or set(map(len, shapes)) != {1}:
+        return None
+    return np.fromiter(chain.from_iterable(shapes), dtype=np.int64, count=len(shapes))
+
+
+def _eid_columns(rows: Rows) -> dict[str, list[Any]]:
+    eids = [row["eid"] for row in rows]
+    for eid in eids:
+        if not isinstance(eid, EID):
+            raise EncodeError(f"eid is {short_repr(eid)}, wanted an EID")
+    columns = dict(zip(layout.EID_COLUMNS, map(list, zip(*map(_EID_PARTS, eids), strict=True)), strict=True))
+    for name, column in columns.items():
+        kinds, convert = _EID_TYPES[name]
+        if not kinds.issuperset(map(type, column)):
+            columns[name] = [convert(name, item) for item in column]
+    return columns
+
+
+def _id(name: str, value: Any) -> int | str:
+    if isinstance(value, str):
+        return value
+    try:
+        return whole(name, value)
+    except ExperienceError as error:
+        raise ExperienceError(f"{error} or text") from error
+
+
+def _suffix(name: str, value: Any) -> str:
+    if type(value) is str:
+        return value
+    raise ExperienceError(f"{name} is {short_repr(value)}, wanted text")
+
+
+_EID_TYPES: dict[str, tuple[set[type], Callable[[str, Any], Any]]] = {
+    **dict.fromkeys(layout.EID_IDS, ({int, str}, _id)),
+    **dict.fromkeys(layout.EID_INTS, ({int}, whole)),
+    layout.EID_SUFFIX: ({str}, _suffix),
+}
+
+
+def _multi_modal_columns(rows: Rows) -> Tensors:
+    inputs = [row[layout.MULTI_MODAL] for row in rows]
+    if set(map(type, inputs)) == {NoneType}:
+        return {}
+    for number_, item in enumerate(inputs):
+        if item is not None and not all(type(key) is str and isinstance(t, Tensor) for key, t in item.items()):
+            raise EncodeError(
+                f"experience {number_}: {layout.MULTI_MODAL} is {short_repr(item)}, wanted tensors by name"
+            )
+    keys = dict.fromkeys(key for item in inputs if item is not None for key in item)
+    try:
+        return {key: column_of([None if item is None else item.get(key) for item in inputs]) for key in keys}
+    except RuntimeError as error:
+        raise EncodeError(f"{layout.MULTI_MODAL} cannot be read: {error}") from error

@@ -1,4 +1,6 @@
-"""Answers the pairs of :mod:`trinity_mq.rewards.math.judge`. It runs as a file, without torch, so that it starts fast.
+"""Compares the pairs of :class:`trinity_mq.rewards.math.answers.AnswerComparer`.
+
+It runs as a file, without torch, so that it starts fast.
 
 The kernel ends it by SIGPROF when a pair takes more processor time than allowed, even inside one multiplication of huge
 numbers, which no Python code could interrupt.

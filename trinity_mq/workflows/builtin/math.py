@@ -9,9 +9,10 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.rewards import create_reward, judge_conversation
+from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow, set_reward, truth_of
+from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow, set_reward
 from trinity_mq.workflows.sync_async import call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -55,7 +56,7 @@ class MathRmWorkflow(MathWorkflow):
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        messages, truth = self.format_messages(), truth_of(self.task)
+        messages, truth = self.format_messages(), truth_text(self.task.truth)
         for response in responses:
             parts = judge_conversation(self.reward_fn, response, messages, truth)
             set_reward(response, self.reward_fn, parts)

@@ -40,11 +40,6 @@ def question_of(task: Task) -> str:
     return prompt
 
 
-def truth_of(task: Task) -> str | None:
-    """Return the ground truth of a task as text; see :func:`truth_text`."""
-    return truth_text(task.truth)
-
-
 class SimpleArguments(Arguments):
     """``workflow_args`` of single-turn workflows."""
 
@@ -147,7 +142,7 @@ class SimpleWorkflow(DualWorkflow):
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        truth, counts = truth_of(self.task), counts_tokens(self.reward_fn)
+        truth, counts = truth_text(self.task.truth), counts_tokens(self.reward_fn)
         for response in responses:
             parts = parts_of(
                 self.reward_fn,

@@ -10,9 +10,10 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
+from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import question_of, set_reward, truth_of
+from trinity_mq.workflows.builtin.simple import question_of, set_reward
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
 from trinity_mq.workflows.step_wise import FinalRewardWorkflow
 from trinity_mq.workflows.sync_async import run_in_thread_if_async
@@ -96,7 +97,7 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
             parts_of,
             self.reward_fn,
             self.answer,
-            truth_of(self.task),
+            truth_text(self.task.truth),
             finished=self.finished,
             record=self.task.raw_task,
             prompt_end=exps[-1].prompt_text if exps else None,

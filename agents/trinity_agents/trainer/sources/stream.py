@@ -373,7 +373,13 @@ class StreamSource:
         if offset < self._begins or await acknowledge_foreign(self._bus, delivery):
             self._decider.other(offset)
         elif is_chunk(delivery):
-            await self._take_chunk(delivery, offset)
+            self.bytes_since_save += len(delivery.body)
+            if (chunk := chunk_of(delivery)) is not None:
+                self._decider.chunk(chunk)
+            else:
+                self._decider.other(offset)
+                reason = "a chunk needs the headers ticket, op and n"
+                await dead_letter(*self._dead_letters, delivery, reason, self._by)
         else:
             message = await decode_or_dead_letter(*self._dead_letters, delivery, self._by)
             if isinstance(message, BatchReady):
@@ -398,14 +404,6 @@ class StreamSource:
     def _dead_letters(self) -> tuple[Bus, Topology]:
         tapped = self._tapped
         return (self._bus, self._topology) if tapped is None else (tapped.bus, tapped.topology)
-
-    async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
-        self.bytes_since_save += len(delivery.body)
-        if (chunk := chunk_of(delivery)) is not None:
-            self._decider.chunk(chunk)
-        else:
-            self._decider.other(offset)
-            await dead_letter(*self._dead_letters, delivery, "a chunk needs the headers ticket, op and n", self._by)
 
 
 def _cut_off(error: StreamCut) -> FatalError:

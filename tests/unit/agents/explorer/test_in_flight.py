@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.explorer.in_flight import InFlightBatches
-from trinity_agents.explorer.state import ExplorerState, PendingTask
+from trinity_agents.explorer.state import ExplorerState, InFlightBatches, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config, SyncConfig, load_config
 from trinity_mq.config.agents import ExplorerConfig, RefillConfig

@@ -9,8 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from trinity_agents.explorer.in_flight import InFlightBatch, PendingTask, SubmittedTask
-from trinity_agents.explorer.state import ExplorerState
+from trinity_agents.explorer.state import ExplorerState, InFlightBatch, PendingTask, SubmittedTask
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.bus import Envelope, Queue
 from trinity_mq.bus.topology import BY_GATEWAY, Topology

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.gateway.world import HOUR, World, config, until
+from trinity_agents.gateway.acting_gateway import RESUBMIT_SECONDS
 from trinity_agents.gateway.session_stream import SessionStream
-from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
 from trinity_mq.bus import BusUnavailable, Envelope
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.bus.topology import BY_GATEWAY
-from trinity_mq.gateway.agenda import _task
+from trinity_mq.gateway.ledger import _task
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import SessionEnd, SessionReward, SubmissionOutcome

@@ -5,11 +5,11 @@ import pytest
 
 SCRIPT = """
 import asyncio, sys, time
-from trinity_agents.runner import watchdog
-watchdog.TICK = 0.05
+from trinity_agents.runner import agent
+agent.TICK = 0.05
 
 async def main():
-    watching = asyncio.ensure_future(watchdog.Watchdog(0.5).run())
+    watching = asyncio.ensure_future(agent.Watchdog(0.5).run())
     await asyncio.sleep(0.8)
     if sys.argv[1] == "blocks":
         def held_here():

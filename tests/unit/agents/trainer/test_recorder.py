@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_agents.simulation import Simulation, killed
-from trinity_agents.trainer.recorder import RecordingLearner
+from trinity_agents.trainer.modes import RecordingLearner
 from trinity_mq.experience import Experience
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually

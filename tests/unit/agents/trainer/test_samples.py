@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.agents.world import experience
-from trinity_agents.trainer.samples import TrainSamples, chosen
+from trinity_agents.trainer.batch_result import TrainSamples, chosen
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog, SampleLogReader
 

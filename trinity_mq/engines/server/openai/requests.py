@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -204,7 +205,8 @@ def checked_messages(messages: Sequence[Any]) -> list[Message]:
     Raises:
         ApiError: 400; a message has another form.
     """
-    return _read(read_messages, messages)
+    with _bad_request():
+        return read_messages(messages)
 
 
 def checked_tools(tools: Sequence[Any]) -> list[Message]:
@@ -213,11 +215,14 @@ def checked_tools(tools: Sequence[Any]) -> list[Message]:
     Raises:
         ApiError: 400; a tool has another form.
     """
-    return _read(read_tools, tools)
+    with _bad_request():
+        return read_tools(tools)
 
 
-def _read(reader: Callable[[Sequence[Any]], list[Message]], value: Sequence[Any]) -> list[Message]:
+@contextlib.contextmanager
+def _bad_request() -> Iterator[None]:
+    """Raise a :class:`MessageError` of the block as an answer with status 400."""
     try:
-        return reader(value)
+        yield
     except MessageError as error:
         raise bad_request(str(error), error.where) from error
