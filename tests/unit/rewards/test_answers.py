@@ -5,57 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.math.answers import equal, extract_answer, is_correct, read
 from trinity_mq.rewards.math.judge import LONGEST
+from trinity_mq.rewards.math.math_answer import math_answer
 
+TABLES = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text(encoding="utf-8"))
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("#### 18", "18"),
-        ("#### 18\nmore", "18"),
-        ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("so \\boxed {7} or \\fbox{8}", "8"),
-        ("<answer> x + 1 </answer>", "x + 1"),
-        ("<answer>#### 5</answer>", "5"),
-        ("<answer>\\boxed{7}</answer>", "7"),
-        ("<answer>16 - 3 - 4 = 9 eggs, times 2. The answer is 18.</answer>", "18"),
-        ("\\boxed{1} no: <answer>2</answer>", "2"),
-        ("<answer>2</answer> no: \\boxed{1}", "1"),
-        ("\\boxed{1} #### 2", "1"),
-        ("#### 1\nno: \\boxed{2}", "2"),
-        ("#### 1\nThe answer is 2.", "1"),
-        ("The answer is 1. It has 2 digits.", "1"),
-        ("I put it in \\boxed{}.\n#### 3", "3"),
-        ("\\boxed{1} and \\boxed{", "1"),
-        ("<answer>2", "2"),
-        ("</answer>2<answer>", "2"),
-        ("\\boxed{2", "2"),
-        ("#### Check\n#### Step 2\nSo it is 18.\n#### 2. Conclusion", "18"),
-        ("Answer: 18\nHave 1 nice day", "18"),
-        ("The answer is below.\nIt is 18.", "18"),
-        ("The answer is not 5. It is 18.", "18"),
-        ("The answer is in step 2. It is 18.", "18"),
-    ],
-)
-def test_what_is_stated(text: str, answer: str) -> None:
+@pytest.mark.parametrize(("text", "answer"), TABLES["stated"])
+def test_what_is_stated(text: str, answer: str | None) -> None:
     found = extract_answer(text, finished=True)
-    assert found is not None
-    assert found.text == answer
+    assert (found and found.text) == answer
 
 
-@pytest.mark.parametrize("text", ["nothing", "", "#### Check", "\\boxed{}", "<answer> </answer>"])
-def test_nothing_is_stated(text: str) -> None:
-    assert extract_answer(text, finished=True) is None
+@pytest.mark.parametrize(("text", "number"), [*TABLES["numbers"], ("9" * 1000, None)])
+def test_the_number_that_is_stated(text: str, number: str | None) -> None:
+    found = extract_answer(text, finished=True)
+    assert (found and found.number) == (None if number is None else Fraction(number))
 
 
 def test_without_its_end_a_response_states_only_what_it_marks() -> None:
@@ -63,84 +39,47 @@ def test_without_its_end_a_response_states_only_what_it_marks() -> None:
         assert extract_answer(text, finished=False) is None
 
 
+TOO_LONG = "1" * (LONGEST + 1)
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "right"),
-    [
-        ("\\boxed{18}", "18", True),
-        ("\\boxed{$18}", "18", True),
-        ("\\boxed{$18$}", "18.0", True),
-        ("\\boxed{\\$1{,}234}", "1234", True),
-        ("\\boxed{18 \\text{ dollars}}.", "18", True),
-        ("\\boxed{\\frac{1}{2}}", "0.5", True),
-        ("\\boxed{50\\%}", "50%", True),
-        ("\\boxed{19}", "18", False),
-        ("\\boxed{0.33}", "1/3", False),
-        ("reasons\n#### 18", "so it is\n#### 18", True),
-        ("It makes 3 + 4 = 7.", "7", True),
-        ("It costs $18 and then $23.", "23", True),
-        ("so $x=\\frac{1}{2}$", "1/2", True),
-        ("So $3 + 4 = 8$ dollars", "7", False),
-        ("It costs $5.", "6", False),
-        ("\\boxed{18 dollars}", "18", True),
-        ("\\boxed{50\\%}", "0.5", True),
-        ("\\boxed{50\\%}", "0.6", False),
-        ("\\boxed{8=7}", "7", False),
-        ("\\boxed{3+4=8}", "8", False),
-        ("\\boxed{10/3=3.33}", "3.33", True),
-        ("\\boxed{3+4=7}", "7", True),
-        ("\\boxed{f(2) = 7}", "7", True),
-        ("\\boxed{7 = x}", "7", True),
-        ("x + 1", "x + 1", True),
-        ("\\boxed{ B }", "B", True),
-        ("\\boxed{}", "", False),
-        ("\\boxed{}", "5", False),
-        ("", "5", False),
-        ("5", None, False),
-        ("\\boxed{" + "1" * (LONGEST + 1) + "}", "1", False),
-        ("5", "1" * (LONGEST + 1), False),
-    ],
+    [*TABLES["exact"], (f"\\boxed{{{TOO_LONG}}}", "1", False), ("5", TOO_LONG, False)],
 )
 @pytest.mark.usefixtures("exact_only")
 def test_ordinary_answers_cost_no_second_process(response: str, truth: str | None, right: bool) -> None:
     assert is_correct(response, truth, finished=True) is right
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "right"),
-    [
-        ("\\boxed{\\frac{1}{\\sqrt{3}}}", "\\frac{\\sqrt{3}}{3}", True),
-        ("\\boxed{(x+1)^2}", "x^2+2x+1", True),
-        ("\\boxed{x=5}", "5", True),
-        ("\\boxed{2x}", "2", False),
-        ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", True),
-        ("\\boxed{(2,1)}", "(1,2)", False),
-        ("\\boxed{\\text{Monday}}", "Monday", True),
-        ("#### Check\nThe answer is Monday.", "Monday", True),
-        ("#### Monday", "Monday", True),
-        ("#### Tuesday", "Monday", False),
-        ("\\boxed{\\text{Tuesday}}", "Monday", False),
-        ("So the roots are $\\{2,1\\}$.", "\\{1,2\\}", True),
-        ("\\boxed{__import__('os')}", "5", False),
-        ("\\boxed{1 or 2}", "1", False),
-        ("\\boxed{8, 7}", "7", False),
-        ("\\boxed{8, 7}", "7, 8", True),
-        ("\\boxed{2x = 18}", "18", False),
-        ("\\boxed{x = 2\\sqrt{2}}", "\\sqrt{8}", True),
-        ("\\boxed{y = 3 + 2x}", "y = 2x + 3", True),
-        ("\\boxed{abc + 3}", "3", False),
-        ("<answer>abc + 3</answer>", "3", False),
-        ("\\boxed{5!}", "5", False),
-        ("\\boxed{5!}", "120", True),
-        ("\\boxed{|-5|}", "-5", False),
-        ("So $3\\sqrt{2}$", "2", False),
-        ("So $3\\sqrt{2}$", "\\sqrt{18}", True),
-        ("$x^7$", "7", False),
-        ("$(3, 5)$", "5", False),
-        ("$8, 7$", "7", False),
-    ],
-)
+@pytest.mark.parametrize(("response", "truth", "right"), TABLES["judged"])
 def test_the_rest_is_judged_mathematically(response: str, truth: str, right: bool) -> None:
     assert is_correct(response, truth, finished=True) is right
+
+
+def accuracy(response: str, truth: str | None) -> float:
+    return math_answer(response, truth, finished=True)["accuracy"]
+
+
+@pytest.mark.parametrize("truth", ["\\sqrt{2}", "(1,2)", "x+1", "10:30", "$\\frac{\\sqrt{3}}{2}$"])
+def test_a_truth_that_is_no_number_is_not_reduced_to_one(truth: str) -> None:
+    for number in ("1", "2", "30"):
+        assert accuracy(f"The answer is {number}.", truth) == 0
+        assert accuracy(f"\\boxed{{{number}}}", truth) == 0
+    assert accuracy(f"\\boxed{{{truth}}}", truth) == 1
+    assert accuracy("no number", "no number") == 0
+
+
+CALCULATIONS = ["2 + 16", "The answer is 2 + 16.", "20 - 2", "2 * 9", "(2)(9)", "36/2", "2 + 16 ="]
+CALCULATIONS += [f"\\boxed{{{formula}}}" for formula in ("2 \\cdot 9", "\\frac{36}{2}", "x = 2 \\cdot 9", "3^2 + 9")]
+
+
+@pytest.mark.parametrize("text", CALCULATIONS)
+def test_a_calculation_that_is_left_to_do_is_no_number(text: str) -> None:
+    found = extract_answer(text, finished=True)
+    assert found is not None
+    assert found.number == 18, "it has the value"
+    assert accuracy(text, "18") == 0
+    assert accuracy(text, "20 - 2") == 1, "the right answer is a calculation itself"
 
 
 def test_a_cut_response_counts_only_with_a_marked_answer() -> None:

@@ -138,21 +138,6 @@ def test_a_process_that_does_not_start_says_what_to_try(tmp_path: Path) -> None:
         judge.same("x", "y")
 
 
-def test_threads_share_it(judge: AnswerComparer) -> None:
-    found: dict[int, bool] = {}
-
-    def ask(number: int) -> None:
-        found[number] = judge.same(str(number), f"{number % 3}+{number - number % 3}" if number % 2 else "x")
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: bool(number % 2) for number in range(12)}
-    assert 1 <= len(judge.pids) <= len(os.sched_getaffinity(0))
-
-
 def test_a_fork_has_a_process_of_its_own() -> None:
     code = (
         "import os\n"

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from trinity_mq.rewards.math.math_answer import math_answer
 from trinity_mq.rewards.math.rewards import accuracy_reward, math_boxed
 from trinity_mq.rewards.text import exact_match
 
+TABLES = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text(encoding="utf-8"))
 MARKS = (
     r"\boxed{%s}",
     "<answer>%s</answer>",
@@ -64,35 +67,7 @@ def test_each_number_is_right_for_itself(number: float) -> None:
         assert accuracy_reward(rf"\boxed{{{written}}}", number, finished=True) == {"accuracy": 1.0}
 
 
-FORMS = {
-    0.00001: ("0.00001", "1e-5", "1e-05", "1E-5", "10^{-5}", "10^-5", r"1 \times 10^{-5}", "10⁻⁵", "1 \u00d7 10⁻⁵"),
-    1e16: ("10000000000000000", "1e16", "1e+16", "10^{16}", "10¹⁶", "10,000,000,000,000,000"),
-    320000: (
-        r"3.2 \cdot 10^5",
-        r"$3.2 \cdot 10^{5}$",
-        "3.2e5",
-        "3.2E+5",
-        "3.2·10⁵",
-        "3.2 ⋅ 10^5",
-        "3.2 x 10^5",
-        "320 000",
-    ),
-    6.02e23: ("6.02e23", r"6.02 \times 10^{23}", "6.02·10²³"),
-    1234567: (
-        "1 234 567",
-        "1\u2009234\u2009567",
-        "1\u202f234\u202f567",
-        "1\u00a0234\u00a0567",
-        r"1\,234\,567",
-        "1~234~567",
-    ),
-    12345.67: ("12 345.67", "12\u2009345.67"),
-    -5: ("minus 5", "negative 5", "Minus 5", "\u22125", "-5"),
-    0.5: ("½", "1/2", "1\u20442", "¹\u2044₂"),
-    0.75: ("¾", "3\u20444"),
-    1.5: ("1½", "1 ½", "1 1/2"),
-    1e300: ("1e300", "10^{300}"),
-}
+FORMS = dict(TABLES["forms"])
 OTHERS = (1, 2, 3, 3.2, 5, -5, 10, 12, 16, 234, 345, 567, 12345, 1e-4, 1e5, 1e-6, 1e15, 6.02, 6.02e22, 0.25, 50, -0.5)
 
 
@@ -111,28 +86,7 @@ def test_each_form_is_right_for_its_number_and_for_no_other(truth: float) -> Non
 
 
 @pytest.mark.usefixtures("math_verify_questions")
-@pytest.mark.parametrize(
-    ("truth", "answer"),
-    [
-        (1, "1e99999"),
-        (2, "2e100"),
-        (1, "1e5km"),
-        (1, "1e999999999"),
-        (-5, "10 minus 5"),
-        (-5, "5"),
-        (5, "minus 5"),
-        (567, "1 234 567"),
-        (1234567, "1 234 568"),
-        (1234567, "1 234, 567"),
-        (12346, "12 345"),
-        (0.5, "1½"),
-        (1.5, "½"),
-        (105, "10⁵"),
-        (52, "5²"),
-        (1, "True"),
-        (0, "false"),
-    ],
-)
+@pytest.mark.parametrize(("truth", "answer"), TABLES["other_numbers"])
 def test_other_numbers_stay_wrong(truth: float, answer: str) -> None:
     for reward in (accuracy_reward, math_answer, math_boxed):
         assert reward(rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == 0.0  # type: ignore[operator]
@@ -150,51 +104,20 @@ def test_a_power_beyond_all_numbers_costs_no_time(power: str) -> None:
 
 def test_no_text_takes_long_to_read() -> None:
     started = time.process_time()
-    for piece in (
-        "1 ",
-        "123 ",
-        "1e",
-        "1e5",
-        "√(",
-        "sqrt(",
-        "½",
-        "10⁻",
-        "minus ",
-        "= \n",
-        "(B) ",
-        "(A)\\ ",
-        "1\u2009",
-        "x²",
-    ):
+    pieces = ["1 ", "123 ", "1e", "1e5", "√(", "sqrt(", "½", "10⁻", "minus ", "= \n", "(B) ", "(A)\\ ", "1\u2009", "x²"]
+    for piece in pieces:
         quantities(plain(piece * (1000 // len(piece))), latex=True)
         answers.read(piece * (1000 // len(piece)), latex=False)
     assert time.process_time() - started < 10.0
 
 
-@pytest.mark.parametrize(
-    ("truth", "answer", "right"),
-    [
-        (True, "True", 1.0),
-        (True, "true", 1.0),
-        (True, r"\text{True}", 1.0),
-        (False, "False", 1.0),
-        ("True", "true", 1.0),
-        (True, "False", 0.0),
-        (False, "True", 0.0),
-        (True, "1", 0.0),
-        (False, "0", 0.0),
-        (True, "not true", 0.0),
-        (True, "true or false", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("truth", "answer", "right"), TABLES["booleans"])
 @pytest.mark.usefixtures("exact_only")
 def test_truths_that_are_booleans(truth: Any, answer: str, right: float) -> None:
     for reward in ("accuracy_reward", "math_answer", "math_boxed", "math_dapo_reward"):
         assert parts_of(create_reward(reward, {}), rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == right
-    for reward in ("accuracy_reward", "math_answer"):
-        assert (
-            parts_of(create_reward(reward, {}), f"The answer is {answer}.", truth, finished=True)["accuracy"] == right
-        )
+    for sentence in (accuracy_reward, math_answer):
+        assert sentence(f"The answer is {answer}.", truth, finished=True)["accuracy"] == right
 
 
 def test_exact_text_of_truths_that_are_no_text() -> None:
@@ -232,23 +155,7 @@ def test_a_choice_with_its_letter(truth: str, answer: str, right: float) -> None
         assert math_answer(rf"\boxed{{{answer}}}", truth, finished=True) == {"accuracy": right}
 
 
-@pytest.mark.parametrize(
-    ("truth", "answer", "right"),
-    [
-        ("x^2", "x²", 1.0),
-        ("x²", "x^{2}", 1.0),
-        ("x^2", "x³", 0.0),
-        (r"\sqrt{2}", "√2", 1.0),
-        (r"\sqrt{8}", "2√2", 1.0),
-        (r"\sqrt{x+1}", "√(x+1)", 1.0),
-        (r"\sqrt{2}", "sqrt(2)", 1.0),
-        (r"\sqrt[3]{2}", "∛2", 1.0),
-        (r"\sqrt{2}", "√3", 0.0),
-        (r"\sqrt{2}", "∛2", 0.0),
-        ("2", "√2", 0.0),
-        (4, "√16", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("truth", "answer", "right"), TABLES["powers_and_roots"])
 def test_powers_and_roots_of_unicode_are_judged(truth: Any, answer: str, right: float) -> None:
     assert accuracy_reward(rf"\boxed{{{answer}}}", truth, finished=True) == {"accuracy": right}
     assert accuracy_reward(f"The answer is {answer}.", truth, finished=True) == {"accuracy": right}
