@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from trinity_mq.config import FormatConfig
-from trinity_mq.workflows import Task, TaskError, execute
+from trinity_mq.workflows import Task, execute
 from trinity_mq.workflows.games import AsyncGameWorkflow, Game, GameWorkflow
 from trinity_mq.workflows.games.game import MAX_SEEN, GameArguments
 
@@ -80,15 +79,6 @@ async def test_it_is_played_until_it_is_won(kind, stub_model):
 
 
 @BOTH
-async def test_the_limit_of_steps_and_the_tasks_own_system_prompt(kind, stub_model):
-    model = stub_model("123456789", enable_history=True)
-    keys = {"workflow_args": {"max_steps": 4, "number": 100}, "format_args": FormatConfig(system_prompt="Mine.")}
-    _, experiences = await run(kind, model, **keys)
-    assert [exp.reward for exp in experiences] == [0.0] * 4
-    assert model.calls[0][0][0]["content"] == "Mine."
-
-
-@BOTH
 async def test_of_a_long_answer_the_end_is_played(kind, stub_model):
     model = stub_model(["x" * MAX_SEEN + "end", "7"], enable_history=True)
     workflow, _ = await run(kind, model)
@@ -101,24 +91,3 @@ async def test_games_are_not_made_on_the_event_loop(kind, stub_model):
     made_in.clear()
     await run(kind, stub_model(["7"], enable_history=True))
     assert made_in[0] is not threading.current_thread()
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ({"max_steps": 0}, r"workflow_args\.max_steps is 0"),
-        ({"nummber": 3}, r"workflow_args\.nummber does not exist; did you mean 'number'"),
-        ({"zzz": 3}, "there are max_steps, seed"),
-        ({"number": [1]}, r"workflow_args\.number is \[1\]"),
-    ],
-)
-def test_arguments_are_checked(kind, args, said, stub_model):
-    with pytest.raises(TaskError, match=said):
-        Task(workflow=kind, workflow_args=args).to_workflow(stub_model([], enable_history=True))
-
-
-@BOTH
-def test_without_history_the_setting_is_named(kind, stub_model):
-    with pytest.raises(TaskError, match="enable_history"):
-        Task(workflow=kind).to_workflow(stub_model([]))

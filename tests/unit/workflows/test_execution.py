@@ -1,11 +1,8 @@
 import asyncio
-import sys
-import threading
 
 import pytest
 
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import (
     AsyncMultiTurnWorkflow,
     MultiTurnWorkflow,
@@ -15,10 +12,6 @@ from trinity_mq.workflows import (
     Workflow,
     execute,
 )
-
-
-def experience():
-    return Experience(tokens=[1, 2], prompt_length=1)
 
 
 def workflow(result, *, is_async):
@@ -51,24 +44,6 @@ def raiser(error):
 BOTH = pytest.mark.parametrize("is_async", [False, True])
 
 
-async def test_a_synchronous_workflow_is_made_and_run_in_one_thread_of_its_own():
-    threads = []
-
-    class Made(Workflow):
-        def __init__(self, **keys):
-            super().__init__(**keys)
-            threads.append(threading.current_thread())
-
-        def run(self):
-            threads.append(threading.current_thread())
-            return [experience()]
-
-    assert len(await run(Made)) == 1
-    assert threads[0] is threads[1]
-    assert threads[0] is not threading.current_thread()
-    assert threads[0].daemon
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("result", "said"),
@@ -84,21 +59,18 @@ async def test_a_result_that_is_none_is_a_failure(is_async, result, said):
 
 
 @BOTH
-async def test_an_error_comes_through_as_it_is(is_async):
-    with pytest.raises(ZeroDivisionError):
-        await run(workflow(lambda: 1 / 0, is_async=is_async))
-
-
-@BOTH
-async def test_a_workflow_cannot_end_the_process(is_async):
-    with pytest.raises(RunFailedError, match=r"called sys\.exit\(3\)"):
-        await run(workflow(lambda: sys.exit(3), is_async=is_async))
-
-
-@BOTH
-async def test_a_workflow_that_cancels_itself_has_failed(is_async):
-    with pytest.raises(RunFailedError, match="cancelled itself"):
-        await run(workflow(raiser(asyncio.CancelledError()), is_async=is_async))
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (ZeroDivisionError("0"), ZeroDivisionError, "0"),
+        (SystemExit(3), RunFailedError, r"called sys\.exit\(3\)"),
+        (asyncio.CancelledError(), RunFailedError, "cancelled itself"),
+    ],
+    ids=["an error as it is", "no end of the process", "no cancellation of the runner"],
+)
+async def test_what_a_workflow_raises_fails_its_run(is_async, fault, error, said):
+    with pytest.raises(error, match=said):
+        await run(workflow(raiser(fault), is_async=is_async))
 
 
 @BOTH
@@ -110,32 +82,6 @@ async def test_a_workflow_without_its_method_says_which(is_async):
 
     with pytest.raises(NotImplementedError, match=r"run_async\(\)" if is_async else r"no run\(\)"):
         await run(Empty)
-
-
-async def test_a_cancelled_caller_is_cancelled_although_the_thread_goes_on():
-    release = threading.Event()
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def block():
-        loop.call_soon_threadsafe(started.set)
-        release.wait()
-        return [experience()]
-
-    task = asyncio.ensure_future(run(workflow(block, is_async=False)))
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    release.set()
-
-
-async def test_threads_carry_context_and_odd_errors():
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await in_thread(raiser(StopIteration(1)), "test")
-    with pytest.raises(KeyError):
-        await in_thread(raiser(KeyError("x")), "test")
-    assert await in_thread(lambda: threading.current_thread().name, "mine") == "mine"
 
 
 async def test_auxiliary_clients_fit_the_workflow(stub_model):
@@ -200,20 +146,6 @@ def test_a_flag_that_depends_on_the_instance_is_refused():
             @property
             def repeatable(self):
                 return self.task.repeat_times > 1
-
-
-async def test_an_overridden_property_decides_how_runs_are_done(stub_model):
-    class Older(Workflow):
-        @property
-        def asynchronous(self):
-            return True
-
-        async def run_async(self):
-            return await self.model.chat_async([])
-
-    model = stub_model(["a"])
-    (one,) = await execute(lambda: Older(task=Task(), model=model), Older)
-    assert one.response_text == "a"
 
 
 class Converts:

@@ -1,11 +1,127 @@
+"""The game, and the workflow that has a model play it."""
+
+from collections import Counter
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.config import FormatConfig
 from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.workflows import Task, TaskError, execute
-from trinity_mq.workflows.games.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
+from trinity_mq.workflows.games import FrozenLake, LakeError, LakeMap, make_lake
+from trinity_mq.workflows.games.frozen_lake import (
+    INSTRUCTIONS,
+    MOVES,
+    AsyncFrozenLakeWorkflow,
+    FrozenLakeWorkflow,
+    read_move,
+)
+
+LAKE = LakeMap.of(["SFF", "FHF", "HFG"])
+
+
+def walk(game, *moves):
+    for move in moves:
+        game = game.move(move)
+    return game
+
+
+@given(size=st.integers(2, 8), ice=st.floats(0.5, 1.0), seed=st.integers())
+def test_every_lake_has_a_way_and_is_the_same_again(size, ice, seed):
+    lake = make_lake(size, ice, seed)
+    assert lake == make_lake(size, ice, seed)
+    assert LakeMap.of(lake.rows) == lake
+    assert lake.shortest() >= 2 * (size - 1)
+    assert lake.at((0, 0)) == "S"
+    assert lake.at((size - 1, size - 1)) == "G"
+
+
+def test_a_lake_can_be_crossed_within_the_moves_allowed():
+    assert max(make_lake(6, 0.6, seed).shortest() for seed in range(200)) > 10
+    assert max(make_lake(6, 0.6, seed, within=10).shortest() for seed in range(200)) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"size": 1, "ice": 0.8}, "size is 1"),
+        ({"size": 65, "ice": 0.8}, "size is 65"),
+        ({"size": 4, "ice": 0.0}, "ice is 0"),
+        ({"size": 4, "ice": 0.8, "within": 5}, "needs at least 6 moves; 5 are allowed"),
+        ({"size": 30, "ice": 0.05}, "raise ice"),
+    ],
+)
+def test_lakes_that_cannot_be_say_why(arguments, said):
+    with pytest.raises(LakeError, match=said):
+        make_lake(seed=1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "0 rows"),
+        ([""], "wanted 1 to 64 rows of 1 to 64 places"),
+        (["SF", "G"], "not of one length"),
+        (["SX", "FG"], "holds 'X'"),
+        (["SS", "FG"], "2 S and 1 G"),
+        (["SF", "FF"], "1 S and 0 G"),
+        (["S" + "F" * 64 + "G"], "wanted 1 to 64"),
+    ],
+)
+def test_maps_that_cannot_be_say_why(rows, said):
+    with pytest.raises(LakeError, match=said):
+        LakeMap.of(rows)
+
+
+def test_a_way_to_the_goal():
+    game = walk(FrozenLake.begin(LAKE), "right", "right", "down", "down")
+    assert (game.solved, game.fallen, game.over, game.moves) == (True, False, True, 4)
+    assert LAKE.shortest() == 4
+    assert LAKE.shortest((2, 1)) == 1
+    assert LakeMap.of(["SHG"]).shortest() is None
+
+
+def test_a_hole_ends_the_game():
+    game = walk(FrozenLake.begin(LAKE), "down", "right")
+    assert (game.solved, game.fallen, game.over) == (False, True, True)
+    assert game.render() == "FFF\nFXF\nHFG"
+    with pytest.raises(LakeError, match="over"):
+        game.move("up")
+
+
+def test_the_edge_holds_and_the_game_that_was_stays_as_it_was():
+    start = FrozenLake.begin(LAKE)
+    again = walk(start, "left", "up")
+    assert (again.place, again.moves) == ((0, 0), 2)
+    assert (start.place, start.moves) == ((0, 0), 0)
+    assert start.render() == "PFF\nFHF\nHFG"
+
+
+def test_no_such_move():
+    with pytest.raises(LakeError, match="wanted one of left, down, right, up"):
+        FrozenLake.begin(LAKE).move("north")
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_slippery_ice_goes_to_three_sides_and_never_back(move):
+    middle = LakeMap.of(["FFFFF", "FFFFF", "FFFFF", "FFFFF", "SFFFG"])
+    ends = Counter(FrozenLake(middle, (2, 2), slippery=True, seed=seed).move(move).place for seed in range(600))
+    row, column = MOVES[move]
+    assert set(ends) == {(2 + r, 2 + c) for r, c in MOVES.values()} - {(2 - row, 2 - column)}
+    assert min(ends.values()) > 130  # of 200 expected: six deviations
+
+
+def test_slips_follow_from_the_seed_alone():
+    lake = make_lake(6, 1.0, 0)
+    ways = [
+        walk(FrozenLake.begin(lake, slippery=True, seed=seed), *["down", "right"] * 4).place for seed in [3, 3, 4, 5, 6]
+    ]
+    assert ways[0] == ways[1]
+    assert len(set(ways)) > 1
+
 
 BOTH = pytest.mark.parametrize("kind", [FrozenLakeWorkflow, AsyncFrozenLakeWorkflow])
 MAP = ["SFF", "FHF", "HFG"]
@@ -47,13 +163,6 @@ async def test_reaching_the_goal_is_worth_one_for_every_step(kind, stub_model):
     assert last[-1]["content"] == "FFF\nFHP\nHFG"
     assert last[:2] == first, "the conversation only grows: what was sampled stays a prefix"
     assert {keys["n"] for _, keys in model.calls} == {1}
-
-
-@BOTH
-async def test_a_hole_ends_the_run_with_nothing(kind, stub_model):
-    experiences = await run(kind, model_of(stub_model, "<move>down</move>", "<move>right</move>", "never"))
-    assert [exp.reward for exp in experiences] == [0.0, 0.0]
-    assert (experiences[0].metrics["fallen"], experiences[0].metrics["success"]) == (1.0, 0.0)
 
 
 @BOTH

@@ -125,13 +125,6 @@ async def test_an_answer_that_is_no_action_is_told_and_costs_a_step(kind, stub_m
 
 
 @BOTH
-async def test_terse_shows_the_observation_alone(kind, stub_model):
-    _, model = await run(kind, stub_model, "no", "1", "2", "3", env=COUNTING, terse=True, memory=False)
-    assert [len(messages) for messages, _ in model.calls] == [1, 1, 1, 1]
-    assert shown(model, 0) == shown(model, 1)
-
-
-@BOTH
 async def test_runs_of_a_task_have_the_same_episode_and_tasks_differ(kind, stub_model):
     first = [
         shown((await run(kind, stub_model, "1", env=COUNTING, max_steps=1, index=index, raw_task=record))[1], 0)
@@ -147,13 +140,6 @@ async def test_the_record_gives_arguments_and_chooses_no_environment(kind, stub_
     assert len(experiences) == 1
     assert not created[0].reports
     assert "success" not in experiences[0].metrics, "the environment says nothing about it"
-
-
-@BOTH
-async def test_the_format_of_the_taskset_may_say_it_otherwise(kind, stub_model):
-    given = FormatConfig(system_prompt="Mine.")
-    _, model = await run(kind, stub_model, "1", env=COUNTING, max_steps=1, format_args=given)
-    assert model.calls[0][0][0] == {"role": "system", "content": "Mine."}
 
 
 @BOTH
@@ -296,15 +282,6 @@ def test_discrete_actions_are_read(answer, action):
         return
     with pytest.raises(IllegalActionError, match=r"is no action\. The actions are left, RIGHT\."):
         actions.read(answer)
-
-
-def test_discrete_actions_without_names_are_numbers():
-    actions = DiscreteActions(spaces.Discrete(3), [])
-    assert (actions.read("2"), actions.example, actions.form) == (2, "0", "The actions are the numbers from 0 to 2")
-
-
-def test_names_come_before_numbers():
-    assert DiscreteActions(spaces.Discrete(2), ["1", "0"]).read("1") == 0
 
 
 def test_a_text_is_an_action_as_a_whole():

@@ -86,20 +86,6 @@ async def test_the_task_says_otherwise(kind, stub_model):
 
 
 @BOXED
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"with_thinking": True}, "did you mean 'with_think'"),
-        ({"format_score_coef": -1}, "format_score_coef"),
-        ({"use_base": "perhaps"}, "use_base"),
-    ],
-)
-def test_wrong_arguments_are_named(kind, stub_model, arguments, said):
-    with pytest.raises(TaskError, match=said):
-        task(kind, workflow_args=arguments).to_workflow(stub_model([]))
-
-
-@BOXED
 async def test_reset_takes_another_task(kind, stub_model):
     model = stub_model([RIGHT, THOUGHT])
     workflow = task(kind).to_workflow(model)

@@ -12,7 +12,7 @@ import pytest
 
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.runtime.plugins import add_plugins, resolve
-from trinity_mq.workflows import WORKFLOWS, SimpleWorkflow, Task, load_workflow
+from trinity_mq.workflows import WORKFLOWS, Task, load_workflow
 
 ECHO = """
 from trinity_mq.workflows import Workflow
@@ -48,10 +48,6 @@ def test_every_built_in_workflow_loads_and_has_its_twin(name):
     assert found.is_async == (name.startswith("async_") or name in ASYNCHRONOUS)
     if not found.is_async:
         assert load_workflow(f"async_{name}").__name__ == f"Async{found.__name__}"
-
-
-def test_a_dotted_path_is_imported():
-    assert load_workflow("trinity_mq.workflows.builtin.simple.SimpleWorkflow") is SimpleWorkflow
 
 
 @pytest.mark.parametrize(

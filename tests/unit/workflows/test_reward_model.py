@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.rewards import RewardError, create_reward, judge_conversation, parts_of
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT, AsyncMathRmWorkflow, MathRmWorkflow
 
 BOTH = pytest.mark.parametrize("kind", [MathRmWorkflow, AsyncMathRmWorkflow])
@@ -59,8 +59,3 @@ def test_each_kind_of_reward_where_the_other_is_wanted_says_so() -> None:
         judge_conversation(create_reward(by_text, {}), None, [], "7")
     with pytest.raises(RewardError, match=r"Model.* judges the conversation .* use math_rm_workflow"):
         parts_of(create_reward(Model, {}), "7", "7", finished=True)
-
-
-@pytest.mark.parametrize("name", ["math_rm_workflow", "async_math_rm_workflow"])
-def test_its_names(name: str) -> None:
-    assert load_workflow(name).is_async == name.startswith("async")

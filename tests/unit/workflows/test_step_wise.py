@@ -81,19 +81,6 @@ async def test_the_limit_of_steps_ends_a_run(kind, stub_model):
 
 
 @PROPAGATION
-async def test_a_step_may_leave_its_experiences_without_metrics(kind, stub_model):
-    class Bare(kind):
-        async def take_step(self, step_num):
-            goes_on = await super().take_step(step_num)
-            for experience in self.model.extract_experience_from_history(clear_history=False):
-                experience.metrics = None
-            return goes_on
-
-    experiences = await run(Bare, stub_model(["a", "stop"], enable_history=True))
-    assert [exp.metrics for exp in experiences] == [{"actual_env_steps": 2}] * 2
-
-
-@PROPAGATION
 async def test_a_run_without_steps_is_rewarded_too(kind, stub_model):
     rewarded = []
 
@@ -121,25 +108,6 @@ async def test_a_truncated_answer_makes_its_step_the_last(kind, stub_model):
 
 
 @ALL
-async def test_truncated_answers_may_be_meant(kind, stub_model):
-    class Short(kind):
-        stop_on_truncation = False
-
-    answers = [("a", "response_truncated"), "stop"]
-    experiences = await run(Short, stub_model(answers, enable_history=True))
-    assert [exp.response_text for exp in experiences] == ["a", "stop"]
-
-
-@ALL
-async def test_no_steps_is_a_failed_run_with_a_reason(kind, stub_model):
-    class NoSteps(kind):
-        max_step_num = 0
-
-    with pytest.raises(RunFailedError, match="returned no experience"):
-        await run(NoSteps, stub_model([], enable_history=True))
-
-
-@ALL
 def test_the_client_fits_the_workflow_and_is_only_made_if_wanted(kind, stub_model):
     model = stub_model([], enable_history=True)
     workflow = kind(task=Task(workflow=kind), model=model)
@@ -148,9 +116,3 @@ def test_the_client_fits_the_workflow_and_is_only_made_if_wanted(kind, stub_mode
     assert len(model.clients) == 1
     assert kind(task=Task(workflow=kind), model=model, use_openai_client=False).client is None
     assert len(model.clients) == 1
-
-
-@pytest.mark.parametrize("kind", [StepWiseRewardWorkflow, AsyncRewardPropagationWorkflow])
-def test_what_has_to_be_written_is_abstract(kind, stub_model):
-    with pytest.raises(TypeError, match="abstract"):
-        kind(task=Task(workflow=kind), model=stub_model([], enable_history=True))

@@ -1,9 +1,9 @@
 import copy
 
 import pytest
+from pydantic import Field
 from structlog.testing import capture_logs
 
-from trinity_mq.config import FormatConfig
 from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rewards.text import char_match
@@ -14,6 +14,7 @@ from trinity_mq.workflows import (
     TaskError,
     Workflow,
 )
+from trinity_mq.workflows.arguments import Arguments, arguments_of
 
 BODY = TaskBody(
     workflow="async_simple_workflow",
@@ -119,12 +120,6 @@ def test_sampling_parameters_are_attributes_too(stub_model):
         _ = workflow.rollout_args.temprature
 
 
-def test_keys_that_are_not_there_give_none():
-    task = Task(workflow=Mine, raw_task={"question": "q"})
-    assert (task.task_desc, task.truth) == ("q", None)
-    assert Task(workflow=Mine, format_args=FormatConfig(prompt_key="x")).task_desc is None
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -144,20 +139,30 @@ def test_an_empty_reward_function_leaves_it_to_the_workflow():
     assert Task.from_body(BODY.model_copy(update={"reward_fn": ""})).reward_fn is None
 
 
-def test_to_workflow_makes_an_instance_each_time():
-    task = Task(workflow=Mine, raw_task={"question": "q"})
-    first, second = task.to_workflow("model", ["aux"]), task.to_workflow("model")
-    assert first is not second
-    assert (first.task, first.model, first.auxiliary_model_wrappers) == (task, "model", ["aux"])
-    with pytest.raises(TaskError, match="no workflow"):
-        Task().to_workflow("model")
+# -- arguments that the record of a task from outside may give
 
 
-def test_an_own_copy_shares_nothing_that_a_workflow_might_change():
-    task = Task.from_body(BODY.model_copy(update={"raw_task": {"state": {"a": [1]}}, "workflow_args": {"b": [1]}}))
-    copied = task.copy_for_run()
-    copied.raw_task["state"]["a"].append(2)
-    copied.workflow_args["b"].append(2)
-    assert task.raw_task == {"state": {"a": [1]}}
-    assert task.workflow_args == {"b": [1]}
-    assert copied.task_id == task.task_id
+class Play(Arguments):
+    seed: int = 0
+    env_args: dict[str, str] = Field(default_factory=dict)
+
+
+def arguments(record_args):
+    record = {"question": "x", "seed": 3, "env_args": {"path": "/"}}
+    body = TaskBody(workflow="math_workflow", raw_task=record, record_args=record_args)
+    return arguments_of(Task.from_body(body), Play, record_keys=["seed", "env_args"])
+
+
+def test_a_task_of_the_taskset_gives_all():
+    assert arguments(None) == Play(seed=3, env_args={"path": "/"})
+
+
+def test_a_task_from_outside_gives_those_that_are_open():
+    with pytest.raises(TaskError, match=r"raw_task\.env_args .* outsiders\.record_args"):
+        arguments(["seed"])
+    assert arguments(["seed", "env_args"]).seed == 3
+
+
+def test_it_stays_so_on_the_way_through_a_runner():
+    task = Task.from_body(TaskBody(workflow="math_workflow", record_args=["seed"]))
+    assert task.copy_for_run().to_body().record_args == ["seed"]

@@ -5,7 +5,6 @@ import time
 import pytest
 
 from tests.waiting import until
-from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread, interrupt, stuck_threads
 from trinity_mq.workflows import Workflow, execute
 
@@ -57,6 +56,8 @@ async def test_a_thread_is_used_again_and_has_the_name_of_its_call():
     def seen():
         return threading.current_thread(), threading.current_thread().name
 
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await in_thread(lambda: next(iter([])), "test")
     first, name = await in_thread(seen, "first")
     assert name == "first"
     await until(lambda: first.name == "idle")
@@ -64,18 +65,6 @@ async def test_a_thread_is_used_again_and_has_the_name_of_its_call():
     assert [name for _, name in found] == [f"call {number}" for number in range(20)]
     assert first in {thread for thread, _ in found}
     assert len({thread for thread, _ in found}) < 20
-
-
-async def test_calls_at_the_same_time_have_threads_of_their_own():
-    meeting = threading.Barrier(8, timeout=10)
-
-    def meet():
-        meeting.wait()
-        return threading.current_thread()
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(in_thread(meet, "w")) for _ in range(8)]
-    assert len({task.result() for task in tasks}) == 8
 
 
 async def test_a_call_meets_no_interruption_that_was_meant_for_an_earlier_one():
@@ -133,43 +122,6 @@ async def test_interrupting_what_holds_on_changes_nothing_for_others():
     assert threads[0].is_alive()
     release.set()
     await ended(threads[0])
-
-
-class Loops(Workflow):
-    """Blocks its event loop."""
-
-    is_async = True
-    seen: list = []  # noqa: RUF012  # one test reads it
-
-    async def run_async(self):
-        self.seen.append((asyncio.get_running_loop(), threading.current_thread()))
-        time.sleep(0.05)  # noqa: ASYNC251  # on purpose
-        return [Experience(tokens=[1, 2], prompt_length=1)]
-
-
-async def test_a_loop_of_its_own_may_be_blocked():
-    closed = []
-
-    async def close():
-        closed.append(asyncio.get_running_loop())
-
-    Loops.seen.clear()
-    ticks = 0
-
-    async def tick():
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.005)
-            ticks += 1
-
-    ticking = asyncio.ensure_future(tick())
-    (experience,) = await execute(lambda: Loops(task=None, model=None), Loops, close=close, own_loop=True)
-    ticking.cancel()
-    assert ticks >= 3
-    ((loop, thread),) = Loops.seen
-    assert closed == [loop] != [asyncio.get_running_loop()]
-    assert thread is not threading.current_thread()
-    assert experience.response_length == 1
 
 
 async def test_cancelling_reaches_a_loop_of_its_own():

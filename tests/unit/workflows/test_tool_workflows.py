@@ -23,10 +23,6 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-def tell_all() -> str:
-    return "all " * 500
-
-
 async def multiply_later(a: int, b: int) -> int:
     """Return a times b."""
     return a * b
@@ -67,18 +63,6 @@ async def test_the_calls_are_judged_not_the_words_around_them(tmp_path, twin):
     assert prompt.endswith("<|im_start|>user\nAdd 1.<|im_end|>\n<|im_start|>assistant\n")
     assert all(f'"name": "{name}"' in prompt for name in ("add", "stop"))
     assert [tool["function"]["name"] for tool in experiences[0].tools] == ["add", "stop"]
-
-
-@TWINS
-async def test_the_prompt_may_open_the_thoughts_that_hold_drafts(tmp_path, twin):
-    says = [
-        f"{call('add', a=2)}? No.</think>{call('add', a=1)}",
-        call("add", a=1),
-        f"{call('add', a=1)}? No.</think>no",
-    ]
-    async with running(opening_thoughts(says), tmp_path) as runner:
-        _, experiences = await runner.run_task_async(choosing(twin), 3)
-    assert [one.metrics["accuracy"] for one in experiences] == [1.0, 0.0, 0.0]
 
 
 @TWINS
@@ -183,14 +167,6 @@ async def test_the_turns_have_an_end(tmp_path, twin):
 
 
 @TWINS
-async def test_an_answer_that_was_cut_is_not_exact(tmp_path, twin):
-    async with running(ScriptedGenerator(["12"]), tmp_path, max_response_tokens=2) as runner:
-        status, (one,) = await runner.run_task_async(using(twin))
-    assert status.ok, status.message
-    assert (one.reward, one.truncate_status) == (0.0, "response_truncated")
-
-
-@TWINS
 async def test_of_too_many_calls_the_first_are_executed(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=1, b=1) * 17, "12"])
     async with running(scripted, tmp_path) as runner:
@@ -201,20 +177,6 @@ async def test_of_too_many_calls_the_first_are_executed(tmp_path, twin):
     assert (experiences[0].reward, experiences[0].metrics["tool_calls"]) == (1.0, 17)
 
 
-@TWINS
-async def test_a_conversation_that_outgrows_the_model_ends_with_what_there_is(tmp_path, twin):
-    scripted = ScriptedGenerator([call("tell_all")], max_model_len=1000)
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(using(twin, tools=[f"{HERE}.tell_all"]))
-    assert status.ok, status.message
-    assert [(one.eid.step, one.reward, one.truncate_status) for one in experiences] == [
-        (0, 0.0, None),
-        (1, 0.0, "prompt_truncated"),
-    ]
-    assert experiences[0].metrics["tool_calls"] == 1
-    assert len(scripted.prompts) == 1
-
-
 async def test_asynchronous_functions_belong_to_the_asynchronous_workflow(tmp_path):
     tools = [f"{HERE}.multiply_later"]
     scripted = ScriptedGenerator([call("multiply_later", a=3, b=4), "12"])
@@ -223,18 +185,3 @@ async def test_asynchronous_functions_belong_to_the_asynchronous_workflow(tmp_pa
         assert (status.ok, experiences[-1].reward) == (True, 1.0), status.message
         status, _ = await runner.run_task_async(using("", tools=tools))
     assert "use async_tool_agent_workflow" in status.message
-
-
-@TWINS
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"tools": []}, "workflow_args.tools"),
-        ({"tools": [f"{HERE}.multipli"]}, "did you mean 'multiply'"),
-        ({"max_turn": 3}, "did you mean 'max_turns'"),
-    ],
-)
-async def test_wrong_arguments_are_named(tmp_path, twin, arguments, said):
-    async with running(ScriptedGenerator([]), tmp_path) as runner:
-        status, _ = await runner.run_task_async(using(twin, **arguments))
-    assert said in status.message

@@ -170,9 +170,3 @@ async def test_cancelling_is_not_swallowed():
 def test_what_is_no_tool_is_refused_when_it_is_named(paths, error, said):
     with pytest.raises(error, match=said):
         box(*paths)
-
-
-def test_a_blocking_workflow_takes_no_asynchronous_function():
-    box("add").check_synchronous()
-    with pytest.raises(TaskError, match="'later' is asynchronous; use async_tool_agent_workflow"):
-        box("add", "later").check_synchronous()

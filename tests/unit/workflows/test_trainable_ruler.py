@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.builtin.trainable_ruler import AsyncMathTrainableRulerWorkflow, MathTrainableRulerWorkflow
 
 BOTH = pytest.mark.parametrize("kind", [MathTrainableRulerWorkflow, AsyncMathTrainableRulerWorkflow])
@@ -94,8 +94,3 @@ def test_arguments_that_make_no_sense(stub_model: Any, arguments: dict[str, Any]
     task = Task(workflow=MathTrainableRulerWorkflow, raw_task=PROBLEM, workflow_args=arguments)
     with pytest.raises(TaskError, match=words):
         task.to_workflow(stub_model([]))
-
-
-@pytest.mark.parametrize("name", ["math_trainable_ruler_workflow", "async_math_trainable_ruler_workflow"])
-def test_its_names(name: str) -> None:
-    assert load_workflow(name).is_async == name.startswith("async")
