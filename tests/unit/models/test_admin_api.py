@@ -80,6 +80,9 @@ async def test_pause_receive_commit(
         assert torch.equal(named_weights(generator.model)["lm_head.weight"], sender.tensors["lm_head.weight"])
         state = (await admin.post("commit", {"version": [1, 0], "progress": 4}))["state"]
         assert (state["state"], state["version"], state["progress"]) == ("current", [1, 0], 4)
+        assert (await admin.post("commit", {"version": [1, 0], "progress": 5}))["state"]["progress"] == 5
+        with pytest.raises(EngineRefused, match=r"holds \(1, 0\)"):
+            await admin.post("commit", {"version": [1, 1]})
         data = await admin.weight("lm_head.weight")
         assert torch.equal(load(data)["lm_head.weight"], sender.tensors["lm_head.weight"])
         with pytest.raises(EngineRefused, match="no weight 'x'"):
@@ -191,6 +194,8 @@ async def test_a_host_that_hangs_up_ends_its_transfer(
         await admin.post("pause", {"lease": 0.2})
         receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
         await sender.entered.wait()
+        await asyncio.sleep(0.3)
+        assert server.state.paused, "the lease stands still while weights arrive"
         receiving.cancel()
         await asyncio.wait({receiving})
         async with asyncio.timeout(5):
@@ -262,3 +267,6 @@ async def test_shutdown_refuses_new_requests_and_ends(
     async with serving(shared_generator) as server:
         admin = admin_of(server)
         assert (await admin.post("shutdown", {}))["state"]["state"] == "draining"
+        refusal = server.state.problem(None)
+        assert refusal is not None
+        assert (refusal.status, refusal.code) == (503, "engine_stopping")

@@ -1,4 +1,4 @@
-"""Auxiliary engines as processes: one with the weights of its folder, one that leads to another server."""
+"""Engines as processes: with the weights of a folder, leading to another server, and of a class of the user's own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from tests.unit.models.test_external import ASK, Theirs
-from trinity_mq.config import Config, load_config
+from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.engines.host.host import EngineHost, auxiliary_hosts, rollout_hosts
 from trinity_mq.engines.host.ready_file import engine_digest
 from trinity_mq.models import EngineRefused, ModelError, ModelWrapper
+from trinity_mq.operations.validate import check_devices
+from trinity_mq.runtime.plugins import UnknownNameError
 
 PROMPT = [{"role": "user", "content": "3,7="}]
 
@@ -132,3 +134,60 @@ def test_an_engine_of_another_release_is_not_adopted(
     assert engine_digest(config, model) == before
     monkeypatch.setattr("trinity_mq.engines.host.ready_file.VERSION", "0.9.0")
     assert engine_digest(config, model) != before
+
+
+# -- an engine of the user's own, in one file of plugin_dirs
+
+PARROT = """
+import contextlib
+from trinity_mq.engines import Engine
+from trinity_mq.models import ModelError
+from trinity_mq.testing.scripted import ScriptedGenerator
+
+class Parrot(Engine):
+    @contextlib.asynccontextmanager
+    async def serve(self, job):
+        server = job.server(ScriptedGenerator(lambda prompt: "hello"), job.folder(), job.receiver)
+        server.state.serve_fixed_weights()
+        yield server
+
+class Broken(Parrot):
+    def check(self):
+        raise ModelError("the parrot is not installed")
+"""
+
+
+def plugged(folder: Path, engine: str) -> Config:
+    plugins = folder / "plugins"
+    plugins.mkdir(exist_ok=True)
+    (plugins / "parrot_engine.py").write_text(PARROT)
+    explorer = {"rollout_model": {"engine": engine}}
+    data = {"name": "a", "run_dir": str(folder / "runs"), "model": {"tiny": {}}, "explorer": explorer}
+    return load_config({**data, "plugin_dirs": [str(plugins)]})
+
+
+@pytest.mark.timeout(150)
+async def test_an_engine_in_one_file_serves_a_request(tmp_path: Path) -> None:
+    host = EngineHost(plugged(tmp_path, "parrot_engine.Parrot"), tmp_path / "run", "e0")
+    await host.start()
+    assert (host.snapshot.state, host.snapshot.version) == ("current", (0, 0))
+    model = ModelWrapper(host.snapshot.model())
+    assert (await model.chat_async(PROMPT))[0].response_text == "hello"
+    await model.aclose()
+    await end(host)
+
+
+def test_an_engine_is_checked_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = plugged(tmp_path, "parrot_engine.Broken")
+    monkeypatch.syspath_prepend(tmp_path / "plugins")
+    with pytest.raises(ModelError, match="the parrot is not installed"):
+        check_devices(config)
+    with pytest.raises(UnknownNameError, match="has no 'Parot'; did you mean 'Parrot'"):
+        check_devices(plugged(tmp_path, "parrot_engine.Parot"))
+    with pytest.raises(UnknownNameError, match=r"wanted a subclass of trinity_mq\.engines\.protocol\.Engine"):
+        check_devices(plugged(tmp_path, "pathlib.Path"))
+
+
+def test_an_unknown_name_is_refused_when_the_configuration_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'vlm'; wanted transformers, vllm or the dotted path"):
+        plugged(tmp_path, "vlm")

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from tests.waiting import until
+from trinity_mq.engines.generation.messages import MAX_TOOLS
 from trinity_mq.engines.server.openai.requests import MIN_TOP_P
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.engines.torch.generator import TextGenerator
 
 Post = Callable[..., Any]
+NAMED = {"name": "f"}
+TOOL = {"type": "function", "function": NAMED}
 
 
 @pytest.fixture
@@ -108,21 +111,6 @@ async def test_two_equal_prompts_with_a_seed_are_sampled_differently(post: Post)
     assert answer["choices"][0]["token_ids"] != answer["choices"][1]["token_ids"]
 
 
-async def test_stop_and_greedy(post: Post) -> None:
-    _, greedy = await post(
-        "/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True)
-    )
-    ids = greedy["choices"][0]["token_ids"]
-    _, again = await post(
-        "/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True, n=2)
-    )
-    assert [choice["token_ids"] for choice in again["choices"]] == [ids, ids]
-    text = greedy["choices"][0]["message"]["content"]
-    _, stopped = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, stop=text[0]))
-    assert stopped["choices"][0]["message"]["content"] == ""
-    assert stopped["choices"][0]["finish_reason"] == "stop"
-
-
 async def test_models_and_health(server: EngineServer) -> None:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{server.url}/v1/models") as response:
@@ -138,7 +126,15 @@ async def test_models_and_health(server: EngineServer) -> None:
     [
         ({"tools": [{"type": "function"}]}, 400, "tools.0", "has no name"),
         ({"tools": [{"type": "retrieval"}]}, 400, "tools.0", "wanted 'function'"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, None, "does not write tools"),
+        ({"tools": [TOOL]}, 400, None, "does not write tools"),
+        ({"tools": [1]}, 400, "tools.0.type", "wanted 'function'"),
+        ({"tools": [TOOL] * (MAX_TOOLS + 1)}, 400, "tools", "at most 128"),
+        (
+            {"tools": [{**TOOL, "function": {"name": "f", "parameters": 3}}]},
+            400,
+            "tools.0.function.parameters",
+            "JSON schema",
+        ),
         ({"tool_choice": "required"}, 400, "tool_choice", "cannot be promised"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
         ({"top_logprobs": 5}, 400, "top_logprobs", "not supported"),

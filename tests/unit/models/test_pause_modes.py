@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.generation.batch_step import PauseMode, StaticBatcher
-from trinity_mq.engines.generation.pause import BatchStepAborted, PauseControl, Spans
+from trinity_mq.engines.generation.pause import PauseControl, Spans
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest, Token
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.generator import TextGenerator
@@ -181,13 +181,3 @@ async def test_a_kept_answer_to_a_request_pinned_to_the_old_version_is_refused(g
         await sync(batcher, state, generator, other_weights(generator))
         with pytest.raises(ApiError, match="pinned to version"):
             await asked
-
-
-def test_a_brake_that_is_off_changes_nothing() -> None:
-    pause_control, spans = PauseControl(), [(0, OLD)]
-    pause_control.begin(OLD)
-    assert pause_control.between(1, spans) is None
-    pause_control.cut()
-    with pytest.raises(BatchStepAborted):
-        pause_control.between(2, spans)
-    assert spans == [(0, OLD)]

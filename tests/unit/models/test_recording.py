@@ -322,11 +322,6 @@ def _break(request: int) -> bool:
     raise RuntimeError("broken")
 
 
-async def test_chat_does_not_stream(wrap: Wrap) -> None:
-    with pytest.raises(ValueError, match="stream with get_openai_client"):
-        await wrap().chat_async(MESSAGES, stream=True)
-
-
 # -- tools
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -173,43 +172,6 @@ def _with_eid(source: Experience, target: Experience) -> Experience:
     return target
 
 
-async def test_history(wrap: Wrap) -> None:
-    model = wrap(enable_history=True)
-    said = await model.chat_async(MESSAGES, n=2)
-    said += await model.generate_async(["+1="])
-    clone = model.clone_with_isolated_history()
-    await clone.chat_async(MESSAGES)
-    assert model.extract_experience_from_history(clear_history=False) == said
-    assert model.extract_experience_from_history() == said
-    assert model.extract_experience_from_history() == []
-    assert len(clone.extract_experience_from_history()) == 1
-    with pytest.raises(ValueError, match="enable_history=true"):
-        wrap().extract_experience_from_history()
-
-
-async def test_openai_clients_are_recorded(wrap: Wrap) -> None:
-    model = wrap(enable_history=True, seed=5, temperature=0.7)
-    wanted = await wrap(seed=5, temperature=0.7).chat_async(MESSAGES, n=3)
-    async with model.get_openai_async_client() as client:
-        completion = await client.chat.completions.create(model=model.model_name, messages=MESSAGES, n=3)  # type: ignore[arg-type]
-        assert [choice.message.content for choice in completion.choices] == [e.response_text for e in wanted]
-        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
-            await client.chat.completions.create(model="tiny", messages=MESSAGES, presence_penalty=1)  # type: ignore[arg-type]
-    recorded = model.extract_experience_from_history()
-    for left, right in zip(recorded, wanted, strict=True):
-        assert left == _with_eid(left, right)
-        assert left.info["engine"] == model.model.id
-
-    def ask() -> None:
-        with model.get_openai_client() as client:
-            client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2, temperature=1.0)  # type: ignore[arg-type]
-
-    await asyncio.to_thread(ask)
-    [experience] = model.extract_experience_from_history()
-    assert experience.response_length <= 2
-    assert experience.temperature == 1.0
-
-
 async def test_an_engine_without_weights_is_waited_for(
     serving: Any, shared_generator: TextGenerator, handle_of: Any, clients: EngineClients
 ) -> None:
@@ -238,13 +200,6 @@ async def test_a_lost_engine_is_not_waited_for(clients: EngineClients) -> None:
     async with model.get_openai_async_client() as client:
         with pytest.raises(EngineLost):
             await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
-
-
-async def test_an_answer_that_takes_too_long_is_a_lost_engine(wrap: Wrap, server: EngineServer) -> None:
-    server.state.pause(60.0)
-    with pytest.raises(EngineLost, match=r"no answer within 0\.1 s"):
-        await wrap(request_timeout=0.1).chat_async(MESSAGES)
-    server.state.resume()
 
 
 async def test_pins_and_refusals(wrap: Wrap) -> None:
@@ -278,17 +233,3 @@ def test_a_token_without_a_finite_logprob_costs_no_answer(value: str) -> None:
         assert found.logprobs.tolist() == [-1.5, 0.0, -0.5]
         assert found.metrics == {"unknown_logprobs:sum": 1}
         assert Experience.deserialize(found.serialize()) == found
-
-
-def test_a_server_that_knows_no_token_ids_is_named() -> None:
-    choice = {"message": {"content": ""}, "finish_reason": "stop"}
-    with pytest.raises(EngineRefused, match="return_token_ids"):
-        experiences_of({"choices": [choice]}, 1.0)
-    with pytest.raises(EngineRefused, match="no logprobs for 2 tokens"):
-        experiences_of({"prompt_token_ids": [1], "choices": [{**choice, "token_ids": [2, 3]}]}, 1.0)
-
-
-def test_the_handle_travels_in_a_beat() -> None:
-    model = InferenceModel("e0", "http://x", "tiny", "/m", (2, 3))
-    assert InferenceModel.from_dict({**model.to_dict(), "load": 3}) == model
-    assert InferenceModel.from_dict({"id": "e", "url": "u", "name": "n"}).version is None
