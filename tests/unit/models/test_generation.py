@@ -10,7 +10,7 @@ import torch
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.engines.torch import decoding
 from trinity_mq.engines.torch.decoding import GenerationCancelled
-from trinity_mq.engines.torch.generator import SCORE_TOKENS, TextGenerator, _batches
+from trinity_mq.engines.torch.generator import TextGenerator
 
 Reference = Callable[..., torch.Tensor]
 
@@ -52,20 +52,6 @@ def widths_of(generator: TextGenerator) -> Iterator[list[int]]:
         hook.remove()
 
 
-def test_logprobs_stay_right_when_finished_rows_are_dropped(
-    shared_generator: TextGenerator, plain_logprobs: Reference
-) -> None:
-    asked = request(shared_generator, "+372=", n=64, max_tokens=40, seed=3)
-    with widths_of(shared_generator) as widths:
-        [completions] = shared_generator.generate([asked])
-    drops = sum(later < earlier for earlier, later in itertools.pairwise(widths))
-    assert drops >= 2, "the test wants rows to be dropped"
-    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    for completion in completions:
-        wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 1.0)
-        assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_logprobs_stay_right_in_whatever_order_completions_end_and_differ(
     shared_generator: TextGenerator, plain_logprobs: Reference, runs: int
@@ -77,17 +63,6 @@ def test_logprobs_stay_right_in_whatever_order_completions_end_and_differ(
         for completion in completions:
             wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 0.5)
             assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0), seed
-
-
-def test_greedy_is_the_argmax_of_each_step(shared_generator: TextGenerator) -> None:
-    asked = request(shared_generator, "+372=", temperature=0.0, n=2)
-    [[first, second]] = shared_generator.generate([asked])
-    assert first == second
-    ids = list(asked.prompt)
-    for token in first.token_ids:
-        with torch.no_grad():
-            assert shared_generator.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
 
 
 def test_end_of_sequence_is_kept_in_the_ids_and_cut_from_the_text(shared_generator: TextGenerator) -> None:
@@ -154,13 +129,6 @@ def test_score_is_the_plain_forward_pass_for_every_token(
         ids = list(asked.token_ids)
         wanted = plain_logprobs(shared_generator, ids[:1], ids[1:], asked.temperature)
         assert torch.allclose(torch.tensor(found), wanted, atol=1e-5, rtol=0)
-
-
-def test_scoring_is_cut_into_passes_of_bounded_size() -> None:
-    requests = [ScoreRequest([1] * length) for length in (SCORE_TOKENS + 5, 3, 3, SCORE_TOKENS // 2, SCORE_TOKENS // 2)]
-    parts = _batches(requests)
-    assert [request for part in parts for request in part] == requests
-    assert [len(part) for part in parts] == [1, 2, 2]
 
 
 def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:

@@ -248,11 +248,6 @@ def test_a_second_end_is_not_trained_on_where_an_engine_stops_at_the_first() -> 
         only_last.conversation(TURNS)  # the engine would have sampled an end that the conversation lacks
 
 
-def test_a_refusal_of_a_template_with_marks_is_said_in_words() -> None:
-    with pytest.raises(TextError, match="refuses these messages: no"):
-        codec_of(NO + MARKED).conversation(TURNS)
-
-
 def test_the_template_for_qwen3_keeps_the_thoughts_of_every_turn() -> None:
     codec = codec_of((ROOT / "examples/templates/qwen3.jinja").read_text())
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb", "tool_calls": [called('{"a": 1}')] * 2}

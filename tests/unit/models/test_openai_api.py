@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -70,13 +69,6 @@ async def test_chat_in_openai_form(post: Post, shared_generator: TextGenerator, 
         )
         assert choice["weight_versions"] == [[0, 1, 7]]
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": sampled, "total_tokens": 5 + sampled}
-
-
-async def test_extension_fields_only_when_asked_for(post: Post) -> None:
-    _, answer = await post("/v1/chat/completions", question())
-    assert "prompt_token_ids" not in answer
-    assert set(answer["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
-    assert answer["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize(
@@ -235,54 +227,6 @@ async def test_what_a_web_page_can_send_is_refused(server: EngineServer, headers
         assert response.status == status, await response.text()
 
 
-async def test_503_until_current(serving: Any, shared_generator: TextGenerator) -> None:
-    async with serving(shared_generator, version=None) as server, aiohttp.ClientSession() as session:
-        for path, body in (
-            ("chat/completions", question()),
-            ("completions", {"prompt": "1"}),
-            ("logprobs", {"tokens": [3, 4]}),
-        ):
-            async with session.post(f"{server.url}/v1/{path}", json=body) as response:
-                assert response.status == 503
-                assert response.headers["Retry-After"] == "1"
-                assert (await response.json())["error"]["code"] == "engine_not_current"
-        async with session.get(f"{server.url}/v1/models") as response:
-            assert response.status == 200
-
-
-async def test_pins(post: Post) -> None:
-    status, _ = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "1.7"})
-    assert status == 200
-    status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "1.6"})
-    assert status == 409
-    assert answer["error"]["code"] == "version_mismatch"
-    assert (answer["error"]["wanted"], answer["error"]["held"]) == ([1, 6], [1, 7])
-    status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "latest"})
-    assert status == 400
-    assert "wanted generation.step" in answer["error"]["message"]
-
-
-async def test_tokenize_and_logprobs(post: Post, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
-    _, cut = await post("/v1/tokenize", {"prompt": "+1="})
-    assert cut == {"tokens": [12, 3, 14], "max_model_len": 64}
-    conversation = [
-        {"role": "user", "content": "+12="},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "+"},
-    ]
-    _, cut = await post("/v1/tokenize", {"messages": conversation})
-    assert cut["assistant_mask"] == [0, 0, 0, 0, 1, 0]
-    _, scored = await post("/v1/logprobs", {"tokens": cut["tokens"], "temperature": 0.7})
-    wanted = plain_logprobs(shared_generator, cut["tokens"][:1], cut["tokens"][1:], 0.7)
-    assert torch.allclose(torch.tensor(scored["logprobs"]), wanted, atol=1e-5, rtol=0)
-    assert scored["weight_version"] == [1, 7]
-    status, answer = await post("/v1/tokenize", {})
-    assert (status, answer["error"]["message"]) == (400, "give either prompt or messages")
-    status, answer = await post("/v1/logprobs", {"tokens": [3, 99]})
-    assert status == 400
-    assert "token id 99, the vocabulary has 0 to 15" in answer["error"]["message"]
-
-
 async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: EngineServer) -> None:
     server.state.pause(60.0)
     async with aiohttp.ClientSession() as session:
@@ -297,29 +241,6 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
     ):
         assert response.status == 200
     assert server.batcher.counters.sequences == 1
-
-
-async def test_a_stream_is_server_sent_events(server: EngineServer, shared_generator: TextGenerator) -> None:
-    body = question(stream=True, return_token_ids=True, logprobs=True, stream_options={"include_usage": True}, seed=1)
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{server.url}/v1/chat/completions", json=body) as response,
-    ):
-        assert response.status == 200
-        assert response.content_type == "text/event-stream"
-        assert response.headers["X-TMQ-Version"] == "1.7"
-        *events, done, rest = (await response.text()).split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    first, *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert {chunk["object"] for chunk in (first, *chunks, last)} == {"chat.completion.chunk"}
-    assert len({chunk["id"] for chunk in (first, *chunks, last)}) == 1
-    assert first["prompt_token_ids"] == shared_generator.codec.encode("+372=")
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert first["choices"][0]["weight_versions"] == [[0, 1, 7]]
-    ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
-    assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": len(ids), "total_tokens": 5 + len(ids)}
-    assert [chunk["choices"][0]["finish_reason"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
 
 
 async def test_what_cannot_be_streamed_is_refused_with_a_status(post: Post) -> None:

@@ -86,14 +86,6 @@ async def test_what_is_asked_together_is_sampled_together_and_answered_as_alone(
     assert all(answer["weight_version"] == [1, 7] for answer in grouped)
 
 
-async def test_prompts_go_in_groups_too(acquainted: EngineClients, server: EngineServer) -> None:
-    body = {"prompt": ["1+", "2+"], "max_tokens": 2, "temperature": 0}
-    answers = await asyncio.gather(
-        acquainted.post_async(server.url + "/v1/completions", body, {}, 30.0), ask(acquainted, server, question("3+4="))
-    )
-    assert [len(answer["choices"]) for answer in answers] == [2, 1]
-
-
 async def test_each_of_a_group_has_an_error_of_its_own(acquainted: EngineClients, server: EngineServer) -> None:
     found = await asyncio.gather(
         ask(acquainted, server, question("1+2=")),
@@ -123,13 +115,6 @@ async def test_what_has_no_form_in_a_group_goes_alone_and_takes_no_other_along(
         return_exceptions=True,
     )
     assert [type(one) for one in found] == [dict, EngineRefused, TypeError]
-
-
-async def test_names_of_headers_have_no_case(server: EngineServer) -> None:
-    body = packed(GroupedRequest(CHAT, {"x-tmq-version": "1.6"}, question("1+2=")))
-    async with aiohttp.ClientSession() as session, session.post(server.url + GROUP_PATH, data=body) as response:
-        [answer] = AnswerReader().feed(await response.read())
-    assert (answer.status, unpack_body(answer.body)["error"]["code"]) == (409, "version_mismatch")
 
 
 async def test_one_that_gives_up_takes_nothing_from_the_others(acquainted: EngineClients, server: EngineServer) -> None:

@@ -104,22 +104,6 @@ async def test_parameters_of_a_call_beat_rollout_args_beat_the_wrappers_own(wrap
     assert greedy.temperature == 1.0, "at temperature 0 the logprobs are those of temperature 1"
 
 
-async def test_a_prompt_too_long_gives_masked_experiences(wrap: Wrap, shared_generator: TextGenerator) -> None:
-    experiences = await wrap(max_prompt_tokens=3, enable_history=True).chat_async(MESSAGES, n=2)
-    assert len(experiences) == 2
-    for experience in experiences:
-        assert experience.tokens.tolist() == shared_generator.codec.encode("+372")
-        assert experience.prompt_length == 3
-        assert experience.truncate_status == "prompt_truncated"
-        assert experience.reward == 0.0
-        assert experience.logprobs is not None
-        assert experience.logprobs.tolist() == [0.0]
-        assert experience.action_mask is not None
-        assert experience.action_mask.tolist() == [False]
-    by_model = await asyncio.to_thread(wrap().chat, [{"role": "user", "content": "1" * 70}])
-    assert [e.prompt_length for e in by_model] == [63]
-
-
 async def test_logprobs(wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
     tokens = [3, 4, 5, 6]
     model = wrap(temperature=0.7)
@@ -131,6 +115,8 @@ async def test_logprobs(wrap: Wrap, shared_generator: TextGenerator, plain_logpr
         assert found.dtype == torch.float32
         wanted = plain_logprobs(shared_generator, tokens[:1], tokens[1:], temperature)
         assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
+    with pytest.raises(EngineRefused, match="token id 99, the vocabulary has 0 to 15"):
+        await model.logprobs_async([3, 99])
 
 
 async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any) -> None:

@@ -280,24 +280,6 @@ def test_moves_are_read(answer, move):
 
 
 @BOTH
-async def test_what_a_real_engine_sampled_becomes_the_steps(kind, tmp_path):
-    generator = make_generator(tmp_path / "m", characters="SFHGPX\nLDRUabcd", max_model_len=64)
-    async with tiny_engine(generator) as handle, EngineClients() as clients:
-        model = ModelWrapper(handle, seed=3, enable_history=True, max_response_tokens=2, clients=clients)
-        args = {"terse": True, "max_steps": 5, "merge_turns": False}
-        experiences = await run(kind, model, workflow_args=args)
-    assert 1 <= len(experiences) <= 5
-    text = ""
-    for step, exp in enumerate(experiences):
-        assert exp.eid.step == step
-        assert exp.versions == [(0, 1, 7)]
-        assert exp.logprobs.shape == (exp.response_length,)
-        assert exp.prompt_text.startswith(text), "each prompt goes on from the one before"
-        text = exp.prompt_text + exp.response_text
-        assert generator.codec.encode(exp.prompt_text) == exp.tokens[: exp.prompt_length].tolist()
-
-
-@BOTH
 async def test_merged_turns_train_on_the_same_tokens_and_read_them_once(kind, tmp_path):
     generator = make_generator(tmp_path / "m", characters="SFHGPX\nLDRUabcd", max_model_len=128)
     made = {}
