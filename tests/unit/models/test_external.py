@@ -200,17 +200,15 @@ async def test_a_server_that_goes_away_is_waited_for(theirs: Theirs) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_busy_server_is_asked_again_when_it_says(theirs: Theirs, status: int) -> None:
+async def test_a_busy_server_is_asked_again_when_it_says_and_its_refusals_are_passed_on(
+    theirs: Theirs, status: int
+) -> None:
     theirs.answer = web.Response(status=status, text="slow down", headers={"Retry-After": "7"})
     async with serving(theirs) as server, wrapped(server) as model:
         with pytest.raises(EngineNotReady, match="slow down") as busy:
             await model.chat_async(ASK)
-    assert busy.value.retry_after == 7.0
-
-
-async def test_its_refusals_are_passed_on(theirs: Theirs) -> None:
-    theirs.knows = set()
-    async with serving(theirs) as server, wrapped(server) as model:
+        assert busy.value.retry_after == 7.0
+        theirs.answer, theirs.knows = None, set()
         with pytest.raises(EngineRefused, match="unknown field"):
             await model.chat_async(ASK)
 

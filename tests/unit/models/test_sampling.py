@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trinity_mq.engines.torch import sampling
-from trinity_mq.engines.torch.sampling import Uniforms, choose
+from trinity_mq.engines.torch.sampling import choose
 
 
 def rows(value: float, count: int) -> torch.Tensor:
@@ -59,17 +59,6 @@ def test_large_vocabularies_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPat
     parts = choose(logits, rows(0.9, 17), rows(0.8, 17), uniforms)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
-
-
-def test_a_request_draws_the_same_numbers_whatever_it_is_batched_with() -> None:
-    cpu = torch.device("cpu")
-    alone, together = Uniforms([7], [3], cpu), Uniforms([1, 7, None], [5, 3, 2], cpu)
-    for step in range(2 * sampling.UNIFORMS_AT_ONCE):
-        mine, all_of_them = alone.step(step), together.step(step)
-        assert torch.equal(mine, all_of_them[5:8])
-        assert all_of_them.shape == (10,)
-    other = Uniforms([None], [3], cpu)
-    assert not torch.equal(other.step(0), Uniforms([None], [3], cpu).step(0))
 
 
 def test_no_row_fails_the_others() -> None:

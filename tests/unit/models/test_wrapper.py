@@ -15,10 +15,8 @@ from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
 from trinity_mq.models import (
     EngineClients,
-    EngineLost,
     EngineNotReady,
     EngineRefused,
-    InferenceModel,
     ModelWrapper,
     VersionMismatch,
 )
@@ -71,15 +69,6 @@ async def test_chat_gives_experiences_with_everything_the_trainer_needs(
     assert (model.model_name, model.model_path) == ("tiny", "/models/tiny")
     assert len({experience.eid.uid for experience in experiences}) == 16
     assert Experience.deserialize_many(Experience.serialize_many(experiences)) == experiences
-
-
-async def test_sync_and_async_say_the_same(wrap: Wrap) -> None:
-    async_chat = await wrap(seed=5).chat_async(MESSAGES, n=3)
-    assert same(async_chat, await asyncio.to_thread(wrap(seed=5).chat, MESSAGES, n=3))
-    async_texts = await wrap(seed=5).generate_async(["+1=", "+22="], n=2)
-    texts = await asyncio.to_thread(wrap(seed=5).generate, ["+1=", "+22="], n=2)
-    assert [e.prompt_text for e in texts] == ["+1=", "+1=", "+22=", "+22="]
-    assert same(async_texts, texts)
 
 
 async def test_a_seeded_run_repeats_itself_call_by_call(wrap: Wrap) -> None:
@@ -174,18 +163,6 @@ async def test_an_engine_without_weights_is_waited_for(
         assert not asked.done()
         server.state.phase, server.state.version = "current", (1, 7)
         assert len(await asked) == 1
-
-
-async def test_a_lost_engine_is_not_waited_for(clients: EngineClients) -> None:
-    gone = InferenceModel("e0", "http://127.0.0.1:9", "tiny")
-    model = ModelWrapper(gone, clients=clients)
-    with pytest.raises(EngineLost):
-        await model.chat_async(MESSAGES)
-    with pytest.raises(EngineLost):
-        await asyncio.to_thread(model.chat, MESSAGES)
-    async with model.get_openai_async_client() as client:
-        with pytest.raises(EngineLost):
-            await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
 
 
 async def test_pins_and_refusals(wrap: Wrap) -> None:

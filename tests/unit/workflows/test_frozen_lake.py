@@ -1,5 +1,6 @@
 """The game, and the workflow that has a model play it."""
 
+import threading
 from collections import Counter
 
 import pytest
@@ -19,6 +20,7 @@ from trinity_mq.workflows.games.frozen_lake import (
     FrozenLakeWorkflow,
     read_move,
 )
+from trinity_mq.workflows.games.game import MAX_SEEN
 
 LAKE = LakeMap.of(["SFF", "FHF", "HFG"])
 
@@ -76,33 +78,22 @@ def test_maps_that_cannot_be_say_why(rows, said):
         LakeMap.of(rows)
 
 
-def test_a_way_to_the_goal():
-    game = walk(FrozenLake.begin(LAKE), "right", "right", "down", "down")
+def test_a_game_ends_at_the_goal_or_in_a_hole_and_goes_on_at_the_edge():
+    start = FrozenLake.begin(LAKE)
+    game = walk(start, "right", "right", "down", "down")
     assert (game.solved, game.fallen, game.over, game.moves) == (True, False, True, 4)
-    assert LAKE.shortest() == 4
-    assert LAKE.shortest((2, 1)) == 1
-    assert LakeMap.of(["SHG"]).shortest() is None
-
-
-def test_a_hole_ends_the_game():
-    game = walk(FrozenLake.begin(LAKE), "down", "right")
+    game = walk(start, "down", "right")
     assert (game.solved, game.fallen, game.over) == (False, True, True)
     assert game.render() == "FFF\nFXF\nHFG"
     with pytest.raises(LakeError, match="over"):
         game.move("up")
-
-
-def test_the_edge_holds_and_the_game_that_was_stays_as_it_was():
-    start = FrozenLake.begin(LAKE)
-    again = walk(start, "left", "up")
-    assert (again.place, again.moves) == ((0, 0), 2)
+    game = walk(start, "left", "up")
+    assert (game.place, game.moves) == ((0, 0), 2)
     assert (start.place, start.moves) == ((0, 0), 0)
     assert start.render() == "PFF\nFHF\nHFG"
-
-
-def test_no_such_move():
     with pytest.raises(LakeError, match="wanted one of left, down, right, up"):
-        FrozenLake.begin(LAKE).move("north")
+        start.move("north")
+    assert (LAKE.shortest(), LAKE.shortest((2, 1)), LakeMap.of(["SHG"]).shortest()) == (4, 1, None)
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -204,6 +195,27 @@ async def test_a_move_inside_thoughts_is_not_played(kind, stub_model):
     assert (await run(kind, model))[-1].metrics["success"] == 1.0
     (one,) = await run(kind, model, workflow_args={"max_steps": 1})
     assert (one.metrics["moves"], one.metrics["unclear_answers"]) == (0, 1)
+
+
+@BOTH
+async def test_of_a_long_answer_the_end_is_played_and_the_conversation_keeps_all(kind, stub_model):
+    model = model_of(stub_model, WAY[0] + "x" * MAX_SEEN + WAY[1], *WAY[1:])
+    (first, *_) = await run(kind, model)
+    assert (first.metrics["success"], first.metrics["moves"]) == (1.0, 4)
+    assert model.calls[1][0][2]["content"].startswith(WAY[0] + "x")
+
+
+@BOTH
+async def test_lakes_are_not_made_on_the_event_loop(kind, stub_model):
+    threads = []
+
+    class Noted(kind):
+        def make_game(self):
+            threads.append(threading.current_thread())
+            return super().make_game()
+
+    await run(Noted, model_of(stub_model, *WAY))
+    assert threads[0] is not threading.current_thread()
 
 
 @BOTH

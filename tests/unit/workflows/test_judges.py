@@ -134,9 +134,9 @@ def worth_of_each(worth):
 
 @RULER
 async def test_the_judges_scores_are_the_rewards(kind, stub_model):
-    worth = {"7": 1.0, "9": 0.25, "4": 0.0}
+    worth, record = {"7": 1.0, "9": 0.25, "4": 0.0}, {"question": "Say something."}
     async with scripted_judge(worth_of_each(worth)) as judge:
-        experiences = await run(kind, stub_model(["9", "7", "4", "7"]), judge.model, times=4)
+        experiences = await run(kind, stub_model(["9", "7", "4", "7"]), judge.model, times=4, raw_task=record)
     assert [exp.reward for exp in experiences] == [0.25, 1.0, 0.0, 1.0]
     assert [exp.eid.run for exp in experiences] == [4, 5, 6, 7]
     assert experiences[0].metrics == {"ruler_score": 0.25, "judge_success": 1.0}

@@ -42,16 +42,6 @@ async def test_a_thread_given_up_is_counted_until_it_ends():
     assert stuck_threads(given_up) == []
 
 
-async def test_a_thread_that_has_its_result_is_not_given_up():
-    done = threading.Event()
-    task = asyncio.ensure_future(in_thread(lambda: 3, "w"))
-    await asyncio.sleep(0)
-    done.wait(0.05)  # the result is on its way
-    task.cancel()
-    await asyncio.wait([task])
-    assert stuck_threads() == []
-
-
 async def test_a_thread_is_used_again_and_has_the_name_of_its_call():
     def seen():
         return threading.current_thread(), threading.current_thread().name
@@ -84,25 +74,6 @@ async def test_a_call_meets_no_interruption_that_was_meant_for_an_earlier_one():
         kept = [asyncio.ensure_future(in_thread(lambda: work(1e-4), "kept", interrupt)) for _ in range(3)]
         assert await asyncio.gather(*kept) == [1e-4] * 3
         await asyncio.wait([given_up])
-
-
-async def test_a_synchronous_workflow_is_interrupted():
-    begun, seen = threading.Event(), []
-
-    class Busy(Workflow):
-        def run(self):
-            seen.append(threading.current_thread())
-            begun.set()
-            try:
-                while True:
-                    time.sleep(0.001)
-            except Exception:
-                seen.append("handled")  # it is none: a workflow that retries everything would never end
-                raise
-
-    await cancelled(execute(lambda: Busy(task=None, model=None), Busy), begun)
-    await ended(seen[0])
-    assert len(seen) == 1
 
 
 async def test_interrupting_what_holds_on_changes_nothing_for_others():
