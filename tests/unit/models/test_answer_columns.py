@@ -109,18 +109,6 @@ def test_what_is_unusual_or_wrong_of_a_choice_ends_as_it_does_by_itself(changes:
     assert outcome(experiences_of, answer) == outcome(one_by_one, answer)
 
 
-def test_a_temperature_that_is_none_is_refused() -> None:
-    with pytest.raises(ExperienceError, match="temperature is nan"):
-        experiences_of(answer_of(), math.nan)
-
-
-def test_an_answer_without_choices_or_prompt_is_not_made_at_once() -> None:
-    assert together({"choices": [], "prompt_token_ids": [1]}) is None
-    assert experiences_of({"choices": []}, 1.0) == []
-    with pytest.raises(EngineRefused, match="prompt_token_ids"):
-        experiences_of({**answer_of(), "prompt_token_ids": None}, 1.0)
-
-
 def test_what_is_written_to_one_experience_is_not_seen_in_another() -> None:
     first, second = experiences_of(answer_of(), 1.0)
 

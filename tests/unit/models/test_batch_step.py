@@ -120,14 +120,6 @@ async def test_a_pause_without_end_is_not_waited_for() -> None:
         assert caught.value.status == 503
 
 
-async def test_a_pause_ends_by_itself_with_its_lease() -> None:
-    async with running(Recorder()) as (rounds, state):
-        state.pause(0.05)
-        [(_, version)] = await rounds.generate([ASK], None)
-        assert version == (1, 2)
-        assert not state.paused
-
-
 async def test_closing_finishes_the_round_and_refuses_what_waits() -> None:
     recorder = Recorder()
     recorder.gate.clear()

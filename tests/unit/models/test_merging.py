@@ -41,6 +41,8 @@ def test_three_turns_are_one() -> None:
     assert (merged.prompt_text, merged.response_text, merged.info) == ("a", "c", {"turns": 3})
     assert merged.eid == turns[0].eid
     assert merged.experience_type == "multi_turn"
+    [merged] = merge_turns([turn([1], [2]), turn([1, 2], [3], versions=None)])
+    assert merged.versions is None, "what is not known stays unknown"
 
 
 @pytest.mark.parametrize(
@@ -67,11 +69,6 @@ def test_a_branch_is_trained_on_once() -> None:
     later = turn([1, 2, 3, 5, 6], [7])
     merged, branch = merge_turns([first, left, right, later])
     assert columns(branch)[:2] == ([1, 2, 3, 5, 6, 7], [True, False, True])
-
-
-def test_versions_that_are_not_known_stay_unknown() -> None:
-    [merged] = merge_turns([turn([1], [2]), turn([1, 2], [3], versions=None)])
-    assert merged.versions is None
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=2), st.booleans()), min_size=1, max_size=8))

@@ -82,6 +82,8 @@ def test_keys_that_hold_null_are_no_keys_and_the_form_before_tool_calls_is_read(
     )
     assert parted == {"role": "user", "content": "ab"}
     assert empty == {"role": "assistant", "content": ""}
+    [broken] = read_messages([{"role": "assistant", "tool_calls": [called("{no")]}])
+    assert broken["tool_calls"] == [called("{no")], "arguments that are no JSON stay text"
     assert old["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     stored = {"a": None, "b": [{"c": None, "d": 1}, None], "e": {"f": None}}
     assert without_nulls(stored) == {"b": [{"d": 1}, None], "e": {}}

@@ -129,19 +129,6 @@ async def test_one_that_gives_up_takes_nothing_from_the_others(acquainted: Engin
     assert [type(one) for one in found] == [dict, asyncio.CancelledError, dict]
 
 
-async def test_a_group_that_nobody_waits_for_is_dropped_by_the_engine(
-    acquainted: EngineClients, server: EngineServer
-) -> None:
-    server.state.pause(30.0)
-    asking = [asyncio.create_task(ask(acquainted, server, question("1+2="))) for _ in range(3)]
-    await until(lambda: server.batcher.load == 3)
-    jobs = list(server.batcher._pending)
-    for task in asking:
-        task.cancel()
-    await asyncio.wait(asking)
-    await until(lambda: all(job.answer.cancelled() for job in jobs))
-
-
 async def test_clients_that_are_closed_leave_nobody_waiting(acquainted: EngineClients, server: EngineServer) -> None:
     server.state.pause(30.0)
     asking = [asyncio.create_task(ask(acquainted, server, question("1+2="))) for _ in range(2)]

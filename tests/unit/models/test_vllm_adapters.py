@@ -301,6 +301,11 @@ async def test_what_is_under_way_goes_on_with_its_adapter_and_new_requests_name_
     assert (second.token_ids, second_version, second.versions) == ([3, 1], (1, 2), ((0, 1, 2),))
     await world.sync((1, 3))
     assert world.server.held == world.folders() == ["policy-1.3-3"], "nobody uses the others"
+    await world.sync((1, 3))
+    assert world.server.held == world.folders() == ["policy-1.3-4"], "a version may come twice"
+    world.server.held.clear()
+    await world.sync((1, 4))
+    assert world.server.held == world.folders() == ["policy-1.4-5"], "what vLLM has lost is taken away all the same"
 
 
 async def test_one_place_in_a_batch_is_left_to_the_canary_of_the_next_adapter(world: World) -> None:
@@ -368,11 +373,6 @@ async def test_the_canary_is_asked_of_the_adapter_that_was_just_applied(world: W
     assert await scoring == [[-0.5]]
 
 
-async def test_a_version_may_come_twice(world: World) -> None:
-    await world.sync((1, 1))
-    assert world.server.held == world.folders() == ["policy-1.1-2"]
-
-
 async def test_an_adapter_that_vllm_refuses_leaves_the_old_one_serving_and_nothing_behind(world: World) -> None:
     tensor = world.tensors.pop(B)
     with pytest.raises(WeightsError, match="missing"):
@@ -392,12 +392,6 @@ async def test_an_adapter_that_vllm_refuses_leaves_the_old_one_serving_and_nothi
     await world.sync((1, 3))
     assert world.server.held == world.folders()
     assert world.server.held[0].startswith("policy-1.3-")
-
-
-async def test_an_adapter_that_vllm_has_lost_is_taken_away_all_the_same(world: World) -> None:
-    world.server.held.clear()
-    await world.sync((1, 2))
-    assert world.server.held == world.folders() == ["policy-1.2-2"]
 
 
 async def test_tensors_of_the_adapter_can_be_read_back(world: World) -> None:

@@ -21,7 +21,6 @@ from trinity_mq.rewards.math import answers
 from trinity_mq.rewards.math.grammar import plain, quantities
 from trinity_mq.rewards.math.math_answer import math_answer
 from trinity_mq.rewards.math.rewards import accuracy_reward, math_boxed
-from trinity_mq.rewards.text import exact_match
 
 TABLES = yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text(encoding="utf-8"))
 MARKS = (
@@ -118,13 +117,6 @@ def test_truths_that_are_booleans(truth: Any, answer: str, right: float) -> None
         assert parts_of(create_reward(reward, {}), rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == right
     for sentence in (accuracy_reward, math_answer):
         assert sentence(f"The answer is {answer}.", truth, finished=True)["accuracy"] == right
-
-
-def test_exact_text_of_truths_that_are_no_text() -> None:
-    reward = create_reward("exact_match", {})
-    for response, truth, right in (("True", True, 1), ("true", True, 1), ("0.00001", 1e-05, 1), ("1", True, 0)):
-        assert parts_of(reward, response, truth, finished=True) == {"accuracy": right}, (response, truth)
-    assert exact_match("true", "True", finished=True) == {"accuracy": 0.0}, "a text wants the same text"
 
 
 CHOICE = r"\textbf{(B)}\ 12"

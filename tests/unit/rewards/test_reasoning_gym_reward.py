@@ -65,7 +65,6 @@ def test_a_record_alone_is_enough_in_another_process():
     assert json.loads(run.stdout.replace("'", '"')) == RIGHT
 
 
-LITTLE = {"accuracy": 0.0, "partial_credit": 0.1}
 COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digits": 1}}]}
 
 

@@ -137,14 +137,6 @@ def test_a_coroutine_that_would_wait_for_itself_is_refused():
         parts_of(create_reward(outer, {}), "x", None, finished=True)
 
 
-def test_an_error_of_a_coroutine_is_raised():
-    async def failing(response, truth, *, finished):
-        raise KeyError("answer")
-
-    with pytest.raises(KeyError, match="answer"):
-        parts_of(create_reward(failing, {}), "x", None, finished=True)
-
-
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
     """Threads take turns every 10 microseconds, so that an interruption arrives anywhere in the calling thread."""

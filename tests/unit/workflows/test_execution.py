@@ -73,24 +73,6 @@ async def test_what_a_workflow_raises_fails_its_run(is_async, fault, error, said
         await run(workflow(raiser(fault), is_async=is_async))
 
 
-@BOTH
-async def test_a_workflow_without_its_method_says_which(is_async):
-    flag = is_async
-
-    class Empty(Workflow):
-        is_async = flag
-
-    with pytest.raises(NotImplementedError, match=r"run_async\(\)" if is_async else r"no run\(\)"):
-        await run(Empty)
-
-
-async def test_auxiliary_clients_fit_the_workflow(stub_model):
-    for is_async in (False, True):
-        kind = workflow(list, is_async=is_async)
-        made = kind(task=Task(workflow=kind), model=None, auxiliary_models=[stub_model([])])
-        assert [client.kind for client in made.auxiliary_models] == ["async" if is_async else "sync"]
-
-
 def test_older_names_of_the_flags():
     class Made(Workflow):
         can_repeat = True

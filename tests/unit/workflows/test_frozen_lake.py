@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
-from trinity_mq.config import FormatConfig
 from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.games import FrozenLake, LakeError, LakeMap, make_lake
@@ -244,18 +243,6 @@ async def test_all_runs_of_a_task_have_the_same_lake_and_tasks_differ(kind, stub
         shown.append(workflow.make_game().show())
     assert shown[0] == shown[1]
     assert len(set(shown)) == 3
-
-
-@BOTH
-def test_the_record_comes_before_the_arguments(kind, stub_model):
-    made = task(
-        kind,
-        raw_task={"size": 3, "seed": 5, "slippery": None, "question": "q"},
-        workflow_args={"size": 6, "slippery": True},
-        format_args=FormatConfig(system_prompt="Mine."),
-    )
-    arguments = made.to_workflow(model_of(stub_model)).arguments
-    assert (arguments.size, arguments.seed, arguments.slippery) == (3, 5, True)
 
 
 @BOTH

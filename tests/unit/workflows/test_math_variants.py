@@ -85,17 +85,6 @@ async def test_the_task_says_otherwise(kind, stub_model):
     assert model.calls[0][0][0]["content"] == "Mine."
 
 
-@BOXED
-async def test_reset_takes_another_task(kind, stub_model):
-    model = stub_model([RIGHT, THOUGHT])
-    workflow = task(kind).to_workflow(model)
-    await execute(lambda: workflow, kind)
-    workflow.reset(task(kind, workflow_args={"with_think": True}))
-    (one,) = await execute(lambda: workflow, kind)
-    assert one.reward == 1.0
-    assert "<think>" in model.calls[1][0][0]["content"]
-
-
 @EVAL
 async def test_the_yardstick_is_the_same_for_every_run(kind, stub_model):
     model = stub_model([RIGHT, (RIGHT, "response_truncated"), "13"])

@@ -67,20 +67,6 @@ async def test_each_step_gets_its_own_reward(kind, stub_model):
 
 
 @PROPAGATION
-async def test_one_reward_for_all_steps(kind, stub_model):
-    experiences = await run(kind, stub_model(["a", "b", "c", "stop", "never"], enable_history=True))
-    assert [exp.eid.step for exp in experiences] == [0, 1, 2, 2]
-    assert {exp.reward for exp in experiences} == {4.0}
-    assert {exp.metrics["actual_env_steps"] for exp in experiences} == {3}
-
-
-@ALL
-async def test_the_limit_of_steps_ends_a_run(kind, stub_model):
-    experiences = await run(kind, stub_model("abcdefgh", enable_history=True))
-    assert [exp.eid.step for exp in experiences] == [0, 1, 2, 2, 3, 4]
-
-
-@PROPAGATION
 async def test_a_run_without_steps_is_rewarded_too(kind, stub_model):
     rewarded = []
 
