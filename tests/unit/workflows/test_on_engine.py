@@ -119,7 +119,7 @@ async def test_built_in_workflows_sample_and_judge(generator, tmp_path, twin, na
 
 
 class Asks:
-    """Three questions, each with what was answered before."""
+    """Three steps, the last with two questions, each with what was answered before."""
 
     max_step_num = 3
     stop_on_truncation = False
@@ -131,30 +131,33 @@ class Asks:
     def request(self):
         return {"model": self.model.model_name, "messages": self.messages, "max_tokens": 5}
 
-    def heard(self, completion):
+    def hear(self, completion):
         text = completion.choices[0].message.content
         self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "2"}]
-        return True
 
 
 class Sync(Asks):
     def step(self, step_num):
-        return self.heard(self.client.chat.completions.create(**self.request()))
+        for _ in range(1 + step_num // 2):
+            self.hear(self.client.chat.completions.create(**self.request()))
+        return True
 
 
 class Async(Asks):
     async def step_async(self, step_num):
-        return self.heard(await self.client.chat.completions.create(**self.request()))
+        for _ in range(1 + step_num // 2):
+            self.hear(await self.client.chat.completions.create(**self.request()))
+        return True
 
 
 class Stepwise(Sync, StepWiseRewardWorkflow):
     def reward(self, exps, step_num):
-        return float(step_num)
+        return step_num * 10 + len(exps)
 
 
 class AsyncStepwise(Async, AsyncStepWiseRewardWorkflow):
     async def reward_async(self, exps, step_num):
-        return float(step_num)
+        return step_num * 10 + len(exps)
 
 
 class Propagation(Sync, RewardPropagationWorkflow):
@@ -167,15 +170,18 @@ class AsyncPropagation(Async, AsyncRewardPropagationWorkflow):
         return float(len(exps))
 
 
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+STEPS = pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+
+
+@STEPS
 async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path, kind):
     async with running(generator, tmp_path, max_response_tokens=12) as runner:
         status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0), 3)
     assert status.ok, status.message
     assert [(one.eid.run, one.eid.step) for one in experiences] == [
-        (run, step) for run in range(3) for step in range(3)
+        (run, step) for run in range(3) for step in (0, 1, 2, 2)
     ]
-    wanted = [0.0, 1.0, 2.0] if "Stepwise" in kind.__name__ else [3.0, 3.0, 3.0]
+    wanted = [1, 11, 22, 22] if "Stepwise" in kind.__name__ else [4.0] * 4
     assert [one.reward for one in experiences] == wanted * 3
     check_exact(generator, experiences)
     for run in range(3):
@@ -184,7 +190,7 @@ async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path,
         assert second.prompt_text.startswith(first.prompt_text + said), "a step sees what was answered before"
 
 
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+@STEPS
 async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_path, kind):
     scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=30)
     async with running(scripted, tmp_path) as runner:
@@ -198,7 +204,7 @@ async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_pat
     assert masked.reward == (0.0 if "Stepwise" in kind.__name__ else float(len(experiences)))
 
 
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+@STEPS
 async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(tmp_path, kind):
     made = []
 
@@ -212,6 +218,18 @@ async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(t
         status, _ = await runner.run_task_async(Task(workflow=Counted, raw_task={}, batch_id=1, task_id=0))
     assert "explorer.rollout_model.enable_history: true" in status.message
     assert len(made) == 1
+
+
+@STEPS
+async def test_a_truncated_answer_makes_its_step_the_last(tmp_path, kind):
+    class Stops(kind):
+        stop_on_truncation = True
+
+    async with running(ScriptedGenerator(["a", "b" * 9, "c"]), tmp_path) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=Stops, raw_task={}, batch_id=1, task_id=0))
+    assert status.ok, status.message
+    assert [exp.response_text for exp in experiences] == ["a", "b" * 5]
+    assert all(exp.reward is not None for exp in experiences)
 
 
 class Late(StepWiseRewardWorkflow):
