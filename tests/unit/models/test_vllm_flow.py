@@ -211,7 +211,8 @@ async def test_scoring_a_large_vocabulary_at_another_temperature_is_refused_with
 async def test_without_weights_and_after_closing_nothing_is_sent() -> None:
     world = World("wait")
     world.state.phase = "empty"
-    assert (await refusal(world.flow)).status == 503
+    assert (await refusal(world.flow)).code == "engine_not_current"
+    world.state.phase = "current"
     await world.flow.close(1.0)
     assert (await refusal(world.flow)).code == "engine_stopping"
     assert world.vllm.sent == []
