@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import string
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from tests.unit.models.conftest import VERSION, _serving
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.model_folder import ensure_model_folder
@@ -42,16 +41,8 @@ def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, 
 async def tiny_engine(generator, name="tiny", lease=60.0):
     """Serve ``generator`` on loopback for ``lease`` seconds at most; yields the handle."""
     names = {"engine_id": name, "model_name": name, "model_path": f"/{name}"}
-    server = EngineServer(generator, ServerSettings(**names, token="t", max_response_tokens=16, lease=lease), None)
-    ready = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.run(lambda url: ready.set()))
-        await ready.wait()
-        server.state.phase, server.state.version = "current", (1, 7)
-        try:
-            yield InferenceModel(name, server.url, name, f"/{name}", (1, 7))
-        finally:
-            server.stop("test is over")
+    async with _serving(generator, **names, token="t", lease=lease) as server:
+        yield InferenceModel(name, server.url, name, f"/{name}", VERSION)
 
 
 class ScriptedJudge:
