@@ -93,6 +93,8 @@ def test_math_reward_adds_form_on_request() -> None:
     assert math_reward(THOUGHT, "7", finished=True, format_score=0.1) == {"accuracy": 1.0, "format_score": 0.1}
     assert math_reward(THOUGHT, "8", finished=False, format_score=0.1) == {"accuracy": 0.0, "format_score": -0.1}
     assert math_reward("\\boxed{7}", "7", finished=True, format_score=0.2, form="boxed")["format_score"] == 0.2
+    with pytest.raises(ValueError, match="form is 'round', wanted boxed"):
+        has_form("", "round")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_math_reward_adds_form_on_request() -> None:
     ],
 )
 def test_math_boxed(response: str, how: dict[str, object], parts: tuple[float, float]) -> None:
-    assert math_boxed(response, None, finished=True)["accuracy"] == 0.0
+    assert {math_boxed("\\boxed{}", empty, finished=True)["accuracy"] for empty in (None, "")} == {0.0}
     for truth in ("7", "because\n#### 7", "\\boxed{7}"):
         found = math_boxed(response, truth, **{"finished": True, **how})  # type: ignore[arg-type]
         assert (found["accuracy"], found["format_score"]) == parts
