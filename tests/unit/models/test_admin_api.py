@@ -1,7 +1,5 @@
 """What the host may do to an engine, over HTTP, with real weights."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The queue in front of the model, with a generator that records what it is given."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

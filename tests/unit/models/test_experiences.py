@@ -1,7 +1,5 @@
 """Experiences: of an answer's choices together as one by one, of turns, and in history."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The way to somebody else's server: a real one of few features on the other side, and what it was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The host with real engine processes; weights come from a receiver that makes them from a seed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

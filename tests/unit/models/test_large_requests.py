@@ -1,7 +1,5 @@
 """Large requests are read in threads, a bounded number of bytes at a time, while others are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

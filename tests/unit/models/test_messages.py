@@ -1,7 +1,5 @@
 """Messages in every form that clients and files give them, in chat templates of several families."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The HTTP API with the real tiny model behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Answers of other OpenAI-compatible servers, as vLLM 0.32 gave them, and as others may."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

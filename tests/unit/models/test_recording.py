@@ -1,7 +1,5 @@
 """What history records is what the engine sampled: token for token and logprob for logprob, however it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Requests that are made together go to the engine as one, and each gets what it would get on its own."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable

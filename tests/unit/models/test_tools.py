@@ -1,7 +1,5 @@
 """Tools offered and calls understood, hostile ones too."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """Adapters for vLLM, without vLLM: which layers, what is checked, the folder (peft reads it), who uses which."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What happens to requests around a pause, on a vLLM that answers when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which answer a text states, and whether it is right: exactly for numbers, by math-verify for the rest."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

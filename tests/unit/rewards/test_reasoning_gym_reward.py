@@ -1,7 +1,5 @@
 """Scores of reasoning-gym, by the real library."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Rewards of form, of the countdown game, of length and of tool calls."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Thoughts are neither answers nor calls: every reward reads the text after them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A WorkflowRunner on a real engine server."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 from tests.unit.workflows.tiny_engines import tiny_engine

@@ -1,7 +1,5 @@
 """An agent framework beside ours: the OpenAI Agents SDK (its package is ``agents``) on a real engine server."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

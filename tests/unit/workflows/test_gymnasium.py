@@ -1,7 +1,5 @@
 """Environments of the real Gymnasium as workflows."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Workflows whose rewards a judge gives: a ruler compares the answers, a rubric judges each by its criteria."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

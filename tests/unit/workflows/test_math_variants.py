@@ -1,7 +1,5 @@
 r"""Boxed math and the yardstick: what is asked, judged and trained on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

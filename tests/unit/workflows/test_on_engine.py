@@ -1,7 +1,5 @@
 """Every built-in workflow of this package's core on a real tiny model behind a real engine server."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

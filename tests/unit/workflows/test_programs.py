@@ -1,7 +1,5 @@
 """Programs that are given a base URL: real processes, one a run or kept, on a real engine server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

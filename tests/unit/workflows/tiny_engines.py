@@ -1,7 +1,5 @@
 """Real engine servers around real tiny models, and a stand-in for a judge that says what a test wants."""
 
-from __future__ import annotations
-
 import string
 from contextlib import asynccontextmanager
 
