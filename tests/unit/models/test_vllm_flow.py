@@ -85,6 +85,10 @@ class World:
         self.state.touch()
         self.state.applied = True
 
+    def commit_new_weights(self) -> None:
+        self.new_weights()
+        self.state.commit((1, 2), 2)
+
 
 @pytest.fixture
 async def group() -> AsyncIterator[asyncio.TaskGroup]:
@@ -106,8 +110,7 @@ async def test_wait_is_idle_once_what_runs_has_ended_and_sends_nothing_more(grou
     assert (completions[0].token_ids, completions[0].text, version) == ([2, 1], "c", (1, 1))
     await idle
     assert len(world.vllm.asked) == 1
-    world.new_weights()
-    world.state.commit((1, 2), 2)
+    world.commit_new_weights()
     (await world.asked(2)).set_result(answer([3, 1], runs=(("1.2", 0, 2),)))
     assert (await second)[0][1] == (1, 2)
     assert world.vllm.salts() == ["1.1", "1.2"]
@@ -121,8 +124,7 @@ async def test_abort_begins_anew_with_the_new_weights(group: asyncio.TaskGroup) 
     world.state.pause(60.0)
     await world.flow.idle()
     assert not asked.done()
-    world.new_weights()
-    world.state.commit((1, 2), 2)
+    world.commit_new_weights()
     (await world.asked(2)).set_result(answer([3, 1], runs=(("1.2", 0, 2),)))
     [(completions, version)] = await asked
     assert (completions[0].token_ids, version) == ([3, 1], (1, 2))
@@ -230,25 +232,19 @@ async def test_a_stream_whose_weights_changed_ends_with_an_error() -> None:
 
     world.vllm.events = events  # type: ignore[method-assign]
     with pytest.raises(ApiError, match="weights changed"):
-        await streamed(world.flow)
+        await Reader(world, REQUEST).task
 
 
 async def test_a_stream_that_cannot_begin_says_so_as_other_requests_do() -> None:
     world = World("wait")
     world.state.pause(60.0)
-    reading = asyncio.create_task(streamed(world.flow))
+    reading = Reader(world, REQUEST).task
     await until(lambda: world.flow.load == 1)
     world.state.touch()
     world.state.resume()
     with pytest.raises(ApiError) as refused:
         await reading
     assert refused.value.status == 503
-
-
-async def streamed(flow: VllmBatcher) -> list[int]:
-    async with flow.stream(REQUEST, None) as stream:
-        await stream.begun()
-        return [token.token_id async for news in stream for token in news]
 
 
 # -- streams across new weights
@@ -312,8 +308,7 @@ async def test_a_stream_goes_on_with_new_weights_from_where_it_is(mode: str) -> 
     await until(lambda: len(reader.tokens) == 3)
     await paused(world)
     assert (vllm.closed, len(vllm.asked)) == (1, 1), "it was cut off, and nothing is asked while weights come"
-    world.new_weights()
-    world.state.commit(NEW, 2)
+    world.commit_new_weights()
     await reader.task
     assert (reader.began, reader.of(0), reader.of(1)) == (OLD, [2, 3, 7, 1], [4, 7, 1])
     changes = {(token.choice, token.token_id): token.version for token in reader.tokens if token.version}
@@ -335,8 +330,7 @@ async def test_a_choice_that_has_ended_is_not_asked_for_again() -> None:
     reader = Reader(world, replace(REQUEST, n=2, stop=("d",)))  # token 3 is d
     await until(lambda: len(reader.tokens) == 2)
     await paused(world)
-    world.new_weights()
-    world.state.commit(NEW, 2)
+    world.commit_new_weights()
     await reader.task
     assert [body["token_ids"] for body in vllm.asked] == [[4, 4], [4, 4, 2]]
     assert (reader.of(0), reader.of(1)) == ([2, 7, 1], [3])
@@ -348,8 +342,7 @@ async def test_a_stream_of_which_nothing_has_come_is_wholly_of_the_new_weights()
     reader = Reader(world, replace(REQUEST, seed=3))
     await until(lambda: len(vllm.asked) == 1 and reader.began is not None)
     await paused(world)
-    world.new_weights()
-    world.state.commit(NEW, 2)
+    world.commit_new_weights()
     await reader.task
     assert [body["sampling_params"]["seed"] for body in vllm.asked] == [3, 3]
     assert [(token.token_id, token.version) for token in reader.tokens] == [(7, NEW), (1, None)]
@@ -420,8 +413,7 @@ async def test_logprobs_before_truncation_are_of_the_weights_that_sampled(mode: 
     world.state.pause(60.0)
     sampled.set_result(answer([2, 1], runs=(("1.1", 0, 2),)))
     await until(lambda: world.flow.load == 1)  # the second pass waits
-    world.new_weights()
-    world.state.commit(NEW, 2)
+    world.commit_new_weights()
     (await world.asked(2)).set_result(scored("1.2", -9.0))
     # its numbers are of other weights than the tokens: begun anew
     (await world.asked(3)).set_result(answer([2, 1], runs=(("1.2", 0, 2),)))

@@ -40,6 +40,13 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+async def experiences_of(scripted, tmp_path, task, runs=1):
+    async with running(scripted, tmp_path) as runner:
+        status, experiences = await runner.run_task_async(task, runs)
+    assert status.ok, status.message
+    return experiences
+
+
 def choosing(twin, **keys):
     keys.setdefault(
         "raw_task", {"question": "Add 1.", "answer": [{"name": "add", "arguments": {"a": 1}}], "tools": TOOLS}
@@ -62,9 +69,7 @@ def using(twin, **arguments):
 async def test_the_calls_are_judged_not_the_words_around_them(tmp_path, twin):
     says = [f"I add. {call('add', a=1)}", call("add", a=2), "no call", call("stop")]
     scripted = ScriptedGenerator(says)
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(choosing(twin), 4)
-    assert status.ok, status.message
+    experiences = await experiences_of(scripted, tmp_path, choosing(twin), 4)
     assert [one.metrics["accuracy"] for one in experiences] == [1.0, 0.0, 0.0, 0.0]
     assert experiences[0].reward == 1.0 > experiences[1].reward > experiences[2].reward == 0.0
     (prompt,) = scripted.prompts
@@ -112,9 +117,7 @@ async def test_a_task_that_offers_no_tools_says_so(tmp_path, twin, changed, argu
 @TWINS
 async def test_a_model_calls_sees_the_result_and_answers(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=3, b=4), "12"])
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(using(twin))
-    assert status.ok, status.message
+    experiences = await experiences_of(scripted, tmp_path, using(twin))
     assert [(one.eid.step, one.reward) for one in experiences] == [(0, 1.0), (1, 1.0)]
     metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2}
     assert experiences[0].metrics == experiences[1].metrics == metrics
@@ -156,9 +159,7 @@ async def test_only_calls_after_the_thoughts_are_executed(tmp_path, twin):
 async def test_errors_go_back_to_the_model(tmp_path, twin):
     says = [call("divide", a=3) + call("multiply", a="x", b=1), "<tool_call>{</tool_call>"]
     scripted = ScriptedGenerator(says)
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(using(twin))
-    assert status.ok, status.message
+    experiences = await experiences_of(scripted, tmp_path, using(twin))
     assert "tool\nerror: there is no tool 'divide'" in scripted.prompts[1]
     assert "tool\nerror: argument a: Input should be a valid integer" in scripted.prompts[1]
     assert experiences[0].metrics["tool_errors"] == experiences[0].metrics["tool_calls"] == 2
@@ -168,18 +169,14 @@ async def test_errors_go_back_to_the_model(tmp_path, twin):
 @TWINS
 async def test_the_turns_have_an_end(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=3, b=4)] * 5)
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(using(twin, max_turns=3))
-    assert status.ok, status.message
+    experiences = await experiences_of(scripted, tmp_path, using(twin, max_turns=3))
     assert [(one.eid.step, one.reward) for one in experiences] == [(0, 0.0), (1, 0.0), (2, 0.0)]
 
 
 @TWINS
 async def test_of_too_many_calls_the_first_are_executed(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=1, b=1) * 17, "12"])
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(using(twin))
-    assert status.ok, status.message
+    experiences = await experiences_of(scripted, tmp_path, using(twin))
     assert scripted.prompts[1].count("tool\n1<") == 16
     assert scripted.prompts[1].count("tool\nerror: not executed") == 1
     assert (experiences[0].reward, experiences[0].metrics["tool_calls"]) == (1.0, 17)
