@@ -64,7 +64,7 @@ ASK = GenerationRequest(prompt=[3], max_tokens=1, n=4)
 
 @contextlib.asynccontextmanager
 async def running(
-    recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0, grace: float = 5.0
+    recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0
 ) -> AsyncIterator[tuple[StaticBatcher, EngineState]]:
     state = EngineState()
     state.phase, state.version = "current", (1, 2)
@@ -76,7 +76,7 @@ async def running(
         finally:
             state.resume()
             recorder.gate.set()
-            await rounds.close(grace)
+            await rounds.close(5.0)
 
 
 async def test_requests_that_come_together_share_a_round_off_the_loop() -> None:

@@ -13,7 +13,6 @@ from tests.unit.workflows.running import running
 from tests.unit.workflows.text_environments import CREATED
 from tests.unit.workflows.tiny_engines import make_generator
 from tests.waiting import until
-from trinity_mq.config import FormatConfig
 from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import Task, TaskError, check_arguments, execute
 from trinity_mq.workflows.environments import (
@@ -49,15 +48,10 @@ def created():
     CREATED.clear()
 
 
-async def run(kind, stub_model, *answers, raw_task=None, index=0, format_args=None, **args):
+async def run(kind, stub_model, *answers, raw_task=None, index=0, **args):
     model = stub_model(answers, enable_history=True)
-    made = Task(
-        workflow=kind,
-        raw_task=raw_task or {},
-        workflow_args=args,
-        index={"taskset": "t", "index": index},
-        format_args=format_args or FormatConfig(),
-    )
+    place = {"taskset": "t", "index": index}
+    made = Task(workflow=kind, raw_task=raw_task or {}, workflow_args=args, index=place)
     return await execute(lambda: made.to_workflow(model), kind), model
 
 
