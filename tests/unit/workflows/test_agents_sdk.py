@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.workflows.running import running
+from tests.unit.workflows.tiny_engines import running
 from trinity_mq.config import load_config
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob

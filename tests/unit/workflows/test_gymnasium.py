@@ -9,9 +9,8 @@ import pytest
 from gymnasium import spaces
 
 from tests.unit.workflows import text_environments
-from tests.unit.workflows.running import running
 from tests.unit.workflows.text_environments import CREATED
-from tests.unit.workflows.tiny_engines import make_generator
+from tests.unit.workflows.tiny_engines import make_generator, running
 from tests.waiting import until
 from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import Task, TaskError, check_arguments, execute

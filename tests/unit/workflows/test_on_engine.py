@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.unit.workflows.running import running
-from tests.unit.workflows.tiny_engines import make_generator
+from tests.unit.workflows.tiny_engines import make_generator, running
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.engines.generation.request import ScoreRequest

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from tests.unit.workflows.running import running
+from tests.unit.workflows.tiny_engines import running
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.testing.scripted import CHAT_TEMPLATE, ScriptedGenerator, byte_codec
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow

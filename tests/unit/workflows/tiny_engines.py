@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from tests.unit.models.conftest import VERSION, _serving
-from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.model_folder import ensure_model_folder
+from trinity_mq.scheduling import WorkflowRunner
 
 PRINTABLE = "".join(dict.fromkeys(string.printable))
 """A vocabulary that covers English prompts."""
@@ -41,6 +42,26 @@ async def tiny_engine(generator, name="tiny", lease=60.0):
     names = {"engine_id": name, "model_name": name, "model_path": f"/{name}"}
     async with _serving(generator, **names, token="t", lease=lease) as server:
         yield InferenceModel(name, server.url, name, f"/{name}", VERSION)
+
+
+@asynccontextmanager
+async def running(generator, tmp_path, *, max_prompt_tokens=5000, max_response_tokens=3000, **explorer):
+    """Yield a WorkflowRunner whose engine serves ``generator``."""
+    rollout = {"enable_history": True, **explorer.pop("rollout_model", {})}
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+    config = Config.model_validate(
+        {
+            "run_dir": str(tmp_path),
+            "model": {"tiny": {}, "max_model_len": 8192, **limits},
+            "explorer": {"max_timeout": 50.0, "max_retry_times": 0, "rollout_model": rollout, **explorer},
+        }
+    )
+    async with tiny_engine(generator) as engine:
+        runner = WorkflowRunner(config, engine)
+        try:
+            yield runner
+        finally:
+            await runner.close()
 
 
 class ScriptedJudge:
