@@ -9,7 +9,7 @@ import torch
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.engines.torch import decoding, sampling
 from trinity_mq.engines.torch.decoding import GenerationCancelled
-from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.generator import SCORE_TOKENS, TextGenerator, _batches
 from trinity_mq.engines.torch.sampling import choose
 
 Reference = Callable[..., torch.Tensor]
@@ -129,6 +129,13 @@ def test_score_is_the_plain_forward_pass_for_every_token(
         ids = list(asked.token_ids)
         wanted = plain_logprobs(shared_generator, ids[:1], ids[1:], asked.temperature)
         assert torch.allclose(torch.tensor(found), wanted, atol=1e-5, rtol=0)
+
+
+def test_scoring_is_cut_into_passes_of_bounded_size() -> None:
+    requests = [ScoreRequest([1] * length) for length in (SCORE_TOKENS + 5, 3, 3, SCORE_TOKENS // 2, SCORE_TOKENS // 2)]
+    parts = _batches(requests)
+    assert [request for part in parts for request in part] == requests
+    assert [len(part) for part in parts] == [1, 2, 2]
 
 
 def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:

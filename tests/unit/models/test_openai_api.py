@@ -195,6 +195,8 @@ async def test_max_tokens_beyond_the_window_ends_with_length(post: Post) -> None
     _, answer = await post("/v1/completions", body)
     lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
     assert max(lengths) == 4
+    _, short = await post("/v1/chat/completions", question(max_tokens=None, max_completion_tokens=2, seed=0, n=16))
+    assert short["usage"]["completion_tokens"] <= 32
     assert {c["finish_reason"] for c in answer["choices"] if len(c["token_ids"]) == 4 and c["token_ids"][-1] != 1} == {
         "length"
     }
@@ -252,6 +254,9 @@ async def test_what_cannot_be_streamed_is_refused_with_a_status(post: Post) -> N
     assert "stream one prompt a request" in answer["error"]["message"]
     status, answer = await post("/v1/chat/completions", question(stream=True), **{"X-TMQ-Version": "1.6"})
     assert (status, answer["error"]["code"]) == (409, "version_mismatch")
+    status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "latest"})
+    assert status == 400
+    assert "wanted generation.step" in answer["error"]["message"]
     status, answer = await post("/v1/chat/completions", question(stream=True, stream_options={"include_usage": "x"}))
     assert (status, answer["error"]["param"]) == (400, "stream_options.include_usage")
 

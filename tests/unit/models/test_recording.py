@@ -300,6 +300,8 @@ async def test_a_prompt_too_long_is_told_and_recorded_masked(wrap: Wrap, stream:
 async def test_errors_of_streams_are_typed(wrap: Wrap, engine: Overheard, server: EngineServer) -> None:
     with pytest.raises(VersionMismatch):
         await ask(wrap(pinned=(1, 6)), sync=False, stream=True)
+    with pytest.raises(ValueError, match="stream with get_openai_client"):
+        await wrap().chat_async(MESSAGES, stream=True)
     model = wrap()
     engine.hold = Hold(steps=2)
     engine.hold.left = _break  # type: ignore[method-assign]

@@ -275,6 +275,12 @@ def test_discrete_actions_are_read(answer, action):
         actions.read(answer)
 
 
+def test_discrete_actions_without_names_are_numbers_and_names_come_before_numbers():
+    actions = DiscreteActions(spaces.Discrete(3), [])
+    assert (actions.read("2"), actions.example, actions.form) == (2, "0", "The actions are the numbers from 0 to 2")
+    assert DiscreteActions(spaces.Discrete(2), ["1", "0"]).read("1") == 0
+
+
 def test_a_text_is_an_action_as_a_whole():
     actions = TextActions(spaces.Text(5, min_length=2))
     assert actions.read("go on <action> stop </action>") == "stop"

@@ -202,6 +202,12 @@ async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_pat
 
 
 @STEPS
+def test_a_client_is_only_made_if_it_is_wanted(kind, stub_model):
+    model = stub_model([], enable_history=True)
+    assert kind(task=Task(workflow=kind), model=model, use_openai_client=False).client is None
+
+
+@STEPS
 async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(tmp_path, kind):
     made = []
 
