@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from tests.unit.models.conftest import VERSION, _serving
+from tests.unit.models.test_other_servers import other_server
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models import InferenceModel
@@ -18,18 +19,10 @@ PRINTABLE = "".join(dict.fromkeys(string.printable))
 
 def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, chat_template=None):
     """Return a tiny model of that vocabulary, with weights from the seed. None: the model's chat template."""
-    config = ModelConfig(
-        tiny=TinyModelConfig(
-            characters=characters,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            max_position_embeddings=max_model_len,
-        ),
-        max_model_len=max_model_len,
-        max_prompt_tokens=max_model_len - 16,
-        max_response_tokens=16,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    tiny = TinyModelConfig(characters=characters, max_position_embeddings=max_model_len, **sizes)
+    limits = {"max_prompt_tokens": max_model_len - 16, "max_response_tokens": 16}
+    config = ModelConfig(tiny=tiny, max_model_len=max_model_len, **limits)
     path = ensure_model_folder(config, folder, seed)
     if chat_template is not None:
         (path / "chat_template.jinja").write_text(chat_template)
@@ -75,8 +68,7 @@ class ScriptedJudge:
         self.asked = []
         self.model = None
 
-    async def chat(self, request):
-        body = await request.json()
+    def answer(self, body):
         self.asked.append(body["messages"])
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if callable(answer):
@@ -95,15 +87,6 @@ class ScriptedJudge:
 async def scripted_judge(*answers):
     """Serve a ScriptedJudge on a free port."""
     judge = ScriptedJudge(answers)
-    app = web.Application(client_max_size=2**24)
-    app.router.add_post("/v1/chat/completions", judge.chat)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    judge.model = InferenceModel(id="j", url=f"http://127.0.0.1:{port}", name="judge", role="auxiliary")
-    try:
+    async with other_server(judge.answer) as (url, _):
+        judge.model = InferenceModel(id="j", url=url, name="judge", role="auxiliary")
         yield judge
-    finally:
-        await runner.cleanup()
