@@ -220,6 +220,13 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_full_logprobs() -> None
     assert set(only.tolist()) == {1}
 
 
+def test_rows_mix_greedy_truncated_and_plain() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log().expand(3, 4)
+    uniforms = torch.tensor([0.999, 0.999, 0.999], dtype=torch.float64)
+    tokens, _ = choose(logits, torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0, 0.7, 1.0]), uniforms)
+    assert tokens.tolist() == [1, 2, 3]
+
+
 def test_the_largest_uniform_never_points_at_an_impossible_token() -> None:
     logits = torch.tensor([[2.0, 1.0, -torch.inf, -torch.inf], [-torch.inf, -torch.inf, 0.0, -torch.inf]])
     largest = torch.nextafter(torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))

@@ -33,6 +33,7 @@ def test_existing_folder_is_kept_and_one_of_other_settings_refused(model_config:
     folder = ensure_model_folder(model_config, tmp_path / "model", 0)
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert ensure_model_folder(model_config, folder, 0) == folder
+    assert ensure_model_folder(ModelConfig(model_path=str(folder)), Path("unused"), 0) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     with pytest.raises(ModelError, match=r"seed: 0 in the folder, 5 in the configuration"):
         ensure_model_folder(model_config, folder, 5)

@@ -257,6 +257,8 @@ async def test_what_cannot_be_streamed_is_refused_with_a_status(post: Post) -> N
     status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "latest"})
     assert status == 400
     assert "wanted generation.step" in answer["error"]["message"]
+    status, answer = await post("/v1/tokenize", {})
+    assert (status, answer["error"]["message"]) == (400, "give either prompt or messages")
     status, answer = await post("/v1/chat/completions", question(stream=True, stream_options={"include_usage": "x"}))
     assert (status, answer["error"]["param"]) == (400, "stream_options.include_usage")
 

@@ -202,6 +202,8 @@ async def test_usage_and_logprobs_come_where_they_are_asked_for(wrap: Wrap, engi
     assert plain.choices[0].logprobs is None, "texts of tokens are not sent for the recording alone"
     [plain] = await ask(model, sync=False, logprobs=True)
     assert len(plain.choices[0].logprobs.content) == len(plain.choices[0].token_ids)
+    [short] = await ask(model, sync=False, max_completion_tokens=2)
+    assert len(short.choices[0].token_ids) <= 2
     assert_equal_to_what_was_sampled(model.extract_experience_from_history(), engine)
 
 
@@ -278,6 +280,8 @@ async def test_without_history_nothing_is_asked_for_or_kept(wrap: Wrap) -> None:
     model = wrap(enable_history=False)
     [answer] = await ask(model, sync=False)
     assert not hasattr(answer.choices[0], "token_ids")
+    with pytest.raises(ValueError, match="enable_history=true"):
+        model.extract_experience_from_history()
     assert model.model_version == (1, 7)
     assert await ask(model, sync=False, stream=True)
 

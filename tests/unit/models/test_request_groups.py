@@ -84,6 +84,14 @@ async def test_what_is_asked_together_is_sampled_together_and_answered_as_alone(
     assert all(answer["weight_version"] == [1, 7] for answer in grouped)
 
 
+async def test_prompts_go_in_groups_too(acquainted: EngineClients, server: EngineServer) -> None:
+    body = {"prompt": ["1+", "2+"], "max_tokens": 2, "temperature": 0}
+    answers = await asyncio.gather(
+        acquainted.post_async(server.url + "/v1/completions", body, {}, 30.0), ask(acquainted, server, question("3+4="))
+    )
+    assert [len(answer["choices"]) for answer in answers] == [2, 1]
+
+
 async def test_each_of_a_group_has_an_error_of_its_own(acquainted: EngineClients, server: EngineServer) -> None:
     found = await asyncio.gather(
         ask(acquainted, server, question("1+2=")),
