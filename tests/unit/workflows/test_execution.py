@@ -188,6 +188,17 @@ async def test_what_a_workflow_raises_fails_its_run(is_async, fault, error, said
         await run(workflow(raiser(fault), is_async=is_async))
 
 
+@BOTH
+async def test_a_workflow_without_its_method_says_which(is_async):
+    flag = is_async
+
+    class Empty(Workflow):
+        is_async = flag
+
+    with pytest.raises(NotImplementedError, match=r"run_async\(\)" if is_async else r"no run\(\)"):
+        await run(Empty)
+
+
 def test_older_names_of_the_flags():
     class Made(Workflow):
         can_repeat = True

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
+from trinity_mq.config import FormatConfig
 from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.games import FrozenLake, LakeError, LakeMap, make_lake
@@ -185,6 +186,18 @@ async def test_terse_and_without_memory(kind, stub_model):
         [{"role": "user", "content": "FPF\nFHF\nHFG"}],
         [{"role": "user", "content": "FPF\nFHF\nHFG"}],
     ]
+
+
+@BOTH
+def test_the_record_comes_before_the_arguments(kind, stub_model):
+    made = task(
+        kind,
+        raw_task={"size": 3, "seed": 5, "slippery": None, "question": "q"},
+        workflow_args={"size": 6, "slippery": True},
+        format_args=FormatConfig(system_prompt="Mine."),
+    )
+    arguments = made.to_workflow(model_of(stub_model)).arguments
+    assert (arguments.size, arguments.seed, arguments.slippery) == (3, 5, True)
 
 
 @BOTH

@@ -4,6 +4,7 @@ import pytest
 
 from trinity_mq.models import PromptTooLong
 from trinity_mq.rewards.text import char_match
+from trinity_mq.rollout.failures import reward_fault
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows import (
     AsyncMathWorkflow,
@@ -12,6 +13,7 @@ from trinity_mq.workflows import (
     MathWorkflow,
     SimpleWorkflow,
     Task,
+    TaskError,
     execute,
 )
 
@@ -119,6 +121,26 @@ async def test_a_prompt_that_is_too_long_is_a_failure_and_is_not_judged(kind, st
     base = task(MathBoxedWorkflow, workflow_args={"use_base": True}, reward_fn=never)
     with pytest.raises(PromptTooLong):
         await run(base.to_workflow(stub_model([("2", "prompt_truncated")])))
+
+
+@BOTH
+async def test_a_reward_that_is_no_number_is_blamed_on_its_function(kind, stub_model):
+    def broken(response, truth, *, finished):
+        return {"accuracy": float("nan"), "speed": float("-inf")} if response == "2" else {"accuracy": 1.0}
+
+    workflow = task(kind, reward_fn=broken).to_workflow(stub_model(["2", "3"]))
+    workflow.set_repeat_times(2, 0)
+    wrong, right = await run(workflow)
+    fault = reward_fault(kind, [wrong], needed=True)
+    place = f"test_single_turn.py:{broken.__code__.co_firstlineno}"
+    assert fault.endswith(f"broken ({place}) returned accuracy=nan, speed=-inf, wanted finite numbers")
+    assert reward_fault(kind, [right], needed=True) is None
+
+
+@BOTH
+def test_whether_a_run_is_greedy_is_true_or_false(kind, stub_model):
+    with pytest.raises(TaskError, match="greedy_baseline is 'yes', wanted true or false"):
+        task(kind, workflow_args={"greedy_baseline": "yes"}).to_workflow(stub_model([]))
 
 
 async def test_the_reward_is_not_computed_on_the_event_loop(stub_model):
