@@ -1,7 +1,5 @@
 """A real tiny model, made once, and a real server around it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """A tiny model taught one conversation by heart: it calls a tool, hears the result, and answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,8 @@
 """What the host may do to an engine, over HTTP, with real weights."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -48,19 +47,24 @@ class Sender:
 SPEC = {"epoch": 1, "canary": {"tokens": CANARY}}
 
 
-async def test_weights_are_not_committed_as_another_version_than_they_came_as(
-    serving: Any, generator: TextGenerator, admin_of: AdminOf
-) -> None:
-    async with serving(generator, Sender(generator), version=None) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {"timeout": 5})
-        await admin.post("receive", {"spec": {**SPEC, "version": [2, 2]}})
-        with pytest.raises(EngineRefused, match=r"received weights belong to \(2, 2\)"):
-            await admin.post("commit", {"version": [2, 0]})
-        assert (await admin.post("commit", {"version": [2, 2]}))["state"]["version"] == [2, 2]
+@pytest.fixture
+def sender(generator: TextGenerator) -> Sender:
+    return Sender(generator)
 
 
-async def test_pause_receive_commit(
+@pytest.fixture
+async def server(serving: Any, generator: TextGenerator, sender: Sender) -> AsyncIterator[EngineServer]:
+    """An engine with weights of version 1.7."""
+    async with serving(generator, sender) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(server: EngineServer, admin_of: AdminOf) -> EngineAdmin:
+    return admin_of(server)
+
+
+async def test_weights_are_received_while_paused_and_committed_as_the_version_that_they_came_as(
     serving: Any, generator: TextGenerator, admin_of: AdminOf, plain_logprobs: Any
 ) -> None:
     sender = Sender(generator)
@@ -80,10 +84,18 @@ async def test_pause_receive_commit(
         assert torch.equal(named_weights(generator.model)["lm_head.weight"], sender.tensors["lm_head.weight"])
         state = (await admin.post("commit", {"version": [1, 0], "progress": 4}))["state"]
         assert (state["state"], state["version"], state["progress"]) == ("current", [1, 0], 4)
+        assert (await admin.post("commit", {"version": [1, 0], "progress": 5}))["state"]["progress"] == 5
+        with pytest.raises(EngineRefused, match=r"holds \(1, 0\)"):
+            await admin.post("commit", {"version": [1, 1]})
         data = await admin.weight("lm_head.weight")
         assert torch.equal(load(data)["lm_head.weight"], sender.tensors["lm_head.weight"])
         with pytest.raises(EngineRefused, match="no weight 'x'"):
             await admin.weight("x")
+        await admin.post("pause", {"timeout": 5})
+        await admin.post("receive", {"spec": {**SPEC, "version": [2, 2]}})
+        with pytest.raises(EngineRefused, match=r"received weights belong to \(2, 2\)"):
+            await admin.post("commit", {"version": [2, 0]})
+        assert (await admin.post("commit", {"version": [2, 2]}))["state"]["version"] == [2, 2]
 
 
 async def test_held_requests_go_on_with_the_new_weights(
@@ -102,141 +114,114 @@ async def test_held_requests_go_on_with_the_new_weights(
             assert (await response.json())["choices"][0]["weight_versions"] == [[0, 1, 8]]
 
 
-async def test_a_failed_transfer_leaves_the_old_weights(
-    serving: Any, generator: TextGenerator, admin_of: AdminOf
-) -> None:
-    sender = Sender(generator)
-    async with serving(generator, sender) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {})
-        sender.error = RuntimeError("peer 2 is gone")
-        with pytest.raises(ReceiveFailed, match="RuntimeError: peer 2 is gone") as caught:
-            await admin.post("receive", {"spec": SPEC})
-        assert (caught.value.status, caught.value.touched) == (500, False)
-        sender.error = None
-        sender.tensors.pop("lm_head.weight")
-        with pytest.raises(ReceiveFailed, match="weights are missing") as caught:
-            await admin.post("receive", {"spec": SPEC})
-        assert not caught.value.touched
-        state = (await admin.post("resume", {}))["state"]
-        assert (state["state"], state["version"]) == ("current", [1, 7])
+async def test_a_failed_transfer_leaves_the_old_weights(admin: EngineAdmin, sender: Sender) -> None:
+    await admin.post("pause", {})
+    sender.error = RuntimeError("peer 2 is gone")
+    with pytest.raises(ReceiveFailed, match="RuntimeError: peer 2 is gone") as caught:
+        await admin.post("receive", {"spec": SPEC})
+    assert (caught.value.status, caught.value.touched) == (500, False)
+    sender.error = None
+    sender.tensors.pop("lm_head.weight")
+    with pytest.raises(ReceiveFailed, match="weights are missing") as caught:
+        await admin.post("receive", {"spec": SPEC})
+    assert not caught.value.touched
+    state = (await admin.post("resume", {}))["state"]
+    assert (state["state"], state["version"]) == ("current", [1, 7])
 
 
 async def test_a_transfer_that_fails_half_way_is_dirty(
-    serving: Any, generator: TextGenerator, admin_of: AdminOf, monkeypatch: pytest.MonkeyPatch
+    admin: EngineAdmin, generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(checked: object) -> None:
         raise RuntimeError("copy failed")
 
-    async with serving(generator, Sender(generator)) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {})
-        with monkeypatch.context() as patch:
-            patch.setattr(generator, "apply", broken)
-            with pytest.raises(ReceiveFailed, match="copy failed") as caught:
-                await admin.post("receive", {"spec": SPEC})
-        assert caught.value.touched
-        with pytest.raises(EngineRefused, match="is dirty"):
-            await admin.post("commit", {"version": [1, 8]})
-        assert (await admin.post("resume", {}))["state"]["state"] == "dirty"
-        await admin.post("pause", {})
-        await admin.post("receive", {"spec": SPEC})
-        assert (await admin.post("commit", {"version": [1, 9]}))["state"]["version"] == [1, 9]
-
-
-async def test_applied_but_not_committed_is_dirty(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
-    async with serving(generator, Sender(generator)) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {})
-        await admin.post("receive", {"spec": SPEC})
-        state = (await admin.post("resume", {}))["state"]
-        assert (state["state"], state["version"]) == ("dirty", None)
-
-
-async def test_resume_cuts_a_stuck_transfer_off(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
-    sender = Sender(generator)
-    sender.stuck = True
-    async with serving(generator, sender) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {})
-        receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
-        await sender.entered.wait()
-        with pytest.raises(EngineRefused, match="in progress"):
+    await admin.post("pause", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(generator, "apply", broken)
+        with pytest.raises(ReceiveFailed, match="copy failed") as caught:
             await admin.post("receive", {"spec": SPEC})
-        state = (await admin.post("resume", {}))["state"]
-        assert (state["state"], state["version"]) == ("current", [1, 7])
-        with pytest.raises(ReceiveFailed, match="aborted") as caught:
-            await receiving
-        assert not caught.value.touched
+    assert caught.value.touched
+    with pytest.raises(EngineRefused, match="is dirty"):
+        await admin.post("commit", {"version": [1, 8]})
+    assert (await admin.post("resume", {}))["state"]["state"] == "dirty"
+    await admin.post("pause", {})
+    await admin.post("receive", {"spec": SPEC})
+    state = (await admin.post("resume", {}))["state"]
+    assert (state["state"], state["version"]) == ("dirty", None), "applied and not committed"
+    await admin.post("pause", {})
+    await admin.post("receive", {"spec": SPEC})
+    assert (await admin.post("commit", {"version": [1, 9]}))["state"]["version"] == [1, 9]
 
 
-async def test_a_transfer_has_a_deadline(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
-    sender = Sender(generator)
+async def test_resume_cuts_a_stuck_transfer_off(admin: EngineAdmin, sender: Sender) -> None:
     sender.stuck = True
-    async with serving(generator, sender) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {})
-        with pytest.raises(ReceiveFailed, match="it timed out"):
-            await admin.post("receive", {"spec": SPEC, "timeout": 0.05})
-        assert (await admin.post("resume", {}))["state"]["version"] == [1, 7]
+    await admin.post("pause", {})
+    receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
+    await sender.entered.wait()
+    with pytest.raises(EngineRefused, match="in progress"):
+        await admin.post("receive", {"spec": SPEC})
+    state = (await admin.post("resume", {}))["state"]
+    assert (state["state"], state["version"]) == ("current", [1, 7])
+    with pytest.raises(ReceiveFailed, match="aborted") as caught:
+        await receiving
+    assert not caught.value.touched
 
 
-async def test_a_host_that_hangs_up_ends_its_transfer(
-    serving: Any, generator: TextGenerator, admin_of: AdminOf
-) -> None:
-    sender = Sender(generator)
+async def test_a_transfer_has_a_deadline(admin: EngineAdmin, sender: Sender) -> None:
     sender.stuck = True
-    async with serving(generator, sender) as server:
-        admin = admin_of(server)
-        await admin.post("pause", {"lease": 0.2})
-        receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
-        await sender.entered.wait()
-        receiving.cancel()
-        await asyncio.wait({receiving})
-        async with asyncio.timeout(5):
-            await server.state.running.wait()  # the pause's lease runs out once nothing is under way
-        assert (await admin.state())["version"] == [1, 7]
+    await admin.post("pause", {})
+    with pytest.raises(ReceiveFailed, match="it timed out"):
+        await admin.post("receive", {"spec": SPEC, "timeout": 0.05})
+    assert (await admin.post("resume", {}))["state"]["version"] == [1, 7]
+
+
+async def test_a_host_that_hangs_up_ends_its_transfer(server: EngineServer, admin: EngineAdmin, sender: Sender) -> None:
+    sender.stuck = True
+    await admin.post("pause", {"lease": 0.2})
+    receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
+    await sender.entered.wait()
+    await asyncio.sleep(0.3)
+    assert server.state.paused, "the lease stands still while weights arrive"
+    receiving.cancel()
+    await asyncio.wait({receiving})
+    async with asyncio.timeout(5):
+        await server.state.running.wait()  # the pause's lease runs out once nothing is under way
+    assert (await admin.state())["version"] == [1, 7]
 
 
 async def test_a_pause_that_comes_too_late_is_taken_back(
-    serving: Any, generator: TextGenerator, admin_of: AdminOf
+    server: EngineServer, admin: EngineAdmin, generator: TextGenerator
 ) -> None:
-    async with serving(generator) as server:
-        admin = admin_of(server)
-        started = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        generate = generator.generate
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    generate = generator.generate
 
-        def slow(requests: list[GenerationRequest], listener: Any = None) -> Any:
-            loop.call_soon_threadsafe(started.set)
-            import time
+    def slow(requests: list[GenerationRequest], listener: Any = None) -> Any:
+        loop.call_soon_threadsafe(started.set)
+        time.sleep(0.3)
+        return generate(requests, listener)
 
-            time.sleep(0.3)
-            return generate(requests, listener)
-
-        generator.generate = slow  # type: ignore[method-assign, assignment]
-        asked = asyncio.create_task(server.batcher.generate([GenerationRequest([3], 2)], None))
-        await started.wait()
-        with pytest.raises(EngineRefused, match="did not end within") as caught:
-            await admin.post("pause", {"timeout": 0.05})
-        assert caught.value.status == 504
-        assert not server.state.paused
-        await admin.post("pause", {"timeout": 5})
-        assert asked.done() or await asked
-        await admin.post("resume", {})
+    generator.generate = slow  # type: ignore[method-assign, assignment]
+    asked = asyncio.create_task(server.batcher.generate([GenerationRequest([3], 2)], None))
+    await started.wait()
+    with pytest.raises(EngineRefused, match="did not end within") as caught:
+        await admin.post("pause", {"timeout": 0.05})
+    assert caught.value.status == 504
+    assert not server.state.paused
+    await admin.post("pause", {"timeout": 5})
+    assert asked.done() or await asked
+    await admin.post("resume", {})
 
 
-async def test_admin_routes_want_the_token(serving: Any, shared_generator: TextGenerator) -> None:
+async def test_admin_routes_want_the_token_and_sound_bodies(
+    serving: Any, shared_generator: TextGenerator, admin_of: AdminOf
+) -> None:
     async with serving(shared_generator) as server, aiohttp.ClientSession() as session:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             for method, path in (("GET", "state"), ("POST", "shutdown"), ("POST", "pause"), ("GET", "weight")):
                 async with session.request(method, f"{server.url}/admin/{path}", headers=headers) as response:
                     assert response.status == 401
         assert not server.state.paused
-
-
-async def test_bad_bodies_are_refused(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
-    async with serving(shared_generator) as server:
         admin = admin_of(server)
         with pytest.raises(EngineRefused, match="seconds: Input should be greater than 0"):
             await admin.post("lease", {"seconds": 0})
@@ -262,3 +247,6 @@ async def test_shutdown_refuses_new_requests_and_ends(
     async with serving(shared_generator) as server:
         admin = admin_of(server)
         assert (await admin.post("shutdown", {}))["state"]["state"] == "draining"
+        refusal = server.state.problem(None)
+        assert refusal is not None
+        assert (refusal.status, refusal.code) == (503, "engine_stopping")

@@ -1,17 +1,20 @@
 """The queue in front of the model, with a generator that records what it is given."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import copy
 import math
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.batch_step import StaticBatcher
+from trinity_mq.engines.generation.batch_step import PauseMode, StaticBatcher
+from trinity_mq.engines.generation.pause import PauseControl, Spans
 from trinity_mq.engines.generation.request import (
     Completion,
     GenerationListener,
@@ -20,6 +23,9 @@ from trinity_mq.engines.generation.request import (
     Token,
 )
 from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.weights import named_weights
+from trinity_mq.messages import Version
 
 
 class Recorder:
@@ -58,7 +64,7 @@ ASK = GenerationRequest(prompt=[3], max_tokens=1, n=4)
 
 @contextlib.asynccontextmanager
 async def running(
-    recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0, grace: float = 5.0
+    recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0
 ) -> AsyncIterator[tuple[StaticBatcher, EngineState]]:
     state = EngineState()
     state.phase, state.version = "current", (1, 2)
@@ -70,7 +76,7 @@ async def running(
         finally:
             state.resume()
             recorder.gate.set()
-            await rounds.close(grace)
+            await rounds.close(5.0)
 
 
 async def test_requests_that_come_together_share_a_round_off_the_loop() -> None:
@@ -96,47 +102,20 @@ async def test_a_round_takes_no_more_than_max_batch_sequences() -> None:
     assert recorder.rounds == [2, 2, 1, 1]
 
 
-async def test_who_goes_away_before_the_round_is_dropped() -> None:
-    recorder = Recorder()
-    recorder.gate.clear()
-    async with running(recorder) as (rounds, _):
-        first = asyncio.create_task(rounds.generate([ASK], None))
-        await asyncio.to_thread(recorder.started.wait)
-        waiting = [asyncio.create_task(rounds.generate([ASK], None)) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert rounds.load == 16
-        waiting[1].cancel()
-        recorder.gate.set()
-        await asyncio.gather(first, waiting[0], waiting[2])
-        assert waiting[1].cancelled()
-    assert recorder.rounds == [1, 2]
-
-
-async def test_while_paused_requests_wait_and_then_go_on() -> None:
+async def test_while_paused_requests_wait_and_a_pin_is_checked_when_their_round_starts() -> None:
     recorder = Recorder()
     async with running(recorder) as (rounds, state):
         state.pause(60.0)
-        asked = [asyncio.create_task(rounds.generate([ASK], None)) for _ in range(2)]
+        asked = [asyncio.create_task(rounds.generate([ASK], pin)) for pin in (None, None, (1, 2))]
         await asyncio.sleep(0.05)
         assert recorder.rounds == []
         state.touch()
         state.applied = True
         state.commit((1, 3), 9)
-        assert [version for [(_, version)] in await asyncio.gather(*asked)] == [(1, 3), (1, 3)]
-    assert recorder.rounds == [2]
-
-
-async def test_a_pin_is_checked_when_the_round_starts() -> None:
-    recorder = Recorder()
-    async with running(recorder) as (rounds, state):
-        state.pause(60.0)
-        asked = asyncio.create_task(rounds.generate([ASK], (1, 2)))
-        await asyncio.sleep(0.02)
-        state.touch()
-        state.applied = True
-        state.commit((1, 3), 9)
+        assert [version for [(_, version)] in await asyncio.gather(*asked[:2])] == [(1, 3), (1, 3)]
         with pytest.raises(ApiError, match=r"pinned to version 1\.2, the engine holds 1\.3"):
-            await asked
+            await asked[2]
+    assert recorder.rounds == [2]
 
 
 async def test_a_pause_without_end_is_not_waited_for() -> None:
@@ -145,44 +124,6 @@ async def test_a_pause_without_end_is_not_waited_for() -> None:
         with pytest.raises(ApiError, match="has been paused") as caught:
             await rounds.generate([ASK], None)
         assert caught.value.status == 503
-
-
-async def test_a_pause_ends_by_itself_with_its_lease() -> None:
-    async with running(Recorder()) as (rounds, state):
-        state.pause(0.05)
-        [(_, version)] = await rounds.generate([ASK], None)
-        assert version == (1, 2)
-        assert not state.paused
-
-
-async def test_idle_waits_for_the_running_round_only() -> None:
-    recorder = Recorder()
-    recorder.gate.clear()
-    async with running(recorder) as (rounds, state):
-        asked = asyncio.create_task(rounds.generate([ASK], None))
-        await asyncio.to_thread(recorder.started.wait)
-        state.pause(60.0)
-        idle = asyncio.create_task(rounds.idle())
-        late = asyncio.create_task(rounds.generate([ASK], None))
-        await asyncio.sleep(0.02)
-        assert not idle.done()
-        recorder.gate.set()
-        await idle
-        await asked
-        assert not late.done()
-        state.resume()
-        await late
-
-
-async def test_a_failed_round_is_answered_and_the_next_one_runs() -> None:
-    recorder = Recorder()
-    recorder.fail = True
-    async with running(recorder) as (rounds, _):
-        with pytest.raises(ApiError, match="generation failed: RuntimeError: out of memory") as caught:
-            await rounds.generate([ASK], None)
-        assert caught.value.status == 500
-        recorder.fail = False
-        assert await rounds.generate([ASK], None)
 
 
 async def test_closing_finishes_the_round_and_refuses_what_waits() -> None:
@@ -282,3 +223,168 @@ async def test_a_request_without_a_number_fails_alone() -> None:
         good, bad = await asyncio.gather(*asked, return_exceptions=True)
     assert not isinstance(good, BaseException)
     assert "the logprob of a token of this request is not a number" in str(bad)
+
+
+# -- new weights while a batch step runs, on a real small model: it is paused and goes on (keep), or restarts (abort)
+
+
+OLD, NEW = (1, 2), (1, 3)
+AT = 5
+PROMPT = [3, 4, 5]
+REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=12, n=2, seed=7)
+
+
+class At(PauseControl):
+    """Begins the sync's pause when the batch step is before step :data:`AT`, and lets the batch step wait there."""
+
+    def __init__(self, report_paused: Callable[[float], None], mode: PauseMode) -> None:
+        super().__init__(report_paused)
+        self._mode, self.begun = mode, asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def between(self, step: int, spans: Spans) -> Version | None:
+        if step == AT and len(spans) == 1 and not self.begun.is_set():
+            self.hold() if self._mode == "keep" else self.cut()
+            self._loop.call_soon_threadsafe(self.begun.set)
+        return super().between(step, spans)
+
+
+class PausedBatcher(StaticBatcher):
+    """A batcher with the pause of :class:`At`."""
+
+    def __init__(self, *args: Any, pause_mode: PauseMode, **how: Any) -> None:
+        super().__init__(*args, pause_mode=pause_mode, **how)
+        self.at = self._pause_control = At(self._report_paused, pause_mode)
+
+
+@contextlib.asynccontextmanager
+async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tuple[StaticBatcher, EngineState, At]]:
+    state = EngineState()
+    state.phase, state.version = "current", OLD
+    batcher = PausedBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(batcher.run())
+        try:
+            yield batcher, state, batcher.at
+        finally:
+            await batcher.close(5.0)
+            running.cancel()
+
+
+def other_weights(generator: TextGenerator) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(weight.shape, generator=made) * 0.1 + float(weight.dim() == 1)
+        for name, weight in named_weights(generator.model).items()
+    }
+
+
+async def sync(
+    batcher: StaticBatcher, state: EngineState, generator: TextGenerator, weights: dict[str, torch.Tensor]
+) -> None:
+    """What the admin routes do."""
+    state.pause(30.0)
+    await batcher.idle()
+    checked = await batcher.call(lambda: generator.check(weights))
+    state.touch()
+    await batcher.call(lambda: generator.apply(checked))
+    state.applied = True
+    state.commit(NEW, 1)
+
+
+def reference(before: Any, after: Any, tokens: list[int]) -> torch.Tensor:
+    """Logprobs of ``tokens``: the context up to token AT - 1 read by ``before``, the rest by ``after``."""
+    ids, cut = torch.tensor([[*PROMPT, *tokens]]), len(PROMPT) + AT - 1
+    cache = DynamicCache(config=before.config)
+    with torch.no_grad():
+        first = before(ids[:, :cut], past_key_values=cache, use_cache=True).logits
+        rest = after(ids[:, cut:], past_key_values=cache, use_cache=True).logits
+    distribution = torch.cat([first, rest], 1)[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    return distribution.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+async def test_a_round_that_is_kept_goes_on_under_the_new_weights_and_its_tokens_say_so(
+    generator: TextGenerator,
+) -> None:
+    before = copy.deepcopy(generator.model)
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        scored = asyncio.ensure_future(batcher.score([ScoreRequest(PROMPT)], None))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        [(completions, oldest)] = await asked
+        await scored
+    assert oldest == OLD
+    for completion in completions:
+        assert len(completion.token_ids) > AT, "another seed: it must be longer than the pause comes late"
+        assert completion.versions == ((0, *OLD), (AT, *NEW))
+        wanted = reference(before, generator.model, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+async def test_a_stream_that_is_kept_says_where_the_weights_changed(generator: TextGenerator) -> None:
+    tokens: list[Token] = []
+    async with serving(generator, "keep") as (batcher, state, pause_control), batcher.stream(REQUEST, None) as stream:
+        assert await stream.begun() == OLD
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        async for news in stream:
+            tokens += news
+    for choice in range(REQUEST.n):
+        versions = [token.version for token in tokens if token.choice == choice]
+        assert [place for place, version in enumerate(versions) if version] == [AT]
+        assert versions[AT] == NEW
+
+
+async def test_a_round_that_is_aborted_begins_anew_under_the_new_weights(generator: TextGenerator) -> None:
+    async with serving(generator, "abort") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        [(completions, version)] = await asked
+        [again] = generator.generate([REQUEST])
+    assert version == NEW
+    assert [one.token_ids for one in completions] == [one.token_ids for one in again]
+
+
+async def test_a_stream_that_is_aborted_ends_with_an_error_that_says_why(generator: TextGenerator) -> None:
+    async with serving(generator, "abort") as (batcher, state, pause_control), batcher.stream(REQUEST, None) as stream:
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        with pytest.raises(ApiError, match="new weights arrived"):
+            async for _ in stream:
+                pass
+
+
+async def test_a_round_kept_through_a_sync_that_fails_untouched_goes_on_as_it_was(generator: TextGenerator) -> None:
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
+        state.pause(30.0)
+        await batcher.idle()
+        state.resume()
+        [(completions, version)] = await asked
+        [plain] = generator.generate([REQUEST])
+    assert version == OLD
+    assert [(one.token_ids, one.versions) for one in completions] == [(one.token_ids, ()) for one in plain]
+
+
+async def test_a_round_whose_weights_are_gone_is_not_finished_by_what_is_there(generator: TextGenerator) -> None:
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
+        state.pause(30.0)
+        await batcher.idle()
+        state.touch()
+        state.resume()
+        with pytest.raises(ApiError, match="waits for weights"):
+            await asked
+
+
+async def test_a_kept_answer_to_a_request_pinned_to_the_old_version_is_refused(generator: TextGenerator) -> None:
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], OLD))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        with pytest.raises(ApiError, match="pinned to version"):
+            await asked

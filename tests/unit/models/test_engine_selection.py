@@ -1,18 +1,12 @@
 import asyncio
-import socket
 from collections import Counter
 
 import pytest
 
-from tests.unit.rollout.scripted_engine import scripted_engine
-from trinity_mq.config import Config
-from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
-from trinity_mq.models import InferenceModel
+from trinity_mq.messages import Heartbeat
 from trinity_mq.models.engine_selection import BACKOFF, STALE, EngineSelector
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.workflows import Workflow
 
 
 class Engines:
@@ -110,46 +104,3 @@ def test_without_weights_or_role_or_address():
         assert engines.chosen(2) == {"empty": 2}
 
     run_virtually(main())
-
-
-class Asks(Workflow):
-    is_async = True
-
-    async def run_async(self):
-        experiences = await self.model.chat_async([{"role": "user", "content": "q"}])
-        for experience in experiences:
-            experience.reward = 1.0
-        return experiences
-
-
-async def test_runs_on_an_engine_that_dies_go_elsewhere_at_the_cost_of_no_attempt():
-    config = Config.model_validate({"model": {"tiny": {}}})
-    task = TaskBody(workflow=f"{__name__}.Asks")
-    piece = TaskSlice(
-        batch=1, ticket="t", task_id=0, repeat_times=8, task=task, max_timeout=20, slice_timeout=20, max_retry_times=0
-    )
-    engines, runner = Engines(), WorkflowRunner(config)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    async with scripted_engine("lives") as lives:
-        engines.beat("lives", url=lives.model.url, load=1)
-        engines.beat("dies", url=f"http://127.0.0.1:{port}", load=0)
-        asked = []
-
-        class Noted:
-            def __call__(self):
-                asked.append(engines.choice())
-                return asked[-1]
-
-            def lost(self, engine: InferenceModel):
-                engines.choice.lost(engine)
-
-        outcome = await runner.run_slice(piece, Noted())
-        assert (outcome.runs, outcome.message) == (list(range(8)), None)
-        assert len(lives.requests) == 8
-        first_round = Counter(model.id for model in asked[:8])
-        assert first_round["dies"] >= 3
-        assert all(model.id == "lives" for model in asked[8:])
-        outcome = await runner.run_slice(piece, Noted())  # left out from now on
-        assert Counter(model.id for model in asked[-8:]) == {"lives": 8}
-    await runner.close()

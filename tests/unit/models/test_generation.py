@@ -1,21 +1,15 @@
-from __future__ import annotations
-
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.engines.torch.generator import (
-    SCORE_TOKENS,
-    GenerationCancelled,
-    SampledRow,
-    TextGenerator,
-    _batches,
-    decode,
-)
+from trinity_mq.engines.torch import decoding, sampling
+from trinity_mq.engines.torch.generator import SCORE_TOKENS, GenerationCancelled, TextGenerator, _batches
+from trinity_mq.engines.torch.sampling import choose
 
 Reference = Callable[..., torch.Tensor]
 
@@ -57,20 +51,6 @@ def widths_of(generator: TextGenerator) -> Iterator[list[int]]:
         hook.remove()
 
 
-def test_logprobs_stay_right_when_finished_rows_are_dropped(
-    shared_generator: TextGenerator, plain_logprobs: Reference
-) -> None:
-    asked = request(shared_generator, "+372=", n=64, max_tokens=40, seed=3)
-    with widths_of(shared_generator) as widths:
-        [completions] = shared_generator.generate([asked])
-    drops = sum(later < earlier for earlier, later in itertools.pairwise(widths))
-    assert drops >= 2, "the test wants rows to be dropped"
-    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-    for completion in completions:
-        wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 1.0)
-        assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("runs", [2, 3, 8])
 def test_logprobs_stay_right_in_whatever_order_completions_end_and_differ(
     shared_generator: TextGenerator, plain_logprobs: Reference, runs: int
@@ -82,17 +62,6 @@ def test_logprobs_stay_right_in_whatever_order_completions_end_and_differ(
         for completion in completions:
             wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 0.5)
             assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0), seed
-
-
-def test_greedy_is_the_argmax_of_each_step(shared_generator: TextGenerator) -> None:
-    asked = request(shared_generator, "+372=", temperature=0.0, n=2)
-    [[first, second]] = shared_generator.generate([asked])
-    assert first == second
-    ids = list(asked.prompt)
-    for token in first.token_ids:
-        with torch.no_grad():
-            assert shared_generator.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
-        ids.append(token)
 
 
 def test_end_of_sequence_is_kept_in_the_ids_and_cut_from_the_text(shared_generator: TextGenerator) -> None:
@@ -174,8 +143,10 @@ def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:
         generator.generate([request(generator, "+1=", max_tokens=60, stop_ids=frozenset())])
 
 
-def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[SampledRow]:
-    return decode(generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share)
+def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[decoding.SampledRow]:
+    return decoding.decode(
+        generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 0.0])
@@ -211,3 +182,74 @@ def test_sequences_are_as_many_as_the_completions_that_differ(
         rows = sampled(shared_generator, [asked], share=True)
     assert widths == [1, *(len({tuple(row.token_ids[:step]) for row in rows}) for step in range(1, 6))]
     assert widths[1] < widths[-1] <= 32
+
+
+# -- sampling
+
+
+def rows(value: float, count: int) -> torch.Tensor:
+    return torch.full((count,), value)
+
+
+def test_frequencies_follow_the_tempered_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    count = 200_000
+    uniforms = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = choose(logits.expand(count, 4), rows(0.7, count), rows(1.0, count), uniforms)
+    wanted = (logits / 0.7).softmax(-1)
+    assert torch.allclose(torch.bincount(tokens, minlength=4) / count, wanted, atol=4e-3)
+    assert torch.allclose(logprobs, wanted.log()[tokens], atol=1e-6)
+
+
+def test_greedy_takes_the_likeliest_and_reports_untempered_logprobs() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+    tokens, logprobs = choose(logits, rows(0.0, 2), rows(1.0, 2), torch.tensor([0.99, 0.99], dtype=torch.float64))
+    assert tokens.tolist() == [1, 0]
+    assert torch.allclose(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_full_logprobs() -> None:
+    probabilities = torch.tensor([0.1, 0.5, 0.25, 0.15])
+    logits = probabilities.log()
+    uniforms = torch.linspace(0, 0.999999, 101, dtype=torch.float64)
+    tokens, logprobs = choose(logits.expand(101, 4), rows(1.0, 101), rows(0.7, 101), uniforms)
+    assert set(tokens.tolist()) == {1, 2}
+    assert torch.allclose(logprobs.exp(), probabilities[tokens])
+    only, _ = choose(logits.expand(101, 4), rows(1.0, 101), rows(0.2, 101), uniforms)
+    assert set(only.tolist()) == {1}
+
+
+def test_rows_mix_greedy_truncated_and_plain() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log().expand(3, 4)
+    uniforms = torch.tensor([0.999, 0.999, 0.999], dtype=torch.float64)
+    tokens, _ = choose(logits, torch.tensor([0.0, 1.0, 1.0]), torch.tensor([1.0, 0.7, 1.0]), uniforms)
+    assert tokens.tolist() == [1, 2, 3]
+
+
+def test_the_largest_uniform_never_points_at_an_impossible_token() -> None:
+    logits = torch.tensor([[2.0, 1.0, -torch.inf, -torch.inf], [-torch.inf, -torch.inf, 0.0, -torch.inf]])
+    largest = torch.nextafter(torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+    for edge in (0.0, largest.item()):
+        tokens, logprobs = choose(logits, rows(1.0, 2), rows(1.0, 2), torch.tensor([edge, edge], dtype=torch.float64))
+        assert tokens.tolist() == [0 if edge == 0.0 else 1, 2]
+        assert torch.isfinite(logprobs).all()
+
+
+def test_large_vocabularies_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(17, 50, generator=generator)
+    uniforms = torch.rand(17, dtype=torch.float64, generator=generator)
+    whole = choose(logits, rows(0.9, 17), rows(0.8, 17), uniforms)
+    monkeypatch.setattr(sampling, "MAX_ELEMENTS", 100)
+    parts = choose(logits, rows(0.9, 17), rows(0.8, 17), uniforms)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+def test_no_row_fails_the_others() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(4, 1)
+    logits[1] = math.nan
+    top_p = torch.tensor([0.9, 0.9, 1e-320, 0.0])
+    tokens, logprobs = choose(logits, torch.ones(4), top_p, torch.full((4,), 0.99999, dtype=torch.float64))
+    assert tokens.tolist()[2:] == [0, 0], "the likeliest token, however small top_p is"
+    assert [math.isnan(each) for each in logprobs.tolist()] == [False, True, False, False]

@@ -1,7 +1,5 @@
 """The conversion of scripts/get-smollm2, on a tiny model of the same make."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

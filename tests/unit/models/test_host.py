@@ -1,7 +1,5 @@
 """The host with real engine processes; weights come from a receiver that makes them from a seed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select
@@ -64,6 +62,9 @@ async def host_of(tmp_path: Path) -> AsyncIterator[Callable[..., EngineHost]]:
         await host.detach()
         if (ready := ReadyFile.read(host.ready_file)) is not None and ready.lives():
             os.kill(ready.pid, signal.SIGKILL)
+
+
+TEXTS = {"id": "e0", "token": "", "name": "", "model_path": "", "fingerprint": "", "digest": ""}
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -167,9 +168,7 @@ async def test_one_built_from_other_settings_is_replaced_and_a_lease_ends_it(
     assert "lease ran out" in (tmp_path / "logs" / "e0.jsonl").read_text()
 
 
-async def test_sigterm_ends_an_engine_with_code_0(
-    config: Config, host_of: HostOf, tmp_path: Path, command: list[str]
-) -> None:
+async def test_sigterm_ends_an_engine_with_code_0(config: Config, host_of: HostOf, command: list[str]) -> None:
     host = host_of(config, command)
     await host.start()
     ready = ReadyFile.read(host.ready_file)
@@ -201,12 +200,8 @@ async def test_an_engine_that_does_not_start_is_quoted(
     with pytest.raises(EngineFailed, match=says):
         await host.start()
     assert living_children() <= before
-
-
-async def test_a_program_that_is_not_there(config: Config, host_of: HostOf, tmp_path: Path) -> None:
-    host = host_of(config, ["/no/such/program"])
     with pytest.raises(EngineFailed, match="cannot be started"):
-        await host.start()
+        await host_of(config, ["/no/such/program"]).start()
 
 
 async def test_an_engine_that_keeps_dying_is_given_up(config: Config, host_of: HostOf, tmp_path: Path) -> None:
@@ -226,8 +221,7 @@ async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     host = host_of(config, ["/bin/false"])
     frozen = sleeper()
     started = psutil.Process(frozen.pid).create_time()
-    texts = {"id": "e0", "token": "", "name": "", "model_path": "", "fingerprint": "", "digest": ""}
-    ready = ReadyFile(**texts, pid=frozen.pid, create_time=started, url="http://127.0.0.1:9")
+    ready = ReadyFile(**TEXTS, pid=frozen.pid, create_time=started, url="http://127.0.0.1:9")
     monkeypatch.setattr(host, "_lease", 0.4)
     async with aiohttp.ClientSession() as session:
         monkeypatch.setattr(host, "_session", session)
@@ -251,16 +245,7 @@ async def test_the_config_of_an_engine_holds_no_broker_password(
 
 def test_a_ready_file_of_another_process_does_not_live(tmp_path: Path) -> None:
     mine = psutil.Process()
-    fields = {
-        "id": "e0",
-        "pid": mine.pid,
-        "url": "",
-        "token": "",
-        "name": "",
-        "model_path": "",
-        "fingerprint": "",
-        "digest": "",
-    }
+    fields: Any = {**TEXTS, "pid": mine.pid, "url": ""}
     assert ReadyFile(**fields, create_time=mine.create_time()).lives()
     assert not ReadyFile(**fields, create_time=mine.create_time() - 60).lives()
     ReadyFile(**fields, create_time=1.0).write(tmp_path / "ready")
@@ -301,3 +286,22 @@ def test_importing_models_and_the_host_costs_no_torch() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
     assert torch is not None
+
+
+LEAVES = """
+import os, signal, subprocess, sys
+from trinity_mq.engines.host.process import EngineProcess
+
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+children = [subprocess.Popen(["sleep", "60"], **quiet) for _ in range(2)]
+for child in children:
+    EngineProcess(None, child).detach()
+os.kill(children[1].pid, signal.SIGKILL)  # by somebody else: nobody here has waited for it
+print(children[0].pid)
+"""
+
+
+def test_an_engine_that_is_left_alone_lives_on_and_no_forgotten_child_is_complained_about() -> None:
+    done = subprocess.run([sys.executable, "-X", "dev", "-c", LEAVES], capture_output=True, text=True, check=False)
+    os.kill(int(done.stdout), signal.SIGKILL)  # it lives
+    assert (done.returncode, done.stderr) == (0, "")

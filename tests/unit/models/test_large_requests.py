@@ -1,7 +1,5 @@
 """Large requests are read in threads, a bounded number of bytes at a time, while others are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
@@ -18,7 +16,7 @@ from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
 from trinity_mq.runtime import http
-from trinity_mq.runtime.http import BodyReader, ReaderBusy
+from trinity_mq.runtime.http import BodyReader
 from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -154,14 +152,6 @@ async def test_a_reader_counts_what_waits_and_what_runs_and_forgets_who_left() -
     assert await running[1] == "read"
     await until(lambda: reader.held == 0)
     assert await reader.run(100, read) == "read", "its thread is free again"
-
-
-async def test_a_reader_is_busy_beyond_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "MOST_BYTES", 100)
-    reader = BodyReader(10)
-    with pytest.raises(ReaderBusy, match="has 101 bytes, and 0 bytes of others"):
-        await reader.run(101, lambda: None)
-    assert reader.held == 0
 
 
 def test_of_a_text_that_is_too_long_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

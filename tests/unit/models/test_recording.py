@@ -1,7 +1,5 @@
 """What history records is what the engine sampled: token for token and logprob for logprob, however it was asked."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -204,6 +202,8 @@ async def test_usage_and_logprobs_come_where_they_are_asked_for(wrap: Wrap, engi
     assert plain.choices[0].logprobs is None, "texts of tokens are not sent for the recording alone"
     [plain] = await ask(model, sync=False, logprobs=True)
     assert len(plain.choices[0].logprobs.content) == len(plain.choices[0].token_ids)
+    [short] = await ask(model, sync=False, max_completion_tokens=2)
+    assert len(short.choices[0].token_ids) <= 2
     assert_equal_to_what_was_sampled(model.extract_experience_from_history(), engine)
 
 
@@ -280,6 +280,8 @@ async def test_without_history_nothing_is_asked_for_or_kept(wrap: Wrap) -> None:
     model = wrap(enable_history=False)
     [answer] = await ask(model, sync=False)
     assert not hasattr(answer.choices[0], "token_ids")
+    with pytest.raises(ValueError, match="enable_history=true"):
+        model.extract_experience_from_history()
     assert model.model_version == (1, 7)
     assert await ask(model, sync=False, stream=True)
 
@@ -302,6 +304,8 @@ async def test_a_prompt_too_long_is_told_and_recorded_masked(wrap: Wrap, stream:
 async def test_errors_of_streams_are_typed(wrap: Wrap, engine: Overheard, server: EngineServer) -> None:
     with pytest.raises(VersionMismatch):
         await ask(wrap(pinned=(1, 6)), sync=False, stream=True)
+    with pytest.raises(ValueError, match="stream with get_openai_client"):
+        await wrap().chat_async(MESSAGES, stream=True)
     model = wrap()
     engine.hold = Hold(steps=2)
     engine.hold.left = _break  # type: ignore[method-assign]
@@ -320,11 +324,6 @@ async def test_errors_of_streams_are_typed(wrap: Wrap, engine: Overheard, server
 
 def _break(request: int) -> bool:
     raise RuntimeError("broken")
-
-
-async def test_chat_does_not_stream(wrap: Wrap) -> None:
-    with pytest.raises(ValueError, match="stream with get_openai_client"):
-        await wrap().chat_async(MESSAGES, stream=True)
 
 
 # -- tools

@@ -1,7 +1,5 @@
 """Requests that are made together go to the engine as one, and each gets what it would get on its own."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -125,13 +123,6 @@ async def test_what_has_no_form_in_a_group_goes_alone_and_takes_no_other_along(
     assert [type(one) for one in found] == [dict, EngineRefused, TypeError]
 
 
-async def test_names_of_headers_have_no_case(server: EngineServer) -> None:
-    body = packed(GroupedRequest(CHAT, {"x-tmq-version": "1.6"}, question("1+2=")))
-    async with aiohttp.ClientSession() as session, session.post(server.url + GROUP_PATH, data=body) as response:
-        [answer] = AnswerReader().feed(await response.read())
-    assert (answer.status, unpack_body(answer.body)["error"]["code"]) == (409, "version_mismatch")
-
-
 async def test_one_that_gives_up_takes_nothing_from_the_others(acquainted: EngineClients, server: EngineServer) -> None:
     server.state.pause(30.0)
     asking = [asyncio.create_task(ask(acquainted, server, question("1+2="))) for _ in range(3)]
@@ -142,19 +133,6 @@ async def test_one_that_gives_up_takes_nothing_from_the_others(acquainted: Engin
     server.state.resume()
     found = await asyncio.gather(*asking, return_exceptions=True)
     assert [type(one) for one in found] == [dict, asyncio.CancelledError, dict]
-
-
-async def test_a_group_that_nobody_waits_for_is_dropped_by_the_engine(
-    acquainted: EngineClients, server: EngineServer
-) -> None:
-    server.state.pause(30.0)
-    asking = [asyncio.create_task(ask(acquainted, server, question("1+2="))) for _ in range(3)]
-    await until(lambda: server.batcher.load == 3)
-    jobs = list(server.batcher._pending)
-    for task in asking:
-        task.cancel()
-    await asyncio.wait(asking)
-    await until(lambda: all(job.answer.cancelled() for job in jobs))
 
 
 async def test_clients_that_are_closed_leave_nobody_waiting(acquainted: EngineClients, server: EngineServer) -> None:

@@ -1,19 +1,12 @@
 """Tools offered and calls understood, hostile ones too."""
 
-from __future__ import annotations
-
 import json
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.messages import MAX_TOOLS
-from trinity_mq.engines.generation.text import TextError
-from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.engines.server.openai.streaming import TextFlow
 from trinity_mq.engines.server.openai.tools import MAX_CALLS, parse_tool_calls
 from trinity_mq.testing.scripted import byte_codec
@@ -90,46 +83,6 @@ def test_megabytes_of_tags_take_no_time() -> None:
     for text in ("<tool_call>" * 300_000, "<tool_call" * 300_000, CALL * 50_000, "<tool_call>{" * 300_000):
         assert parse_tool_calls(text) == (text, [])
     assert time.process_time() - started < 5.0
-
-
-@pytest.mark.parametrize(
-    ("tools", "says"),
-    [
-        ([1], "tools.0.type is 1, wanted 'function'"),
-        ([{"type": "function", "function": {"name": ""}}], "tools.0.function has no name"),
-        ([{"type": "function", "function": {"name": "f", "parameters": 3}}], "wanted a JSON schema"),
-        ([{"type": "function", "function": {"name": "f"}}] * (MAX_TOOLS + 1), "at most 128"),
-    ],
-)
-def test_malformed_tools_are_refused(tools: Any, says: str) -> None:
-    with pytest.raises(ApiError, match=says):
-        checked_tools(tools)
-
-
-def test_calls_in_messages_keep_their_ids_and_hand_arguments_as_objects() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
-    broken = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{no"}}
-    [message] = checked_messages([{"role": "assistant", "content": None, "tool_calls": [call, broken]}])
-    assert message["content"] == ""
-    assert message["tool_calls"][0] == {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
-    assert message["tool_calls"][1] == broken
-    for wrong in ([3], {"a": 1}, [{"function": {}}]):
-        with pytest.raises(ApiError, match=r"messages\.0\.tool_calls"):
-            checked_messages([{"role": "assistant", "tool_calls": wrong}])
-
-
-def test_a_conversation_with_tools_is_rendered_as_it_was_sampled() -> None:
-    codec = byte_codec()
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    asked = codec.render_with_tools([{"role": "user", "content": "1+1?"}], [tool])
-    assert json.dumps(tool) in asked
-    _, calls = parse_tool_calls(CALL)
-    messages = checked_messages([{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": calls}])
-    again = codec.render(messages, [tool], add_generation_prompt=False)
-    assert again == f"{asked}{CALL}<|im_end|>\n"
-    bare = byte_codec("{{ messages[0].content }}")
-    with pytest.raises(TextError, match="does not write tools"):
-        bare.render_with_tools(messages, [tool])
 
 
 @given(

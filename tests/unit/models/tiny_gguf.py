@@ -1,7 +1,5 @@
 """A tiny model in a GGUF file, made as SmolLM2 is: Llama with tied embeddings, byte pairs, a chat template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

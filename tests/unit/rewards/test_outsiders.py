@@ -1,7 +1,5 @@
 """The allow list: what a task from outside may name and set."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

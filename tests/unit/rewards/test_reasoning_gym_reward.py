@@ -1,7 +1,5 @@
 """Scores of reasoning-gym, by the real library."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -42,13 +40,6 @@ def test_the_dataset_scores_what_the_response_states():
     assert score(f"<answer>7{answer}</answer>", record)["accuracy"] == 0.0
 
 
-def test_a_partial_score_is_no_accuracy():
-    record = record_of("spell_backward", min_word_len=4, max_word_len=4)
-    parts = score(record["answer"][:2], record)
-    assert parts["accuracy"] == 0.0
-    assert 0.4 < parts["partial_credit"] < 0.6
-
-
 def test_arguments_of_the_dataset_are_those_of_its_scores():
     """It has no single right answer: what is within the tolerance of its own arguments is right."""
     places = "min_num_decimal_places", "max_num_decimal_places"
@@ -72,30 +63,56 @@ def test_a_record_alone_is_enough_in_another_process():
     assert json.loads(run.stdout.replace("'", '"')) == RIGHT
 
 
-def test_an_answer_on_which_scoring_raises_is_wrong():
-    assert score("no factors at all", record_of("prime_factorization")) == WRONG
+COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digits": 1}}]}
 
 
-def test_maps_with_numbers_as_keys_score_after_their_journey():
-    record = record_of("graph_color")
-    assert score(json.dumps(record["metadata"]["possible_answer"]), record) == RIGHT
+@pytest.mark.parametrize(
+    ("name", "args", "answer", "parts"),
+    [
+        ("graph_color", {}, lambda record: json.dumps(record["metadata"]["possible_answer"]), RIGHT),
+        ("composite", COMPOSITE, lambda record: record["answer"], RIGHT),
+        ("countdown", {}, lambda record: record["metadata"]["expression"], RIGHT),
+        ("countdown", {}, lambda record: "9**9**9**9**9", {"accuracy": 0.0}),
+        ("prime_factorization", {}, lambda record: "no factors at all", WRONG),
+        (
+            "spiral_matrix",
+            {},
+            lambda record: str([*map(int, record["answer"].split())]),
+            {**WRONG, "partial_credit": 0.1},
+        ),
+    ],
+    ids=["numbers as keys", "part of a composite", "formula", "power", "scoring raises", "list of the words"],
+)
+def test_a_record_scores_by_its_dataset_after_its_journey(name, args, answer, parts):
+    record = record_of(name, **args)
+    found = score(answer(record), record)
+    assert found == {**found, **parts}
 
 
-def test_a_composite_scores_by_its_part():
-    record = record_of("composite", datasets=[{"name": "products", "weight": 1, "config": {"max_digits": 1}}])
-    assert score(record["answer"], record) == RIGHT
+def test_a_partial_score_is_no_accuracy():
+    record = record_of("spell_backward", min_word_len=4, max_word_len=4)
+    parts = score(record["answer"][:2], record)
+    assert parts["accuracy"] == 0.0
+    assert 0.4 < parts["partial_credit"] < 0.6
 
 
-@pytest.mark.parametrize("record", [None, {}, {"question": "q", "answer": "a"}, {"reasoning_gym": {}, "metadata": {}}])
-def test_another_record_is_refused(record):
-    with pytest.raises(RewardError, match=r"needs the task's record.*use a taskset of storage_type: reasoning_gym"):
+ORIGIN = {"dataset": "gone", "args": {}, "seed": 0}
+NEEDED = r"needs the task's record.*use a taskset of storage_type: reasoning_gym"
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        *(
+            (record, NEEDED)
+            for record in (None, {}, {"question": "q", "answer": "a"}, {"reasoning_gym": {}, "metadata": {}})
+        ),
+        ({"question": "q", "answer": "a", "metadata": {}, "reasoning_gym": ORIGIN}, "no dataset 'gone'"),
+    ],
+)
+def test_another_record_is_refused(record, said):
+    with pytest.raises(RewardError, match=said):
         score("x", record)
-
-
-def test_a_dataset_that_is_not_there_is_said():
-    origin = {"dataset": "gone", "args": {}, "seed": 0}
-    with pytest.raises(RewardError, match="no dataset 'gone'"):
-        score("x", {"question": "q", "answer": "a", "metadata": {}, "reasoning_gym": origin})
 
 
 @pytest.mark.parametrize("name", sorted(SAFE))
@@ -112,18 +129,6 @@ def test_nothing_that_a_model_wrote_is_executed(name, tmp_path):
     if record["answer"] is not None:
         right = record["answer"]
         assert score(right, record) == RIGHT, "what reads literals and formulas understands the right answer"
-
-
-def test_formulas_are_read_without_evaluating_them():
-    record = record_of("countdown")
-    assert score(record["metadata"]["expression"], record) == RIGHT
-    assert score("9**9**9**9**9", record)["accuracy"] == 0.0
-
-
-def test_a_list_has_the_small_credit_that_the_dataset_gives_it():
-    record = record_of("spiral_matrix")
-    as_list = str([int(word) for word in record["answer"].split()])
-    assert score(as_list, record) == {"accuracy": 0.0, "partial_credit": 0.1}
 
 
 EVALUATES = re.compile(r"(?<![.\w])(?:eval|exec|compile|__import__)\(|\b(?:parse_expr|sympify|system|Popen)\(")

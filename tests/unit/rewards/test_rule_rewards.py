@@ -1,7 +1,5 @@
 """Rewards of form, of the countdown game, of length and of tool calls."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from trinity_mq.rewards import RewardError, create_reward, parts_of
 from trinity_mq.rewards.countdown import countdown_reward
 from trinity_mq.rewards.math.rewards import math_boxed, math_reward, overlong_penalty
-from trinity_mq.rewards.text import has_form
+from trinity_mq.rewards.text import char_match, exact_match, has_form
 from trinity_mq.rewards.tool_call import tool_call
 
 THOUGHT = "<think>hm</think> <answer>7</answer>"
@@ -76,17 +74,16 @@ def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) ->
         ("\\boxed{7}", "think_boxed", False),
         ("\\boxed{7}", "boxed", True),
         ("\\boxed{}", "boxed", False),
+        ("so \\boxed{ }", "boxed", False),
+        ("so 7", "boxed", False),
+        ("\\boxed{\\frac{1}{2}}", "boxed", True),
     ],
 )
 def test_forms(response: str, form: str, right: bool) -> None:
     assert has_form(response, form) is right  # type: ignore[arg-type]
     reward = create_reward("format_reward", {"form": form})
     assert parts_of(reward, response, None, finished=True) == {"format_score": 0.1 if right else -0.1}
-
-
-def test_an_unknown_form_is_named() -> None:
-    with pytest.raises(ValueError, match="form is 'round', wanted boxed"):
-        has_form("", "round")  # type: ignore[arg-type]
+    assert parts_of(reward, response, None, finished=False) == {"format_score": -0.1}
 
 
 def test_math_reward_adds_form_on_request() -> None:
@@ -94,6 +91,8 @@ def test_math_reward_adds_form_on_request() -> None:
     assert math_reward(THOUGHT, "7", finished=True, format_score=0.1) == {"accuracy": 1.0, "format_score": 0.1}
     assert math_reward(THOUGHT, "8", finished=False, format_score=0.1) == {"accuracy": 0.0, "format_score": -0.1}
     assert math_reward("\\boxed{7}", "7", finished=True, format_score=0.2, form="boxed")["format_score"] == 0.2
+    with pytest.raises(ValueError, match="form is 'round', wanted boxed"):
+        has_form("", "round")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +109,40 @@ def test_math_reward_adds_form_on_request() -> None:
     ],
 )
 def test_math_boxed(response: str, how: dict[str, object], parts: tuple[float, float]) -> None:
+    assert {math_boxed("\\boxed{}", empty, finished=True)["accuracy"] for empty in (None, "")} == {0.0}
     for truth in ("7", "because\n#### 7", "\\boxed{7}"):
         found = math_boxed(response, truth, **{"finished": True, **how})  # type: ignore[arg-type]
         assert (found["accuracy"], found["format_score"]) == parts
 
 
-def test_math_boxed_without_a_truth_is_wrong() -> None:
-    assert math_boxed("\\boxed{}", None, finished=True)["accuracy"] == 0.0
-    assert math_boxed("\\boxed{}", "", finished=True)["accuracy"] == 0.0
+# -- text
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "finished", "accuracy"),
+    [
+        ("7", "7", True, 1.0),
+        (" 7\n", "7", True, 1.0),
+        ("7", "7", False, 0.0),
+        ("77", "7", True, 0.0),
+        ("7", None, True, 0.0),
+    ],
+)
+def test_exact_match(response: str, truth: str | None, finished: bool, accuracy: float) -> None:
+    assert exact_match(response, truth, finished=finished) == {"accuracy": accuracy}
+
+
+@pytest.mark.parametrize("response", ["", "2", "23", "237", "273", "2378", "999", "732"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_char_match_is_the_measured_reward(response: str, finished: bool) -> None:
+    truth = "237"
+    exact = response == truth and finished
+    right = sum(i < len(response) and response[i] == c for i, c in enumerate(truth)) / len(truth)
+    measured = 0.5 * exact + 0.5 * (0.8 * right + 0.2 * (finished and len(response) == len(truth)))
+    parts = char_match(response, truth, finished=finished)
+    assert sum(parts.values()) == pytest.approx(measured, abs=1e-12)
+    assert parts["accuracy"] == float(exact)
+    assert char_match(response, None, finished=finished) == {"accuracy": 0.0, "partial_credit": 0.0}
 
 
 # -- countdown
@@ -177,32 +202,17 @@ def test_any_formula_of_all_numbers_that_gives_the_target_is_right(numbers: list
 # -- DAPO
 
 
-def test_dapo_is_one_or_minus_one() -> None:
-    reward = create_reward("math_dapo_reward", {})
-    assert sum(parts_of(reward, "\\boxed{7}", "7", finished=True).values()) == 1.0
-    assert sum(parts_of(reward, "\\boxed{8}", "7", finished=True).values()) == -1.0
-    assert sum(parts_of(reward, "7 and", "7", finished=False).values()) == -1.0
-
-
 @pytest.mark.parametrize(
     ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (500, -1.0)]
 )
 def test_the_overlong_penalty_is_that_of_the_paper(tokens: int, penalty: float) -> None:
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)
     args = {"max_response_length": 100, "cache_length": 20, "penalty_factor": 2.0}
-    parts = parts_of(create_reward("math_dapo_reward", args), "\\boxed{7}", "7", finished=True, tokens=tokens)
+    reward = create_reward("math_dapo_reward", args)
+    parts = parts_of(reward, "\\boxed{7}", "7", finished=True, tokens=tokens)
     assert parts == {"accuracy": 1.0, "wrong": 0.0, "overlong": pytest.approx(2.0 * penalty)}
-
-
-@given(length=st.integers(0, 10**6), longest=st.integers(1, 10**5), data=st.data())
-@settings(deadline=None)
-def test_the_overlong_penalty_falls_and_is_bounded(length: int, longest: int, data: st.DataObject) -> None:
-    cache = data.draw(st.integers(1, longest))
-    penalty = overlong_penalty(length, longest, cache)
-    assert -1.0 <= penalty <= 0.0
-    assert overlong_penalty(length + 1, longest, cache) <= penalty
-    assert (penalty == 0.0) == (length <= longest - cache)
-    assert (penalty == -1.0) == (length >= longest)
+    parts = parts_of(reward, "\\boxed{8}", "7", finished=True, tokens=tokens)
+    assert parts == {"accuracy": 0.0, "wrong": -1.0, "overlong": pytest.approx(2.0 * penalty)}
 
 
 @pytest.mark.parametrize("lengths", [(100, None), (None, 20), (100, 0), (100, 101)])
@@ -254,6 +264,8 @@ def test_right_tool_calls_in_any_order_and_writing() -> None:
     assert tool_call(written(*texts), json.dumps(WANTED), finished=True)["accuracy"] == 1.0
     assert tool_call(written(*WANTED), json.dumps(texts), finished=True)["accuracy"] == 1.0
     assert tool_call(written(*WANTED), json.dumps(WANTED), finished=False) == {"accuracy": 0.0, "partial_credit": 0.5}
+    assert tool_call("I know it", "[]", finished=True)["accuracy"] == 1.0
+    assert tool_call(written(*WANTED), "[]", finished=True) == {"accuracy": 0.0, "partial_credit": 0.0}
 
 
 def test_values_are_compared_as_json_has_them() -> None:
@@ -268,36 +280,7 @@ def test_values_are_compared_as_json_has_them() -> None:
     assert not right([1, 2], [2, 1])
 
 
-def test_no_call_wanted() -> None:
-    assert tool_call("I know it", "[]", finished=True)["accuracy"] == 1.0
-    assert tool_call(written(*WANTED), "[]", finished=True) == {"accuracy": 0.0, "partial_credit": 0.0}
-
-
 @pytest.mark.parametrize("truth", [None, "", "{}", "[1]", '[{"name": 1}]', json.dumps(WANTED * 9), "[" * 5000])
 def test_calls_that_are_none_are_shown(truth: str | None) -> None:
     with pytest.raises(ValueError, match="wanted a JSON list of at most 16 calls"):
         tool_call("", truth, finished=True)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=5,
-)
-CALLS = st.lists(
-    st.fixed_dictionaries(
-        {"name": st.sampled_from("fgh"), "arguments": st.dictionaries(st.sampled_from("abc"), JSON, max_size=3)}
-    ),
-    max_size=4,
-)
-
-
-@given(wanted=CALLS, given_calls=CALLS)
-@settings(deadline=None)
-def test_credit_is_bounded_and_full_only_for_the_right_calls(wanted: list[object], given_calls: list[object]) -> None:
-    truth = json.dumps(wanted)
-    assert tool_call(written(*wanted), truth, finished=True) == {"accuracy": 1.0, "partial_credit": 0.0}
-    parts = tool_call(written(*given_calls), truth, finished=True)
-    assert 0.0 <= parts["partial_credit"] <= 0.5
-    if not parts["accuracy"] and given_calls:
-        assert parts["partial_credit"] < 0.5

@@ -1,7 +1,5 @@
 """Thoughts are neither answers nor calls: every reward reads the text after them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.text import has_form
 from trinity_mq.thoughts import after_thoughts, answer_spans
-from trinity_mq.workflows.builtin.judging import BadVerdictError, read_scores
 
 OPENED = "<|user|>Add 9 and 9.<|assistant|><think>\n"
 CLOSED = "<|user|>Add 9 and 9.<|assistant|><think>\n\n</think>\n\n"
@@ -169,9 +166,3 @@ def test_a_reward_of_the_user_gets_the_end_of_the_prompt_and_the_whole_response(
         return {"accuracy": float(after_thoughts(response, prompt_end) == truth)}
 
     assert parts_of(create_reward(told, {}), "hm</think>18", "18", finished=True, prompt_end=OPENED) == {"accuracy": 1}
-
-
-def test_the_scores_of_a_judge_follow_its_thoughts() -> None:
-    assert read_scores("<think>[0.1]? [0.2]?</think> [0.5] as above", 1) == (0.5,)
-    with pytest.raises(BadVerdictError, match="there is no list"):
-        read_scores("<think>[0.1]? Let me", 1)

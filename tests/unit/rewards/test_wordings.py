@@ -1,8 +1,5 @@
 r"""The wordings in which models state a number: ``\boxed{}``, ``<answer>``, ``####``, a sentence, unmarked text."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from trinity_mq.rewards import create_reward, parts_of
 
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 WORDINGS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("wordings.yaml").read_text(encoding="utf-8"))
 REASONING = "Each of the 16 hens lays 3 eggs a day, of which 4 break: 16 * 3 - 4 = 44.\nAt $2 an egg, that is $88.\n"
 NUMBERS = ("18", "1,234", "70000", "2.5", "-7")
@@ -44,11 +40,6 @@ def other_numbers(number: str) -> Iterator[str]:
     )
 
 
-def test_there_are_enough_wordings_of_each_form() -> None:
-    assert WORDINGS.keys() == CUT.keys()
-    assert all(len(set(wordings)) >= 25 for wordings in WORDINGS.values())
-
-
 @pytest.mark.parametrize("name", REWARDS)
 @pytest.mark.parametrize("form", WORDINGS)
 def test_each_wording_is_right_for_its_number_and_for_no_other(form: str, name: str) -> None:
@@ -70,53 +61,14 @@ def test_a_cut_response_counts_by_its_marks_only(form: str, name: str) -> None:
             assert accuracy(name, wording.replace("N", "18") + "\n", "18", finished=False) == CUT[form], wording
 
 
-@pytest.mark.parametrize("name", REWARDS)
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not beside this checkout")
-def test_the_solutions_of_gsm8k_in_every_wording(name: str) -> None:
-    wordings = [wording for form in WORDINGS.values() for wording in form]
-    lines = (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    for place, solution in enumerate(json.loads(line)["answer"] for line in lines[::3]):
-        steps, answer = solution.rsplit("#### ", 1)
-        for wording in (wordings[place % len(wordings)], wordings[-1 - place % len(wordings)]):
-            response = steps + wording.replace("N", answer.replace(",", ""))
-            assert accuracy(name, response, solution) == 1.0, response
-            for wrong in other_numbers(answer):
-                assert accuracy(name, steps + wording.replace("N", wrong), solution) == 0.0, (wording, wrong, solution)
-
-
 WHOLE = st.integers(0, 10**6)
 DECIMAL = st.decimals(0, 10**6, places=2).map(str)
 NUMBER = WHOLE.map(str) | WHOLE.map("{:,}".format) | DECIMAL
-WORD = st.sampled_from(
-    [
-        "eggs",
-        "dollars",
-        "of",
-        "the",
-        "every",
-        "hour",
-        "left",
-        "total",
-        "she",
-        "makes",
-        "now",
-        "bought",
-        "therefore",
-        "in",
-    ]
-)
+WORD = st.sampled_from("eggs dollars of the every hour total she makes now bought therefore in".split())  # noqa: SIM905
 WORDS = st.lists(WORD, max_size=5).map(" ".join)
-ANY_WORDING = st.sampled_from([wording for form in WORDINGS.values() for wording in form])
 MARK = st.sampled_from(
     ["\\boxed{%s}", "\\boxed{\\text{%s}}", "<answer>%s</answer>", "#### %s", "The answer is %s.", "So %s."]
 )
-
-
-@given(wording=ANY_WORDING, number=NUMBER, other=NUMBER, name=st.sampled_from(REWARDS))
-@settings(deadline=None, max_examples=examples(150))
-def test_a_wrong_number_is_never_right(wording: str, number: str, other: str, name: str) -> None:
-    same = Fraction(number.replace(",", "")) == Fraction(other.replace(",", ""))
-    assert accuracy(name, wording.replace("N", number), other) == float(same)
 
 
 @given(mark=MARK, before=WORDS, behind=WORDS, number=NUMBER, truth=NUMBER, name=st.sampled_from(REWARDS))
@@ -127,38 +79,3 @@ def test_words_around_a_number_do_not_change_the_verdict(
     worded = mark % f"{before} {number} {behind}".strip()
     for right in (truth, number):
         assert accuracy(name, worded, right) == accuracy(name, mark % number, right), worded
-
-
-HEADING = st.builds(
-    "{} {} {}".format,
-    st.sampled_from(["####", "#####", "####   "]),
-    st.sampled_from(["Step", "Part", "Check", "Case", "Conclusion:", "**Step", "Explanation of part", "Method A:", ""]),
-    st.builds(
-        "{}{}".format, st.integers(1, 20), st.sampled_from([": find the rest", ". Find the rest", ") Find the rest"])
-    ),
-)
-ANSWERED = st.sampled_from(
-    ["\\boxed{%s}", "<answer>%s</answer>", "The answer is %s.", "So she has %s eggs.", "#### %s"]
-)
-
-
-@given(
-    heading=HEADING,
-    answered=ANSWERED,
-    number=NUMBER,
-    first=st.booleans(),
-    name=st.sampled_from(REWARDS),
-    data=st.data(),
-)
-@settings(deadline=None, max_examples=examples(150))
-def test_a_markdown_heading_is_no_mark(
-    heading: str, answered: str, number: str, first: bool, name: str, data: st.DataObject
-) -> None:
-    stated = answered % number
-    response = (
-        f"{heading}\n{stated}" if first else f"{stated}\n{heading}\n{data.draw(st.sampled_from(['', 'It holds.']))}"
-    )
-    assert accuracy(name, response, number) == 1.0
-    truth = data.draw(NUMBER)
-    if Fraction(truth.replace(",", "")) != Fraction(number.replace(",", "")):
-        assert accuracy(name, response, truth) == 0.0

@@ -1,6 +1,5 @@
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ class StubModel:
         self.calls = []
         self.enable_history = enable_history
         self._history = []
-        self.clients = []
 
     def _answer(self, n):
         made = []
@@ -51,17 +49,6 @@ class StubModel:
         if clear_history:
             self._history.clear()
         return taken
-
-    def get_openai_client(self):
-        self.clients.append("sync")
-        return SimpleNamespace(kind="sync", ask=lambda: self.chat([])[0].response_text)
-
-    def get_openai_async_client(self):
-        async def ask():
-            return (await self.chat_async([]))[0].response_text
-
-        self.clients.append("async")
-        return SimpleNamespace(kind="async", ask=ask)
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """An agent framework beside ours: the OpenAI Agents SDK (its package is ``agents``) on a real engine server."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.unit.workflows.running import running
+from tests.unit.workflows.tiny_engines import running
 from trinity_mq.config import load_config
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob
@@ -55,11 +53,6 @@ async def test_tools_are_called_and_every_turn_is_an_experience(kind, tmp_path):
         assert exp.versions == [(0, 1, 7)]
 
 
-async def test_a_wrong_answer_is_worth_nothing(kind, tmp_path):
-    _, (exp,) = await run(kind, tmp_path, ["\\boxed{15}"])
-    assert exp.reward == 0.0
-
-
 @pytest.mark.parametrize(
     "says", [[call("divide", first=1, second=2)], [call("add", first=1, second=1)] * 8], ids=["no such tool", "no end"]
 )
@@ -67,14 +60,6 @@ async def test_what_the_model_does_wrong_is_trained_on(kind, says, tmp_path):
     _, experiences = await run(kind, tmp_path, says)
     assert [exp.response_text for exp in experiences] == says
     assert {exp.reward for exp in experiences} == {0.0}
-
-
-def test_both_packages_are_there_at_once():
-    import agents
-    import trinity_agents.runner.agent
-
-    assert Path(agents.__file__).parent.name == "agents"
-    assert Path(trinity_agents.runner.agent.__file__).parents[1].name == "trinity_agents"
 
 
 def test_the_configuration_names_it(kind, monkeypatch):

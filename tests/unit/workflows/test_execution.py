@@ -1,11 +1,12 @@
 import asyncio
-import sys
 import threading
+import time
 
 import pytest
 
+from tests.waiting import until
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.threads import in_thread
+from trinity_mq.runtime.threads import in_thread, interrupt, stuck_threads
 from trinity_mq.workflows import (
     AsyncMultiTurnWorkflow,
     MultiTurnWorkflow,
@@ -17,8 +18,115 @@ from trinity_mq.workflows import (
 )
 
 
-def experience():
-    return Experience(tokens=[1, 2], prompt_length=1)
+async def ended(thread, seconds=5):
+    await asyncio.to_thread(thread.join, seconds)
+    assert not thread.is_alive()
+
+
+async def cancelled(coroutine, begun):
+    """Cancel ``coroutine`` once ``begun`` is set, and see it end at once."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.to_thread(begun.wait, 5)
+    task.cancel()
+    async with asyncio.timeout(1):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_thread_given_up_is_counted_until_it_ends():
+    begun, release, threads = threading.Event(), threading.Event(), []
+
+    def work():
+        threads.append(threading.current_thread())
+        begun.set()
+        release.wait()
+
+    loop = asyncio.get_running_loop()
+    await cancelled(in_thread(work, "w"), begun)
+    given_up = loop.time()
+    assert stuck_threads(given_up - 1) == []
+    assert stuck_threads(given_up) == ["w"]
+    release.set()
+    await ended(threads[0])
+    assert stuck_threads(given_up) == []
+
+
+async def test_a_thread_is_used_again_and_has_the_name_of_its_call():
+    def seen():
+        return threading.current_thread(), threading.current_thread().name
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await in_thread(lambda: next(iter([])), "test")
+    first, name = await in_thread(seen, "first")
+    assert name == "first"
+    await until(lambda: first.name == "idle")
+    found = [await in_thread(seen, f"call {number}") for number in range(20)]
+    assert [name for _, name in found] == [f"call {number}" for number in range(20)]
+    assert first in {thread for thread, _ in found}
+    assert len({thread for thread, _ in found}) < 20
+
+
+async def test_a_call_meets_no_interruption_that_was_meant_for_an_earlier_one():
+    """Each other call is cancelled at about the moment at which it ends; none of those between may notice."""
+
+    def work(seconds):
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            sum(range(50))
+        return seconds
+
+    for number in range(200):
+        seconds = number % 20 * 1e-4
+        given_up = asyncio.ensure_future(in_thread(lambda seconds=seconds: work(seconds), "given up", interrupt))
+        await asyncio.sleep(0.001)
+        given_up.cancel()
+        kept = [asyncio.ensure_future(in_thread(lambda: work(1e-4), "kept", interrupt)) for _ in range(3)]
+        assert await asyncio.gather(*kept) == [1e-4] * 3
+        await asyncio.wait([given_up])
+
+
+async def test_interrupting_what_holds_on_changes_nothing_for_others():
+    begun, release, threads = threading.Event(), threading.Event(), []
+
+    def work():
+        threads.append(threading.current_thread())
+        begun.set()
+        while not release.is_set():
+            try:
+                time.sleep(0.001)
+            except BaseException:  # as bad as can be
+                continue
+
+    await cancelled(in_thread(work, "w", interrupt), begun)
+    assert await in_thread(lambda: 5, "other") == 5
+    assert threads[0].is_alive()
+    release.set()
+    await ended(threads[0])
+
+
+async def test_cancelling_reaches_a_loop_of_its_own():
+    begun, ends, closed = threading.Event(), threading.Event(), []
+
+    class Waits(Workflow):
+        is_async = True
+
+        async def run_async(self):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ends.set()
+
+    async def close():
+        closed.append(1)
+
+    await cancelled(execute(lambda: Waits(task=None, model=None), Waits, close=close, own_loop=True), begun)
+    assert await asyncio.to_thread(ends.wait, 5)
+    await asyncio.sleep(0.05)
+    assert closed == [1]
+
+
+# -- what a workflow returns, raises and says of itself
 
 
 def workflow(result, *, is_async):
@@ -51,24 +159,6 @@ def raiser(error):
 BOTH = pytest.mark.parametrize("is_async", [False, True])
 
 
-async def test_a_synchronous_workflow_is_made_and_run_in_one_thread_of_its_own():
-    threads = []
-
-    class Made(Workflow):
-        def __init__(self, **keys):
-            super().__init__(**keys)
-            threads.append(threading.current_thread())
-
-        def run(self):
-            threads.append(threading.current_thread())
-            return [experience()]
-
-    assert len(await run(Made)) == 1
-    assert threads[0] is threads[1]
-    assert threads[0] is not threading.current_thread()
-    assert threads[0].daemon
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("result", "said"),
@@ -84,21 +174,18 @@ async def test_a_result_that_is_none_is_a_failure(is_async, result, said):
 
 
 @BOTH
-async def test_an_error_comes_through_as_it_is(is_async):
-    with pytest.raises(ZeroDivisionError):
-        await run(workflow(lambda: 1 / 0, is_async=is_async))
-
-
-@BOTH
-async def test_a_workflow_cannot_end_the_process(is_async):
-    with pytest.raises(RunFailedError, match=r"called sys\.exit\(3\)"):
-        await run(workflow(lambda: sys.exit(3), is_async=is_async))
-
-
-@BOTH
-async def test_a_workflow_that_cancels_itself_has_failed(is_async):
-    with pytest.raises(RunFailedError, match="cancelled itself"):
-        await run(workflow(raiser(asyncio.CancelledError()), is_async=is_async))
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (ZeroDivisionError("0"), ZeroDivisionError, "0"),
+        (SystemExit(3), RunFailedError, r"called sys\.exit\(3\)"),
+        (asyncio.CancelledError(), RunFailedError, "cancelled itself"),
+    ],
+    ids=["an error as it is", "no end of the process", "no cancellation of the runner"],
+)
+async def test_what_a_workflow_raises_fails_its_run(is_async, fault, error, said):
+    with pytest.raises(error, match=said):
+        await run(workflow(raiser(fault), is_async=is_async))
 
 
 @BOTH
@@ -110,39 +197,6 @@ async def test_a_workflow_without_its_method_says_which(is_async):
 
     with pytest.raises(NotImplementedError, match=r"run_async\(\)" if is_async else r"no run\(\)"):
         await run(Empty)
-
-
-async def test_a_cancelled_caller_is_cancelled_although_the_thread_goes_on():
-    release = threading.Event()
-    started = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def block():
-        loop.call_soon_threadsafe(started.set)
-        release.wait()
-        return [experience()]
-
-    task = asyncio.ensure_future(run(workflow(block, is_async=False)))
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    release.set()
-
-
-async def test_threads_carry_context_and_odd_errors():
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await in_thread(raiser(StopIteration(1)), "test")
-    with pytest.raises(KeyError):
-        await in_thread(raiser(KeyError("x")), "test")
-    assert await in_thread(lambda: threading.current_thread().name, "mine") == "mine"
-
-
-async def test_auxiliary_clients_fit_the_workflow(stub_model):
-    for is_async in (False, True):
-        kind = workflow(list, is_async=is_async)
-        made = kind(task=Task(workflow=kind), model=None, auxiliary_models=[stub_model([])])
-        assert [client.kind for client in made.auxiliary_models] == ["async" if is_async else "sync"]
 
 
 def test_older_names_of_the_flags():
@@ -200,20 +254,6 @@ def test_a_flag_that_depends_on_the_instance_is_refused():
             @property
             def repeatable(self):
                 return self.task.repeat_times > 1
-
-
-async def test_an_overridden_property_decides_how_runs_are_done(stub_model):
-    class Older(Workflow):
-        @property
-        def asynchronous(self):
-            return True
-
-        async def run_async(self):
-            return await self.model.chat_async([])
-
-    model = stub_model(["a"])
-    (one,) = await execute(lambda: Older(task=Task(), model=model), Older)
-    assert one.response_text == "a"
 
 
 class Converts:

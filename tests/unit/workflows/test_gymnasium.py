@@ -1,7 +1,5 @@
 """Environments of the real Gymnasium as workflows."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
@@ -11,11 +9,9 @@ import pytest
 from gymnasium import spaces
 
 from tests.unit.workflows import text_environments
-from tests.unit.workflows.running import running
 from tests.unit.workflows.text_environments import CREATED
-from tests.unit.workflows.tiny_engines import make_generator
+from tests.unit.workflows.tiny_engines import make_generator, running
 from tests.waiting import until
-from trinity_mq.config import FormatConfig
 from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import Task, TaskError, check_arguments, execute
 from trinity_mq.workflows.environments import (
@@ -51,15 +47,10 @@ def created():
     CREATED.clear()
 
 
-async def run(kind, stub_model, *answers, raw_task=None, index=0, format_args=None, **args):
+async def run(kind, stub_model, *answers, raw_task=None, index=0, **args):
     model = stub_model(answers, enable_history=True)
-    made = Task(
-        workflow=kind,
-        raw_task=raw_task or {},
-        workflow_args=args,
-        index={"taskset": "t", "index": index},
-        format_args=format_args or FormatConfig(),
-    )
+    place = {"taskset": "t", "index": index}
+    made = Task(workflow=kind, raw_task=raw_task or {}, workflow_args=args, index=place)
     return await execute(lambda: made.to_workflow(model), kind), model
 
 
@@ -125,13 +116,6 @@ async def test_an_answer_that_is_no_action_is_told_and_costs_a_step(kind, stub_m
 
 
 @BOTH
-async def test_terse_shows_the_observation_alone(kind, stub_model):
-    _, model = await run(kind, stub_model, "no", "1", "2", "3", env=COUNTING, terse=True, memory=False)
-    assert [len(messages) for messages, _ in model.calls] == [1, 1, 1, 1]
-    assert shown(model, 0) == shown(model, 1)
-
-
-@BOTH
 async def test_runs_of_a_task_have_the_same_episode_and_tasks_differ(kind, stub_model):
     first = [
         shown((await run(kind, stub_model, "1", env=COUNTING, max_steps=1, index=index, raw_task=record))[1], 0)
@@ -147,13 +131,6 @@ async def test_the_record_gives_arguments_and_chooses_no_environment(kind, stub_
     assert len(experiences) == 1
     assert not created[0].reports
     assert "success" not in experiences[0].metrics, "the environment says nothing about it"
-
-
-@BOTH
-async def test_the_format_of_the_taskset_may_say_it_otherwise(kind, stub_model):
-    given = FormatConfig(system_prompt="Mine.")
-    _, model = await run(kind, stub_model, "1", env=COUNTING, max_steps=1, format_args=given)
-    assert model.calls[0][0][0] == {"role": "system", "content": "Mine."}
 
 
 @BOTH
@@ -298,12 +275,9 @@ def test_discrete_actions_are_read(answer, action):
         actions.read(answer)
 
 
-def test_discrete_actions_without_names_are_numbers():
+def test_discrete_actions_without_names_are_numbers_and_names_come_before_numbers():
     actions = DiscreteActions(spaces.Discrete(3), [])
     assert (actions.read("2"), actions.example, actions.form) == (2, "0", "The actions are the numbers from 0 to 2")
-
-
-def test_names_come_before_numbers():
     assert DiscreteActions(spaces.Discrete(2), ["1", "0"]).read("1") == 0
 
 

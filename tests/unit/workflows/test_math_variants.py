@@ -1,10 +1,11 @@
 r"""Boxed math and the yardstick: what is asked, judged and trained on."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 
 from trinity_mq.config import FormatConfig
+from trinity_mq.rewards import RewardError, create_reward, judge_conversation, parts_of
 from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import (
     AsyncMathBoxedWorkflow,
@@ -15,6 +16,7 @@ from trinity_mq.workflows import (
     TaskError,
     execute,
 )
+from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT, AsyncMathRmWorkflow, MathRmWorkflow
 
 BOXED = pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
 EVAL = pytest.mark.parametrize("kind", [MathEvalWorkflow, AsyncMathEvalWorkflow])
@@ -85,31 +87,6 @@ async def test_the_task_says_otherwise(kind, stub_model):
     assert model.calls[0][0][0]["content"] == "Mine."
 
 
-@BOXED
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"with_thinking": True}, "did you mean 'with_think'"),
-        ({"format_score_coef": -1}, "format_score_coef"),
-        ({"use_base": "perhaps"}, "use_base"),
-    ],
-)
-def test_wrong_arguments_are_named(kind, stub_model, arguments, said):
-    with pytest.raises(TaskError, match=said):
-        task(kind, workflow_args=arguments).to_workflow(stub_model([]))
-
-
-@BOXED
-async def test_reset_takes_another_task(kind, stub_model):
-    model = stub_model([RIGHT, THOUGHT])
-    workflow = task(kind).to_workflow(model)
-    await execute(lambda: workflow, kind)
-    workflow.reset(task(kind, workflow_args={"with_think": True}))
-    (one,) = await execute(lambda: workflow, kind)
-    assert one.reward == 1.0
-    assert "<think>" in model.calls[1][0][0]["content"]
-
-
 @EVAL
 async def test_the_yardstick_is_the_same_for_every_run(kind, stub_model):
     model = stub_model([RIGHT, (RIGHT, "response_truncated"), "13"])
@@ -127,3 +104,57 @@ async def test_the_yardstick_is_the_same_for_every_run(kind, stub_model):
 def test_the_yardstick_does_not_train(kind, stub_model):
     with pytest.raises(TaskError, match=r"only measures; name it in buffer\.eval_tasksets"):
         task(kind).to_workflow(stub_model([]))
+
+
+# -- a reward that sees the conversation, as a reward model does
+
+
+BOTH = pytest.mark.parametrize("kind", [MathRmWorkflow, AsyncMathRmWorkflow])
+SEEN: list[tuple[Any, Any, Any]] = []
+
+
+class Model:
+    """A reward model that likes answers near the truth."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, response: Any, messages: Any, ground_truth: Any = None) -> dict[str, float]:
+        SEEN.append((response.response_text, messages, ground_truth))
+        return {"near": -abs(float(response.response_text) - float(ground_truth)) * self.scale, "style": 0.5}
+
+
+def by_text(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
+    return {"accuracy": float(response == truth)}
+
+
+@BOTH
+async def test_it_sees_the_conversation_and_its_parts_are_metrics(kind: Any, stub_model: Any) -> None:
+    SEEN.clear()
+    task = Task(
+        workflow=kind, raw_task={"question": "4 + 3 = ?", "answer": "7"}, reward_fn=Model, reward_fn_args={"scale": 2.0}
+    )
+    workflow = task.to_workflow(stub_model(["7", "5"]))
+    workflow.set_repeat_times(2, 4)
+    found = await execute(lambda: workflow, kind)
+    assert [one.reward for one in found] == [0.5, -3.5]
+    assert found[1].metrics == {"near": -4.0, "style": 0.5}
+    assert [one.eid.run for one in found] == [4, 5]
+    text, messages, truth = SEEN[0]
+    assert (text, truth) == ("7", "7")
+    assert messages == [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "4 + 3 = ?"}]
+
+
+@BOTH
+def test_without_a_reward_or_with_another_kind_it_says_what_it_wants(kind: Any, stub_model: Any) -> None:
+    with pytest.raises(TaskError, match=r"needs buffer.taskset.reward_fn: the dotted path"):
+        Task(workflow=kind, raw_task={"question": "q"}).to_workflow(stub_model([]))
+
+
+def test_each_kind_of_reward_where_the_other_is_wanted_says_so() -> None:
+    with pytest.raises(
+        RewardError, match=r"by_text .* does not judge conversations, wanted a function that is called as"
+    ):
+        judge_conversation(create_reward(by_text, {}), None, [], "7")
+    with pytest.raises(RewardError, match=r"Model.* judges the conversation .* use math_rm_workflow"):
+        parts_of(create_reward(Model, {}), "7", "7", finished=True)

@@ -1,30 +1,32 @@
 """Every built-in workflow of this package's core on a real tiny model behind a real engine server."""
 
-from __future__ import annotations
-
-import asyncio
+import threading
 
 import pytest
 import torch
 
-from tests.unit.workflows.running import running
-from tests.unit.workflows.speaking import chatting_generator
+from tests.unit.workflows.tiny_engines import make_generator, running
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.engines.generation.request import ScoreRequest
-from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
-    AsyncMultiTurnWorkflow,
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
-    MultiTurnWorkflow,
     RewardPropagationWorkflow,
     StepWiseRewardWorkflow,
     Task,
     load_workflow,
 )
 
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | map(attribute='function.name') | join(' ') + '\\n' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+QUESTION = [{"role": "user", "content": "1"}]
 TOOLS = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
 
 
@@ -35,7 +37,7 @@ def multiply(a: int, b: int) -> int:
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory):
-    return chatting_generator(tmp_path_factory.mktemp("chatting") / "model")
+    return make_generator(tmp_path_factory.mktemp("chatting") / "model", chat_template=TEMPLATE)
 
 
 def check_exact(generator, experiences):
@@ -114,7 +116,7 @@ async def test_built_in_workflows_sample_and_judge(generator, tmp_path, twin, na
 
 
 class Asks:
-    """Three questions, each with what was answered before."""
+    """Three steps, the last with two questions, each with what was answered before."""
 
     max_step_num = 3
     stop_on_truncation = False
@@ -126,30 +128,33 @@ class Asks:
     def request(self):
         return {"model": self.model.model_name, "messages": self.messages, "max_tokens": 5}
 
-    def heard(self, completion):
+    def hear(self, completion):
         text = completion.choices[0].message.content
         self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "2"}]
-        return True
 
 
 class Sync(Asks):
     def step(self, step_num):
-        return self.heard(self.client.chat.completions.create(**self.request()))
+        for _ in range(1 + step_num // 2):
+            self.hear(self.client.chat.completions.create(**self.request()))
+        return True
 
 
 class Async(Asks):
     async def step_async(self, step_num):
-        return self.heard(await self.client.chat.completions.create(**self.request()))
+        for _ in range(1 + step_num // 2):
+            self.hear(await self.client.chat.completions.create(**self.request()))
+        return True
 
 
 class Stepwise(Sync, StepWiseRewardWorkflow):
     def reward(self, exps, step_num):
-        return float(step_num)
+        return step_num * 10 + len(exps)
 
 
 class AsyncStepwise(Async, AsyncStepWiseRewardWorkflow):
     async def reward_async(self, exps, step_num):
-        return float(step_num)
+        return step_num * 10 + len(exps)
 
 
 class Propagation(Sync, RewardPropagationWorkflow):
@@ -162,15 +167,18 @@ class AsyncPropagation(Async, AsyncRewardPropagationWorkflow):
         return float(len(exps))
 
 
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+STEPS = pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+
+
+@STEPS
 async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path, kind):
     async with running(generator, tmp_path, max_response_tokens=12) as runner:
         status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0), 3)
     assert status.ok, status.message
     assert [(one.eid.run, one.eid.step) for one in experiences] == [
-        (run, step) for run in range(3) for step in range(3)
+        (run, step) for run in range(3) for step in (0, 1, 2, 2)
     ]
-    wanted = [0.0, 1.0, 2.0] if "Stepwise" in kind.__name__ else [3.0, 3.0, 3.0]
+    wanted = [1, 11, 22, 22] if "Stepwise" in kind.__name__ else [4.0] * 4
     assert [one.reward for one in experiences] == wanted * 3
     check_exact(generator, experiences)
     for run in range(3):
@@ -179,16 +187,7 @@ async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path,
         assert second.prompt_text.startswith(first.prompt_text + said), "a step sees what was answered before"
 
 
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
-async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path, kind):
-    scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=10)
-    async with running(scripted, tmp_path) as runner:
-        status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
-    assert (status.ok, experiences, scripted.prompts) == (False, [], [])
-    assert "the prompt has more than 9 tokens" in status.message
-
-
-@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+@STEPS
 async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_path, kind):
     scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=30)
     async with running(scripted, tmp_path) as runner:
@@ -202,51 +201,73 @@ async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_pat
     assert masked.reward == (0.0 if "Stepwise" in kind.__name__ else float(len(experiences)))
 
 
-class Conversation(MultiTurnWorkflow):
-    def run(self):
-        experience = self.process_messages_to_experience(MESSAGES, 0.5, {"turns": 2})
-        return [experience]
+@STEPS
+def test_a_client_is_only_made_if_it_is_wanted(kind, stub_model):
+    model = stub_model([], enable_history=True)
+    assert kind(task=Task(workflow=kind), model=model, use_openai_client=False).client is None
 
 
-class AsyncConversation(AsyncMultiTurnWorkflow):
-    async def run_async(self):
-        return [await self.process_messages_to_experience_async(MESSAGES, 0.5, {"turns": 2})]
+@STEPS
+async def test_without_history_the_setting_is_named_and_nothing_is_tried_again(tmp_path, kind):
+    made = []
+
+    class Counted(kind):
+        def __init__(self, **given):
+            made.append(self)
+            super().__init__(**given)
+
+    off = {"enable_history": False}
+    async with running(ScriptedGenerator([]), tmp_path, max_retry_times=5, rollout_model=off) as runner:
+        status, _ = await runner.run_task_async(Task(workflow=Counted, raw_task={}, batch_id=1, task_id=0))
+    assert "explorer.rollout_model.enable_history: true" in status.message
+    assert len(made) == 1
 
 
-MESSAGES = [
-    {"role": "user", "content": "1"},
-    {"role": "assistant", "content": "one"},
-    {"role": "user", "content": "2"},
-    {"role": "assistant", "content": "two"},
-]
+@STEPS
+async def test_a_truncated_answer_makes_its_step_the_last(tmp_path, kind):
+    class Stops(kind):
+        stop_on_truncation = True
 
-
-@pytest.mark.parametrize("kind", [Conversation, AsyncConversation])
-async def test_a_conversation_is_scored_where_the_assistant_spoke(generator, tmp_path, kind):
-    async with running(generator, tmp_path, max_response_tokens=12) as runner:
-        status, (one,) = await runner.run_task_async(Task(workflow=kind, batch_id=1, task_id=0))
+    async with running(ScriptedGenerator(["a", "b" * 9, "c"]), tmp_path) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=Stops, raw_task={}, batch_id=1, task_id=0))
     assert status.ok, status.message
-    assert (one.experience_type, one.reward, one.metrics) == ("multi_turn", 0.5, {"turns": 2})
-    trained = one.tokens[one.prompt_length :][one.action_mask].tolist()
-    assert generator.codec.decode([trained]) in (["onetwo<eos>"], ["one\ntwo\n<eos>"])
-    scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), 1.0)])[0][one.prompt_length - 1 :])
-    assert torch.allclose(one.logprobs, scored, atol=1e-4)
+    assert [exp.response_text for exp in experiences] == ["a", "b" * 5]
+    assert all(exp.reward is not None for exp in experiences)
 
 
-async def test_runs_at_once_keep_their_histories_apart(generator, tmp_path):
-    """Sixteen runs of both kinds together on one engine."""
-    async with running(generator, tmp_path, max_response_tokens=12) as runner:
-        results = await asyncio.gather(
-            *(
-                runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=number), 4)
-                for number, kind in enumerate([Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
-            )
-        )
-    for status, experiences in results:
-        assert status.ok, status.message
-        assert len(experiences) == 12
-        assert all(isinstance(one, Experience) for one in experiences)
-        for run in range(4):
-            steps = [one for one in experiences if one.eid.run == run]
-            assert [one.eid.step for one in steps] == [0, 1, 2]
-            assert steps[2].prompt_text.startswith(steps[1].prompt_text + steps[1].response_text.removesuffix("<eos>"))
+class Late(StepWiseRewardWorkflow):
+    """The first attempt fails, and something of it asks on in the middle of the second."""
+
+    max_step_num = 2
+    attempts = 0
+    late_may_ask, late_has_asked = threading.Event(), threading.Event()
+
+    def step(self, step_num):
+        type(self).attempts += step_num == 0
+        self.client.chat.completions.create(model=self.model.model_name, messages=QUESTION)
+        if self.attempts == 1:
+            threading.Thread(target=self.ask_late).start()
+            raise RuntimeError("first attempt")
+        if step_num == 0:
+            self.late_may_ask.set()
+            assert self.late_has_asked.wait(30)
+        return True
+
+    def ask_late(self):
+        try:
+            assert self.late_may_ask.wait(30)
+            self.model.chat(QUESTION)
+        finally:
+            self.late_has_asked.set()
+
+    def reward(self, exps, step_num):
+        return 1.0
+
+
+async def test_a_retry_shares_nothing_with_the_attempt_that_was_given_up(tmp_path):
+    scripted = ScriptedGenerator(["first", "second", "late", "third"])
+    async with running(scripted, tmp_path, max_retry_times=1) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=Late, raw_task={}, batch_id=1, task_id=0))
+    assert status.ok, status.message
+    assert len(scripted.prompts) == 4, "it did ask"
+    assert [one.response_text for one in experiences] == ["second", "third"]

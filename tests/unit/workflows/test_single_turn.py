@@ -2,9 +2,7 @@ import threading
 
 import pytest
 
-from trinity_mq.config import FormatConfig
 from trinity_mq.models import PromptTooLong
-from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rewards.text import char_match
 from trinity_mq.rollout.failures import reward_fault
 from trinity_mq.thoughts import after_thoughts
@@ -80,19 +78,6 @@ GREEDY = {"greedy_baseline": True}
 
 
 @BOTH
-async def test_the_first_run_is_greedy_where_that_is_wanted(kind, stub_model):
-    model = stub_model(["2", "3", "2"])
-    workflow = task(kind, rollout_args={"temperature": 0.7}, workflow_args=GREEDY).to_workflow(model)
-    workflow.set_repeat_times(3, 0)
-    experiences = await run(workflow)
-    assert [keys for _, keys in model.calls] == [{"temperature": 0.0, "n": 1}, {"temperature": 0.7, "n": 2}]
-    assert [exp.eid.run for exp in experiences] == [0, 1, 2]
-    assert [exp.info.get("greedy", False) for exp in experiences] == [True, False, False]
-    assert [exp.reward for exp in experiences] == [1.0, 0.0, 1.0]
-    assert [bool(exp.action_mask.any()) for exp in experiences] == [False, True, True]
-
-
-@BOTH
 @pytest.mark.parametrize(
     ("runs", "base", "is_eval", "asked"),
     [
@@ -110,24 +95,11 @@ async def test_one_run_of_a_training_task_is_greedy_however_it_is_cut(kind, stub
 
 
 @BOTH
-def test_whether_a_run_is_greedy_is_true_or_false(kind, stub_model):
-    with pytest.raises(TaskError, match="greedy_baseline is 'yes', wanted true or false"):
-        task(kind, workflow_args={"greedy_baseline": "yes"}).to_workflow(stub_model([]))
-
-
-@BOTH
 async def test_the_reward_is_the_sum_of_its_parts(kind, stub_model):
     made = task(kind, reward_fn=char_match, raw_task={"question": "q", "answer": "237"})
     (exp,) = await run(made.to_workflow(stub_model(["230"])))
     assert exp.reward == pytest.approx(0.5 * (0.8 * 2 / 3 + 0.2))
     assert exp.metrics == {"accuracy": 0.0, "partial_credit": exp.reward}
-
-
-@BOTH
-async def test_a_system_prompt_comes_first(kind, stub_model):
-    model = stub_model(["2"])
-    await run(task(kind, format_args=FormatConfig(system_prompt="Be brief.")).to_workflow(model))
-    assert model.calls[0][0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 
 
 @BOTH
@@ -166,29 +138,9 @@ async def test_a_reward_that_is_no_number_is_blamed_on_its_function(kind, stub_m
 
 
 @BOTH
-def test_a_prompt_that_is_no_text_is_refused(kind, stub_model):
-    workflow = task(kind, raw_task={"question": ["1"], "answer": "2"}).to_workflow(stub_model([]))
-    with pytest.raises(TaskError, match=r"raw_task\['question'\] is a list"):
-        workflow.format_messages()
-
-
-@BOTH
-def test_a_wrong_reward_function_fails_before_anything_is_asked(kind, stub_model):
-    with pytest.raises(UnknownNameError):
-        task(kind, reward_fn="nope").to_workflow(stub_model([]))
-    with pytest.raises(RewardError):
-        task(kind, reward_fn=char_match, reward_fn_args={"x": 1}).to_workflow(stub_model([]))
-
-
-@BOTH
-async def test_reset_takes_another_task(kind, stub_model):
-    model = stub_model(["2", "7"])
-    workflow = task(kind).to_workflow(model)
-    await run(workflow)
-    workflow.reset(task(kind, raw_task={"question": "3+4=", "answer": "7"}))
-    (exp,) = await run(workflow)
-    assert model.calls[1][0] == [{"role": "user", "content": "3+4="}]
-    assert exp.reward == 1.0
+def test_whether_a_run_is_greedy_is_true_or_false(kind, stub_model):
+    with pytest.raises(TaskError, match="greedy_baseline is 'yes', wanted true or false"):
+        task(kind, workflow_args={"greedy_baseline": "yes"}).to_workflow(stub_model([]))
 
 
 async def test_the_reward_is_not_computed_on_the_event_loop(stub_model):
@@ -209,9 +161,3 @@ async def test_math_asks_for_a_boxed_number_and_compares_it(kind, stub_model):
     workflow.set_repeat_times(2, 0)
     assert [exp.reward for exp in await run(workflow)] == [1.0, 0.0]
     assert "\\boxed{}" in model.calls[0][0][0]["content"]
-
-
-@BOTH_MATH
-def test_math_lets_the_task_say_otherwise(kind, stub_model):
-    made = task(kind, reward_fn=char_match, format_args=FormatConfig(system_prompt="Mine."))
-    assert made.to_workflow(stub_model([])).format_messages()[0]["content"] == "Mine."

@@ -19,7 +19,6 @@ class Counting(gymnasium.Env[str, str]):
     Args:
         fails: The method that raises.
         reports: Whether the info says if it went well.
-        exits: Calls sys.exit in its first step.
     """
 
     observation_space: ClassVar[Any] = spaces.Text(20, charset="0123456789")

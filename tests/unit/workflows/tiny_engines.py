@@ -1,18 +1,17 @@
 """Real engine servers around real tiny models, and a stand-in for a judge that says what a test wants."""
 
-from __future__ import annotations
-
-import asyncio
 import string
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from tests.unit.models.conftest import VERSION, _serving
+from tests.unit.models.test_other_servers import other_server
+from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.model_folder import ensure_model_folder
+from trinity_mq.scheduling import WorkflowRunner
 
 PRINTABLE = "".join(dict.fromkeys(string.printable))
 """A vocabulary that covers English prompts."""
@@ -20,18 +19,10 @@ PRINTABLE = "".join(dict.fromkeys(string.printable))
 
 def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, chat_template=None):
     """Return a tiny model of that vocabulary, with weights from the seed. None: the model's chat template."""
-    config = ModelConfig(
-        tiny=TinyModelConfig(
-            characters=characters,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            max_position_embeddings=max_model_len,
-        ),
-        max_model_len=max_model_len,
-        max_prompt_tokens=max_model_len - 16,
-        max_response_tokens=16,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    tiny = TinyModelConfig(characters=characters, max_position_embeddings=max_model_len, **sizes)
+    limits = {"max_prompt_tokens": max_model_len - 16, "max_response_tokens": 16}
+    config = ModelConfig(tiny=tiny, max_model_len=max_model_len, **limits)
     path = ensure_model_folder(config, folder, seed)
     if chat_template is not None:
         (path / "chat_template.jinja").write_text(chat_template)
@@ -42,16 +33,28 @@ def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, 
 async def tiny_engine(generator, name="tiny", lease=60.0):
     """Serve ``generator`` on loopback for ``lease`` seconds at most; yields the handle."""
     names = {"engine_id": name, "model_name": name, "model_path": f"/{name}"}
-    server = EngineServer(generator, ServerSettings(**names, token="t", max_response_tokens=16, lease=lease), None)
-    ready = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.run(lambda url: ready.set()))
-        await ready.wait()
-        server.state.phase, server.state.version = "current", (1, 7)
+    async with _serving(generator, **names, token="t", lease=lease) as server:
+        yield InferenceModel(name, server.url, name, f"/{name}", VERSION)
+
+
+@asynccontextmanager
+async def running(generator, tmp_path, *, max_prompt_tokens=5000, max_response_tokens=3000, **explorer):
+    """Yield a WorkflowRunner whose engine serves ``generator``."""
+    rollout = {"enable_history": True, **explorer.pop("rollout_model", {})}
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+    config = Config.model_validate(
+        {
+            "run_dir": str(tmp_path),
+            "model": {"tiny": {}, "max_model_len": 8192, **limits},
+            "explorer": {"max_timeout": 50.0, "max_retry_times": 0, "rollout_model": rollout, **explorer},
+        }
+    )
+    async with tiny_engine(generator) as engine:
+        runner = WorkflowRunner(config, engine)
         try:
-            yield InferenceModel(name, server.url, name, f"/{name}", (1, 7))
+            yield runner
         finally:
-            server.stop("test is over")
+            await runner.close()
 
 
 class ScriptedJudge:
@@ -65,8 +68,7 @@ class ScriptedJudge:
         self.asked = []
         self.model = None
 
-    async def chat(self, request):
-        body = await request.json()
+    def answer(self, body):
         self.asked.append(body["messages"])
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if callable(answer):
@@ -85,15 +87,6 @@ class ScriptedJudge:
 async def scripted_judge(*answers):
     """Serve a ScriptedJudge on a free port."""
     judge = ScriptedJudge(answers)
-    app = web.Application(client_max_size=2**24)
-    app.router.add_post("/v1/chat/completions", judge.chat)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    judge.model = InferenceModel(id="j", url=f"http://127.0.0.1:{port}", name="judge", role="auxiliary")
-    try:
+    async with other_server(judge.answer) as (url, _):
+        judge.model = InferenceModel(id="j", url=url, name="judge", role="auxiliary")
         yield judge
-    finally:
-        await runner.cleanup()
