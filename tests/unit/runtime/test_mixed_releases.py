@@ -12,6 +12,7 @@ import msgpack
 import pytest
 from structlog.testing import capture_logs
 
+from tests.virtual import virtually
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
@@ -31,7 +32,6 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import decode_or_dead_letter
 from trinity_mq.runtime.errors import FatalError, first_leaf
 from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL, MEETING_SECONDS, Peers
-from trinity_mq.testing.virtual_time import run_virtually
 
 CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
 TOPOLOGY = Topology("w")
@@ -115,78 +115,69 @@ def test_the_sentence_names_both_and_whom_to_upgrade_first() -> None:
 
 
 @pytest.mark.parametrize("releases", [(FIRST, THIRD), (THIRD, FIRST)], ids=["newer comes", "older comes"])
-def test_who_comes_refuses_and_who_was_there_goes_on(releases: Sequence[Compatibility]) -> None:
-    async def main() -> None:
-        broker = MemoryBroker()
-        here, newcomer = (Taker(broker, f"operator-{n}", one) for n, one in enumerate(releases))
-        with capture_logs() as logs:
-            async with running(here) as going:
-                await asyncio.sleep(3 * HEARTBEAT_INTERVAL)
-                async with running(newcomer) as coming:
-                    await asyncio.wait([coming], timeout=MEETING_SECONDS)
-                    error = first_leaf(coming.exception() or AssertionError("it goes on"))
-                    assert isinstance(error, FatalError)
-                    assert "operator-0 is of release" in str(error)
-                assert newcomer.began is None or newcomer.compatibility.writes == 1, "it had begun to work"
-                assert not going.done()
-                assert here.peers.alive("operator") == [here.peers.latest("operator-0")], "it counts on the newcomer"
-            going.result()
-        refused = [line for line in logs if line["event"] == "agent_refused"]
-        assert [(line["agent"], "operator-1" in line["reason"]) for line in refused] == [("operator-1", True)]
-
-    run_virtually(main())
-
-
-def test_those_that_fit_see_each_others_releases() -> None:
-    async def main() -> None:
-        broker = MemoryBroker()
-        one, two = Taker(broker, "operator-0", FIRST), Taker(broker, "operator-1", SECOND)
-        async with running(one), running(two):
-            await asyncio.sleep(HEARTBEAT_INTERVAL)
-            assert [beat.release for beat in one.peers.alive("operator")] == ["0.1.0", "0.2.0"]
-            assert [beat.release for beat in two.peers.alive("operator")] == ["0.1.0", "0.2.0"]
-
-    run_virtually(main())
-
-
-def test_what_an_older_one_cannot_read_is_left_to_a_newer_one() -> None:
-    """The body comes before the heartbeat that says whose it is."""
-
-    async def main() -> None:
-        broker = MemoryBroker()
-        writer = Taker(broker, "operator-0", THIRD)
-        writer.serve = writer.draining.wait  # type: ignore[assignment, method-assign]  # takes nothing itself
-        async with running(writer):
+@virtually
+async def test_who_comes_refuses_and_who_was_there_goes_on(releases: Sequence[Compatibility]) -> None:
+    broker = MemoryBroker()
+    here, newcomer = (Taker(broker, f"operator-{n}", one) for n, one in enumerate(releases))
+    with capture_logs() as logs:
+        async with running(here) as going:
             await asyncio.sleep(3 * HEARTBEAT_INTERVAL)
-            bus = await put(broker, NEWER_BODY)
-            older = Taker(broker, "operator-1", FIRST)
-            async with running(older) as coming:
+            async with running(newcomer) as coming:
                 await asyncio.wait([coming], timeout=MEETING_SECONDS)
                 error = first_leaf(coming.exception() or AssertionError("it goes on"))
-                assert "upgrade this one first" in str(error)
-            assert older.began is not None
-            assert (await bus.depth(TOPOLOGY.closed.name), await bus.depth(TOPOLOGY.dead.name)) == (1, 0)
-            await bus.close()
+                assert isinstance(error, FatalError)
+                assert "operator-0 is of release" in str(error)
+            assert newcomer.began is None or newcomer.compatibility.writes == 1, "it had begun to work"
+            assert not going.done()
+            assert here.peers.alive("operator") == [here.peers.latest("operator-0")], "it counts on the newcomer"
+        going.result()
+    refused = [line for line in logs if line["event"] == "agent_refused"]
+    assert [(line["agent"], "operator-1" in line["reason"]) for line in refused] == [("operator-1", True)]
 
-    run_virtually(main())
+
+@virtually
+async def test_those_that_fit_see_each_others_releases() -> None:
+    broker = MemoryBroker()
+    one, two = Taker(broker, "operator-0", FIRST), Taker(broker, "operator-1", SECOND)
+    async with running(one), running(two):
+        await asyncio.sleep(HEARTBEAT_INTERVAL)
+        assert [beat.release for beat in one.peers.alive("operator")] == ["0.1.0", "0.2.0"]
+        assert [beat.release for beat in two.peers.alive("operator")] == ["0.1.0", "0.2.0"]
 
 
-def test_a_body_of_no_release_is_a_dead_letter_once_everybody_was_heard() -> None:
-    async def main() -> None:
-        broker = MemoryBroker()
-        agent = Taker(broker, "operator-0")
-        async with running(agent):
-            bus = await put(broker, NEWER_BODY)
-            await asyncio.sleep(MEETING_SECONDS / 2)
-            assert await bus.depth(TOPOLOGY.dead.name) == 0
-            await asyncio.sleep(MEETING_SECONDS)
-            assert (await bus.depth(TOPOLOGY.closed.name), await bus.depth(TOPOLOGY.dead.name)) == (0, 1)
-            await bus.publish(TOPOLOGY.exchange("batches"), "closed", Envelope(body=NEWER_BODY, kind="batch_closed"))
-            await asyncio.sleep(0.1)
-            assert await bus.depth(TOPOLOGY.dead.name) == 2, "it waits again, though everybody was heard"
-            await bus.close()
+@virtually
+async def test_what_an_older_one_cannot_read_is_left_to_a_newer_one() -> None:
+    """The body comes before the heartbeat that says whose it is."""
+    broker = MemoryBroker()
+    writer = Taker(broker, "operator-0", THIRD)
+    writer.serve = writer.draining.wait  # type: ignore[assignment, method-assign]  # takes nothing itself
+    async with running(writer):
+        await asyncio.sleep(3 * HEARTBEAT_INTERVAL)
+        bus = await put(broker, NEWER_BODY)
+        older = Taker(broker, "operator-1", FIRST)
+        async with running(older) as coming:
+            await asyncio.wait([coming], timeout=MEETING_SECONDS)
+            error = first_leaf(coming.exception() or AssertionError("it goes on"))
+            assert "upgrade this one first" in str(error)
+        assert older.began is not None
+        assert (await bus.depth(TOPOLOGY.closed.name), await bus.depth(TOPOLOGY.dead.name)) == (1, 0)
+        await bus.close()
 
-    run_virtually(main())
+
+@virtually
+async def test_a_body_of_no_release_is_a_dead_letter_once_everybody_was_heard() -> None:
+    broker = MemoryBroker()
+    agent = Taker(broker, "operator-0")
+    async with running(agent):
+        bus = await put(broker, NEWER_BODY)
+        await asyncio.sleep(MEETING_SECONDS / 2)
+        assert await bus.depth(TOPOLOGY.dead.name) == 0
+        await asyncio.sleep(MEETING_SECONDS)
+        assert (await bus.depth(TOPOLOGY.closed.name), await bus.depth(TOPOLOGY.dead.name)) == (0, 1)
+        await bus.publish(TOPOLOGY.exchange("batches"), "closed", Envelope(body=NEWER_BODY, kind="batch_closed"))
+        await asyncio.sleep(0.1)
+        assert await bus.depth(TOPOLOGY.dead.name) == 2, "it waits again, though everybody was heard"
+        await bus.close()
 
 
 @pytest.mark.parametrize("how", [decode_any, lambda body: decode(body, BatchClosed)])
@@ -195,12 +186,10 @@ def test_a_newer_body_is_told_from_rubbish(how: Any) -> None:
         how(NEWER_BODY)
 
 
-def test_one_that_has_ended_is_no_hindrance() -> None:
-    async def main() -> None:
-        peers = Peers(THIRD)
-        ended = Heartbeat(role="runner", id="r", seq=1, incarnation="i", lease=10.0, state="gone")
-        peers.receive(ended)
-        with pytest.raises(FatalError, match="upgrade r first"):
-            peers.receive(ended.model_copy(update={"seq": 2, "state": "idle"}))
-
-    run_virtually(main())
+@virtually
+async def test_one_that_has_ended_is_no_hindrance() -> None:
+    peers = Peers(THIRD)
+    ended = Heartbeat(role="runner", id="r", seq=1, incarnation="i", lease=10.0, state="gone")
+    peers.receive(ended)
+    with pytest.raises(FatalError, match="upgrade r first"):
+        peers.receive(ended.model_copy(update={"seq": 2, "state": "idle"}))

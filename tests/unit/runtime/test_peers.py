@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_mq.messages import ExplorerStatus, Heartbeat, RunnerStatus, TrainerStatus
 from trinity_mq.runtime.peers import REMEMBERED_LEASES, Peers
-from trinity_mq.testing.virtual_time import run_virtually
 
 
 def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields: Any) -> Heartbeat:
@@ -27,110 +27,97 @@ def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields:
     )
 
 
-def test_a_peer_lives_as_long_as_its_lease() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat())
-        peers.receive(beat("runner-1", lease=3.0))
-        peers.receive(beat("engine-0", role="engine"))
-        assert [each.id for each in peers.alive("runner")] == ["runner-0", "runner-1"]
-        await asyncio.sleep(3)
-        assert [each.id for each in peers.alive("runner")] == ["runner-0"]
-        await asyncio.sleep(6.9)
-        peers.receive(beat(seq=2))
-        await asyncio.sleep(9.9)
-        assert [each.seq for each in peers.alive("runner")] == [2]
+@virtually
+async def test_a_peer_lives_as_long_as_its_lease() -> None:
+    peers = Peers()
+    peers.receive(beat())
+    peers.receive(beat("runner-1", lease=3.0))
+    peers.receive(beat("engine-0", role="engine"))
+    assert [each.id for each in peers.alive("runner")] == ["runner-0", "runner-1"]
+    await asyncio.sleep(3)
+    assert [each.id for each in peers.alive("runner")] == ["runner-0"]
+    await asyncio.sleep(6.9)
+    peers.receive(beat(seq=2))
+    await asyncio.sleep(9.9)
+    assert [each.seq for each in peers.alive("runner")] == [2]
+    await asyncio.sleep(0.1)
+    assert peers.alive("runner") == []
+
+
+@virtually
+async def test_one_that_is_gone_does_not_live_but_is_remembered() -> None:
+    peers = Peers()
+    peers.receive(beat(detail={"running": 1}))
+    peers.receive(beat(seq=2, state="gone", detail={"running": 0}))
+    assert peers.alive("runner") == []
+    assert peers.statuses("runner", RunnerStatus) == []
+    latest = peers.latest("runner-0")
+    assert latest is not None
+    assert latest.detail == RunnerStatus(running=0)
+    assert peers.latest("nobody") is None
+
+
+@virtually
+async def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
+    peers = Peers()
+    woken = 0
+
+    async def count() -> None:
+        while await peers.changed.wait(1.0):
+            woken += 1
+
+    counting = asyncio.create_task(count())
+    for seq, incarnation, kept in ((5, "a", 5), (4, "a", 5), (5, "a", 5), (6, "a", 6), (1, "b", 1)):
         await asyncio.sleep(0.1)
-        assert peers.alive("runner") == []
-
-    run_virtually(main())
-
-
-def test_one_that_is_gone_does_not_live_but_is_remembered() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat(detail={"running": 1}))
-        peers.receive(beat(seq=2, state="gone", detail={"running": 0}))
-        assert peers.alive("runner") == []
-        assert peers.statuses("runner", RunnerStatus) == []
-        latest = peers.latest("runner-0")
-        assert latest is not None
-        assert latest.detail == RunnerStatus(running=0)
-        assert peers.latest("nobody") is None
-
-    run_virtually(main())
+        peers.receive(beat(seq=seq, incarnation=incarnation))
+        assert [each.seq for each in peers.alive("runner")] == [kept]
+    await counting
+    assert woken == 3
 
 
-def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
-    async def main() -> None:
-        peers = Peers()
-        woken = 0
-
-        async def count() -> None:
-            nonlocal woken
-            while await peers.changed.wait(1.0):
-                woken += 1
-
-        counting = asyncio.create_task(count())
-        for seq, incarnation, kept in ((5, "a", 5), (4, "a", 5), (5, "a", 5), (6, "a", 6), (1, "b", 1)):
-            await asyncio.sleep(0.1)
-            peers.receive(beat(seq=seq, incarnation=incarnation))
-            assert [each.seq for each in peers.alive("runner")] == [kept]
-        await counting
-        assert woken == 3
-
-    run_virtually(main())
-
-
-def test_an_old_beat_does_not_extend_a_lease() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat(seq=5))
-        await asyncio.sleep(9)
-        peers.receive(beat(seq=5))
-        await asyncio.sleep(2)
-        assert peers.alive("runner") == []
-
-    run_virtually(main())
+@virtually
+async def test_an_old_beat_does_not_extend_a_lease() -> None:
+    peers = Peers()
+    peers.receive(beat(seq=5))
+    await asyncio.sleep(9)
+    peers.receive(beat(seq=5))
+    await asyncio.sleep(2)
+    assert peers.alive("runner") == []
 
 
 @pytest.mark.parametrize("looked_before", [True, False])
-def test_a_reconnect_extends_the_leases_that_ran_when_the_connection_broke_and_revives_nobody(
+@virtually
+async def test_a_reconnect_extends_the_leases_that_ran_when_the_connection_broke_and_revives_nobody(
     looked_before: bool,
 ) -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat("died-an-hour-ago"))
-        await asyncio.sleep(3600)
-        peers.receive(beat("lives"))
-        peers.receive(beat("said-goodbye", state="gone"))
-        assert not looked_before or peers.alive("runner")
-        peers.suspend()
-        await asyncio.sleep(60)
-        peers.refresh()
-        assert [each.id for each in peers.alive("runner")] == ["lives"]
-        await asyncio.sleep(9.9)
-        assert [each.id for each in peers.alive("runner")] == ["lives"]
-        await asyncio.sleep(0.1)
-        peers.refresh()
-        assert peers.alive("runner") == []
-
-    run_virtually(main())
+    peers = Peers()
+    peers.receive(beat("died-an-hour-ago"))
+    await asyncio.sleep(3600)
+    peers.receive(beat("lives"))
+    peers.receive(beat("said-goodbye", state="gone"))
+    assert not looked_before or peers.alive("runner")
+    peers.suspend()
+    await asyncio.sleep(60)
+    peers.refresh()
+    assert [each.id for each in peers.alive("runner")] == ["lives"]
+    await asyncio.sleep(9.9)
+    assert [each.id for each in peers.alive("runner")] == ["lives"]
+    await asyncio.sleep(0.1)
+    peers.refresh()
+    assert peers.alive("runner") == []
 
 
-def test_an_agent_that_sends_nothing_is_forgotten_after_some_leases() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat("died"))
-        peers.receive(beat("slow", lease=60.0))
-        for seq in range(2, 200):
-            await asyncio.sleep(1)
-            peers.receive(beat(seq=seq))
-            assert (peers.latest("died") is not None) == (seq - 1 < REMEMBERED_LEASES * 10)
-        assert peers.latest("slow") is not None
-        assert peers.latest("runner-0") is not None
-
-    run_virtually(main())
+@virtually
+async def test_an_agent_that_sends_nothing_is_forgotten_after_some_leases() -> None:
+    peers = Peers()
+    peers.receive(beat("died"))
+    peers.receive(beat("slow", lease=60.0))
+    for seq in range(2, 200):
+        await asyncio.sleep(1)
+        peers.receive(beat(seq=seq))
+        assert (peers.latest("died") is not None) == (seq - 1 < REMEMBERED_LEASES * 10)
+    assert peers.latest("slow") is not None
+    assert peers.latest("runner-0") is not None
 
 
 def lines_run(function: Callable[[], object]) -> int:
@@ -151,65 +138,56 @@ def lines_run(function: Callable[[], object]) -> int:
     return lines
 
 
-def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
+@virtually
+async def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
     """One id for each process that ever lived: a runner in a container is named after its host."""
-
-    async def main() -> None:
-        peers = Peers()
-        for number in range(50_000):
-            peers.receive(beat(f"runner-{number}", lease=1.0))
-        peers.receive(beat("lives", lease=100.0))
-        await asyncio.sleep(2)
-        assert [each.id for each in peers.alive("runner")] == ["lives"]
-        assert lines_run(lambda: peers.alive("runner")) < 50
-        await asyncio.sleep(REMEMBERED_LEASES * 10)
-        peers.receive(beat("lives", seq=2, lease=100.0))
-        assert peers.latest("runner-7") is None
-
-    run_virtually(main())
+    peers = Peers()
+    for number in range(50_000):
+        peers.receive(beat(f"runner-{number}", lease=1.0))
+    peers.receive(beat("lives", lease=100.0))
+    await asyncio.sleep(2)
+    assert [each.id for each in peers.alive("runner")] == ["lives"]
+    assert lines_run(lambda: peers.alive("runner")) < 50
+    await asyncio.sleep(REMEMBERED_LEASES * 10)
+    peers.receive(beat("lives", seq=2, lease=100.0))
+    assert peers.latest("runner-7") is None
 
 
-def test_an_id_that_changes_its_role_lives_once() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat("a"))
-        peers.receive(beat("a", seq=2, role="operator"))
-        assert (peers.alive("runner"), [each.seq for each in peers.alive("operator")]) == ([], [2])
-
-    run_virtually(main())
+@virtually
+async def test_an_id_that_changes_its_role_lives_once() -> None:
+    peers = Peers()
+    peers.receive(beat("a"))
+    peers.receive(beat("a", seq=2, role="operator"))
+    assert (peers.alive("runner"), [each.seq for each in peers.alive("operator")]) == ([], [2])
 
 
-def test_leases_stand_still_while_we_are_deaf() -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat())
-        peers.suspend()
-        await asyncio.sleep(60)
-        assert [one.id for one in peers.alive("runner")] == ["runner-0"]
-        peers.refresh()
-        await asyncio.sleep(11)
-        assert peers.alive("runner") == []
-
-    run_virtually(main())
+@virtually
+async def test_leases_stand_still_while_we_are_deaf() -> None:
+    peers = Peers()
+    peers.receive(beat())
+    peers.suspend()
+    await asyncio.sleep(60)
+    assert [one.id for one in peers.alive("runner")] == ["runner-0"]
+    peers.refresh()
+    await asyncio.sleep(11)
+    assert peers.alive("runner") == []
 
 
-def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() -> None:
-    async def main() -> None:
-        peers = Peers()
-        assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
-        peers.receive(beat("explorer-1", role="explorer", detail={"wants": 2}))
-        peers.receive(beat("explorer-0", role="explorer", detail={"wants": 1}))
-        peers.receive(beat("trainer-0", role="trainer", detail={"committed": [1, 3]}))
-        assert peers.explorer.wants == 2
-        peers.receive(beat("explorer-0", seq=2, role="explorer", detail={"wants": 1, "finished": True}))
-        assert peers.explorer.finished, "explorer-1 was killed a moment ago"
-        peers.receive(beat("explorer-0", seq=3, role="explorer", detail={"wants": 1}))
-        assert peers.trainer.committed == (1, 3)
-        assert [one.wants for one in peers.statuses("explorer", ExplorerStatus, without="explorer-1")] == [1]
-        await asyncio.sleep(10)
-        assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
-
-    run_virtually(main())
+@virtually
+async def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() -> None:
+    peers = Peers()
+    assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
+    peers.receive(beat("explorer-1", role="explorer", detail={"wants": 2}))
+    peers.receive(beat("explorer-0", role="explorer", detail={"wants": 1}))
+    peers.receive(beat("trainer-0", role="trainer", detail={"committed": [1, 3]}))
+    assert peers.explorer.wants == 2
+    peers.receive(beat("explorer-0", seq=2, role="explorer", detail={"wants": 1, "finished": True}))
+    assert peers.explorer.finished, "explorer-1 was killed a moment ago"
+    peers.receive(beat("explorer-0", seq=3, role="explorer", detail={"wants": 1}))
+    assert peers.trainer.committed == (1, 3)
+    assert [one.wants for one in peers.statuses("explorer", ExplorerStatus, without="explorer-1")] == [1]
+    await asyncio.sleep(10)
+    assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
 
 
 @pytest.mark.parametrize(
@@ -219,21 +197,19 @@ def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() 
         ("trainer", {"generation": 2, "progress": 7}, {"generation": 0}),
     ],
 )
-def test_a_process_that_waits_for_the_lock_does_not_replace_its_holder_of_the_same_id(
+@virtually
+async def test_a_process_that_waits_for_the_lock_does_not_replace_its_holder_of_the_same_id(
     role: str, at_work: dict[str, Any], waiting: dict[str, Any]
 ) -> None:
-    async def main() -> None:
-        peers = Peers()
-        peers.receive(beat("a-0", role=role, detail=at_work))
-        peers.receive(beat("a-0", role=role, incarnation="b", seq=9, detail=waiting))
-        (living,) = peers.alive(role)  # type: ignore[arg-type]
-        assert living.detail.as_map() == at_work
-        peers.receive(beat("a-0", role=role, incarnation="b", seq=10, state="gone", detail=waiting))
-        (living,) = peers.alive(role)  # type: ignore[arg-type]
-        assert living.detail.as_map() == at_work
-        await asyncio.sleep(10.0)
-        peers.receive(beat("a-0", role=role, incarnation="b", seq=11, detail=waiting))
-        (living,) = peers.alive(role)  # type: ignore[arg-type]
-        assert living.incarnation == "b"
-
-    run_virtually(main())
+    peers = Peers()
+    peers.receive(beat("a-0", role=role, detail=at_work))
+    peers.receive(beat("a-0", role=role, incarnation="b", seq=9, detail=waiting))
+    (living,) = peers.alive(role)  # type: ignore[arg-type]
+    assert living.detail.as_map() == at_work
+    peers.receive(beat("a-0", role=role, incarnation="b", seq=10, state="gone", detail=waiting))
+    (living,) = peers.alive(role)  # type: ignore[arg-type]
+    assert living.detail.as_map() == at_work
+    await asyncio.sleep(10.0)
+    peers.receive(beat("a-0", role=role, incarnation="b", seq=11, detail=waiting))
+    (living,) = peers.alive(role)  # type: ignore[arg-type]
+    assert living.incarnation == "b"

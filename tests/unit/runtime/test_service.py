@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.virtual import virtually
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
@@ -239,21 +240,18 @@ def test_not_ready_before_it_is_connected() -> None:
     assert all(any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in lines) for lines in starting)
 
 
-def test_draining_before_the_connection_stands_ends_at_once() -> None:
+@virtually
+async def test_draining_before_the_connection_stands_ends_at_once() -> None:
     agent = Idler()
     agent.bus.connect = lambda: asyncio.sleep(1e6)  # type: ignore[method-assign, assignment]
     seconds: list[float] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        running = asyncio.create_task(agent.run())
-        await asyncio.sleep(5)
-        agent.drain()
-        begun = loop.time()
-        await running
-        seconds.append(loop.time() - begun)
-
-    run_virtually(main())
+    loop = asyncio.get_running_loop()
+    running = asyncio.create_task(agent.run())
+    await asyncio.sleep(5)
+    agent.drain()
+    begun = loop.time()
+    await running
+    seconds.append(loop.time() - begun)
     assert seconds[0] < 1
 
 
@@ -283,7 +281,8 @@ def test_what_was_not_heard_is_said_again() -> None:
     assert "STATUS=idle; waits for a slice" in manager.told[0][1]
 
 
-def test_the_status_names_what_is_wrong_with_the_broker() -> None:
+@virtually
+async def test_the_status_names_what_is_wrong_with_the_broker() -> None:
     agent = Idler()
 
     class Troubled:
@@ -291,18 +290,14 @@ def test_the_status_names_what_is_wrong_with_the_broker() -> None:
 
     agent.bus = Troubled()  # type: ignore[assignment]
     assert status_of(agent) == "starting; connects to the broker"
-
-    async def main() -> None:
-        agent.serving.set()
-        agent.state = "working"
-        assert status_of(agent) == "working; waits for the broker: connection to amqp://tmq:***@b:1/ lost: reset"
-        agent.draining.set()
-        agent.state = "x" * 1000
-        assert status_of(agent).startswith("draining; waits for the broker")
-        Troubled.trouble = "x" * 1000
-        assert len(status_of(agent)) == 200
-
-    run_virtually(main())
+    agent.serving.set()
+    agent.state = "working"
+    assert status_of(agent) == "working; waits for the broker: connection to amqp://tmq:***@b:1/ lost: reset"
+    agent.draining.set()
+    agent.state = "x" * 1000
+    assert status_of(agent).startswith("draining; waits for the broker")
+    Troubled.trouble = "x" * 1000
+    assert len(status_of(agent)) == 200
 
 
 async def test_a_blocked_loop_is_silent(tmp_path: Path, ears: Ears) -> None:

@@ -56,32 +56,27 @@ def test_it_opens_after_a_row_of_failures_and_says_why() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", INFRASTRUCTURE)
-def test_each_kind_of_infrastructure_counts(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("row", "opens_at"),
+    [
+        *(pytest.param([away(kind)] * 4, 4, id=kind) for kind in INFRASTRUCTURE),
+        *(
+            pytest.param([*[away()] * 3, between, *[away()] * 4], 8, id=f"{between.failure_kind} begins a new row")
+            for between in (WELL, BUG, PARTIAL)
+        ),
+        *(
+            pytest.param([*[away()] * 3, between, between, away()], 6, id=f"{name} says nothing")
+            for name, between in {"slow": SLOW, "final": FINAL, "cancelled": None}.items()
+        ),
+    ],
+)
+def test_a_row_of_failures_for_want_of_infrastructure_opens_it(row: list[SliceOutcome | None], opens_at: int) -> None:
     made = circuit()
-    for name in "abcd":
-        made.end(name, away(kind), 1, 0.0)
-    assert not made.is_closed
-
-
-@pytest.mark.parametrize("between", [WELL, BUG, PARTIAL])
-def test_anything_else_begins_a_new_row(between: SliceOutcome) -> None:
-    made = circuit()
-    for name, outcome in zip("abcdefg", [*[away()] * 3, between, *[away()] * 3], strict=True):
-        made.end(name, outcome, 1, 0.0)
+    for number, outcome in enumerate(row, 1):
         assert made.is_closed
-    made.end("h", away(), 1, 0.0)
-    assert not made.is_closed
-
-
-@pytest.mark.parametrize("between", [SLOW, FINAL, None])
-def test_what_says_nothing_about_it_neither_breaks_a_row_nor_makes_it_longer(between: SliceOutcome | None) -> None:
-    made = circuit()
-    for name, outcome in zip("abcde", [*[away()] * 3, between, between], strict=True):
-        made.end(name, outcome, 1, 0.0)
-    assert made.is_closed
-    made.end("h", away(), 1, 0.0)
-    assert not made.is_closed
+        made.end(str(number), outcome, 1, 0.0)
+        assert made.is_closed == (number < opens_at)
+    assert len(row) == opens_at
 
 
 def test_after_the_pause_one_slice_is_tried_and_a_finished_run_closes_it() -> None:
@@ -134,17 +129,6 @@ def test_what_was_under_way_when_it_opened_makes_no_pause_longer_but_may_close_i
     assert made.is_closed
 
 
-def test_one_that_closes_it_beside_a_probe_ends_the_probe_as_such() -> None:
-    made = opened()
-    assert made.begin("a", 5.0)
-    made.end("b", WELL, 0, 6.0)
-    assert made.seconds_left(6.0) == 0.0
-    for name in "cdef":
-        made.end(name, away(), 1, 7.0)
-    assert made.end("a", away(), 1, 8.0)
-    assert made.seconds_left(8.0) == 4.0, "a probe of before: the pause is not longer for it"
-
-
 def test_a_slice_whose_tries_others_outlived_fails_for_good() -> None:
     made = circuit()
     assert made.end("bad", away(), 1, 1.0)
@@ -155,12 +139,6 @@ def test_a_slice_whose_tries_others_outlived_fails_for_good() -> None:
     made.end("good", WELL, 0, 6.0)
     assert not made.end("bad", away(), 5, 7.0), "it is its own fault"
     assert made.is_closed
-
-
-def test_a_slice_that_began_while_all_was_well_is_tried_again() -> None:
-    made = circuit()
-    made.end("good", WELL, 0, 3.0)
-    assert made.end("late", away(), 1, 3.0)
 
 
 def test_one_slice_alone_opens_it_early_and_has_fewer_tries() -> None:
@@ -176,13 +154,6 @@ def test_one_slice_alone_opens_it_early_and_has_fewer_tries() -> None:
     assert now == 5.0 + 10.0 + 20.0
 
 
-def test_the_limit_of_tries_holds_for_every_slice() -> None:
-    made = opened()
-    assert made.begin("a", 5.0)
-    assert not made.end("a", away(), 16, 5.0)
-    assert not made.is_closed
-
-
 def test_switched_off_it_never_opens_and_no_slice_is_tried_again() -> None:
     made = circuit(enable=False)
     for name in "abcdefgh":
@@ -190,10 +161,6 @@ def test_switched_off_it_never_opens_and_no_slice_is_tried_again() -> None:
         assert not made.end(name, away(), 1, 0.0)
     assert made.is_closed
     assert made.pauses == 0
-
-
-def test_what_counts_as_infrastructure() -> None:
-    assert [is_infrastructure(one) for one in (away(), WELL, BUG, SLOW, FINAL, PARTIAL)] == [True, *[False] * 5]
 
 
 NAMES = st.sampled_from("abcdef")

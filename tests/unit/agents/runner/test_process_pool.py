@@ -71,17 +71,6 @@ class HoldsOnToTheLoop(HoldsOn):
     async def run_async(self):
         return self.run()
 
-class Eats(Asks):
-    def before(self):
-        eaten = []
-        while True:
-            eaten.append(bytearray(16 * 2**20))
-
-class PointsNowhere(Asks):
-    def before(self):
-        import ctypes
-        ctypes.string_at(0)
-
 class Unsendable(Asks):
     async def run_async(self):
         experiences = await super().run_async()
@@ -105,10 +94,6 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def config(tmp_path):
     return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run")})
-
-
-def changed(tmp_path, **runner):
-    return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run"), "runner": runner})
 
 
 @pytest.fixture
@@ -178,7 +163,6 @@ async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, en
     [
         ("Exits", "ended with exit code 3 before it had an outcome", 3),
         ("Segfaults", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
-        ("PointsNowhere", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
     ],
 )
 async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
@@ -197,8 +181,9 @@ async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, co
 
 
 @pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
-async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, kind):
-    config = changed(tmp_path, concurrent_mode="sequential")
+async def test_runs_that_are_finished_outlive_what_hangs(here, pool, config, engine, kind):
+    sequential = config.runner.model_copy(update={"concurrent_mode": "sequential"})
+    config = config.model_copy(update={"runner": sequential})
     answers = [completion("hang"), completion("8"), completion("7")]
     engine.script = lambda body: answers.pop() if answers else completion("hang")
     results = RunResults()
@@ -213,40 +198,6 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, e
     assert len(outcome.runs) == len(outcome.experiences) == len(outcome.metrics) == 2
     assert {each.response_text for each in outcome.experiences} == {"7", "8"}
     assert outcome.version_min == (1, 3)
-
-
-async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, engine):
-    config = changed(tmp_path, memory_limit=200 * 2**20)
-    outcome = await pool.run(task_slice("Eats", runs=1), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "MemoryError" in outcome.message
-    outcome = await pool.run(task_slice("Asks", runs=1), config, lambda: engine.model)
-    assert (outcome.runs, outcome.message) == ([6], None)
-
-
-async def test_the_kind_of_a_failure_and_that_it_is_final_come_out_of_the_process(here, pool, config, engine):
-    outcome = await pool.run(task_slice("SandboxAway", runs=1), config, lambda: engine.model)
-    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], "environment", False)
-    assert outcome.message.startswith("environment: connection refused (")
-
-
-async def test_the_process_tells_which_engine_did_not_answer(here, pool, config, engine):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
-
-    class Models:
-        def __init__(self):
-            self.left, self.told = [engine.model, gone], []
-
-        def __call__(self):
-            return self.left.pop() if len(self.left) > 1 else self.left[0]
-
-        def lost(self, model):
-            self.told.append(model)
-
-    models = Models()
-    outcome = await pool.run(task_slice("Asks", runs=1), config, models)
-    assert (outcome.runs, models.told) == ([6], [gone])
 
 
 async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
@@ -273,29 +224,41 @@ async def test_what_a_slice_has_started_dies_with_it(here, pool, config, engine,
     await ends(await pid)
 
 
-async def test_the_process_asks_which_engine_to_use(here, pool, config, engine):
+async def test_the_process_asks_which_engine_to_use_and_tells_which_did_not_answer(here, pool, config, engine):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        lost = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
-    answers = [engine.model, lost, EngineNotReady("waits", 0.01), EngineLost("none")]
+        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
 
-    def models():
-        answer = answers.pop() if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    class Models:
+        def __init__(self):
+            self.answers, self.told = [engine.model, gone, EngineNotReady("waits", 0.01), EngineLost("none")], []
 
+        def __call__(self):
+            answer = self.answers.pop() if len(self.answers) > 1 else self.answers[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def lost(self, model):
+            self.told.append(model)
+
+    models = Models()
     outcome = await pool.run(task_slice("Asks", runs=1), config, models)
-    assert (outcome.runs, outcome.message) == ([6], None)
-    assert answers == [engine.model]
+    assert (outcome.runs, outcome.message, models.told) == ([6], None, [gone])
+    assert models.answers == [engine.model]
 
 
-async def test_failures_come_back_as_outcomes(here, pool, config, engine):
-    outcome = await pool.run(task_slice("Raises"), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "called sys.exit('no')" in outcome.message
-    outcome = await pool.run(task_slice("Unsendable"), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "do not encode" in outcome.message
+@pytest.mark.parametrize(
+    ("kind", "said", "failure", "retryable"),
+    [
+        ("Raises", "called sys.exit('no')", "workflow", True),
+        ("Unsendable", "do not encode", None, True),
+        ("SandboxAway", "environment: connection refused (", "environment", False),
+    ],
+)
+async def test_failures_come_back_as_outcomes(here, pool, config, engine, kind, said, failure, retryable):
+    outcome = await pool.run(task_slice(kind), config, lambda: engine.model)
+    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], failure, retryable)
+    assert said in outcome.message
 
 
 async def test_no_more_processes_at_a_time_than_allowed(here, config, engine, pid):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.unit.agents.operator.test_operator import close, make_world, manifest, open_batch, ready, runs_of
 from tests.unit.agents.operator.test_operator import make as make_operator
-from tests.unit.agents.runner.harness import make, parts, results, unanswered
-from tests.unit.agents.world import World, a_slice, an_outcome, experience, send_slice
+from tests.unit.agents.runner.harness import lived, make, parts, results, unanswered
+from tests.unit.agents.world import World, a_slice, an_outcome, experience
+from tests.virtual import virtually
 from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, max_encoded_size
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import new_ticket
 from trinity_mq.experience import Experience
-from trinity_mq.messages import TaskBody, TaskResult, TaskResults, TaskSlice, decode_any
+from trinity_mq.messages import TaskBody, TaskResult, TaskSlice
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import shared_part_message
@@ -38,32 +40,24 @@ async def together(task_slice: TaskSlice) -> SliceOutcome:
 
 
 async def done(world: World, runner: Any, slices: int, **fields: Any) -> None:
-    for task in range(slices):
-        await send_slice(world, a_slice(task=task, runs=2, run_base=10 * task, **fields))
-    async with world.living(runner):
-        await asyncio.sleep(4)
+    await lived(world, runner, *(a_slice(task=n, runs=2, run_base=10 * n, **fields) for n in range(slices)), seconds=4)
 
 
 def test_what_ends_together_travels_together_and_counts_one_by_one() -> None:
     world = World()
     run_virtually(done(world, make(world, together), 12))
     assert len(parts(world)) < 6
-    found = {result.attempt: result for result in results(world)}
-    assert len(found) == 12
-    assert counted(world) == {(attempt, 0): [result.run_base, result.run_base + 1] for attempt, result in found.items()}
-    assert all((result.outcome, result.parts) == ("finished", 1) for result in found.values())
-    assert "sent task_results" in world.wire
+    by_attempt = {result.attempt: result for result in results(world)}
+    assert len(by_attempt) == 12
+    assert counted(world) == {
+        (attempt, 0): [result.run_base, result.run_base + 1] for attempt, result in by_attempt.items()
+    }
+    assert all((result.outcome, result.parts) == ("finished", 1) for result in by_attempt.values())
     assert unanswered(world) == 0
-
-
-def test_parts_are_confirmed_before_their_results_and_those_before_the_acknowledgements() -> None:
-    world = World()
-    run_virtually(done(world, make(world, together), 12))
     last = {what: max(n for n, entry in enumerate(world.wire) if entry == what) for what in set(world.wire)}
-    first = {what: world.wire.index(what) for what in set(world.wire)}
     # all twelve end in the same instant, so that each kind is out before the next begins
-    assert last["confirmed experience_part"] < first["sent task_results"]
-    assert first["confirmed task_results"] < first["acked tasks.train"]
+    assert last["confirmed experience_part"] < world.wire.index("sent task_results")
+    assert world.wire.index("confirmed task_results") < world.wire.index("acked tasks.train")
 
 
 def test_one_unfit_to_travel_keeps_nobody_else_from_it() -> None:
@@ -86,36 +80,26 @@ def test_one_unfit_to_travel_keeps_nobody_else_from_it() -> None:
     )
 
 
-def test_a_closed_batch_makes_each_of_them_late() -> None:
-    world = World()
-
-    async def main() -> None:
-        for task in range(4):
-            await send_slice(world, a_slice(task=task))
-        async with world.living(make(world, together)):
-            queue = world.topology.batch_queue(1, "t1")
-            await world.outside.unbind(queue)
-            await world.outside.delete(queue.name)
-            await asyncio.sleep(4)
-
-    run_virtually(main())
-    assert sorted(result.task_id for result in results(world)) == [0, 1, 2, 3]
-    assert {result.outcome for result in results(world)} == {"late"}
-    assert unanswered(world) == 0
-
-
-def test_experiences_of_a_thousand_tokens_share_messages_too() -> None:
+@pytest.mark.parametrize(("length", "count", "messages"), [(1024, 8, 4), (200_000, 1, 16)])
+def test_experiences_of_a_thousand_tokens_share_messages_and_long_ones_travel_alone(
+    length: int, count: int, messages: int
+) -> None:
     """A body costs much more than its bytes: encoding 8 experiences takes as long for 1024 tokens as for 64."""
     world = World("runner.concurrency=16")
 
     async def does(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(1.0)
-        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, n, length=1024) for n in range(8)])
+        long = [experience(task_slice.task_id, n, length=length) for n in range(count)]
+        return an_outcome(task_slice, experiences=long)
 
     run_virtually(done(world, make(world, does), 16))
     assert len(results(world)) == 16
-    assert len(parts(world)) <= 4
-    assert max(len(stored.body) for stored in parts(world)) <= SHARED
+    assert (len(parts(world)) <= 4) == (messages == 4)
+    assert len(parts(world)) <= messages
+    if messages == 4:
+        assert max(len(stored.body) for stored in parts(world)) <= SHARED
+    else:
+        assert all("attempt" in stored.headers for stored in parts(world))
 
 
 def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
@@ -123,26 +107,6 @@ def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
     assert max_encoded_size(few) == 8 * EXPERIENCE_COST == SHARED // 16
     few[3].teacher_logprobs = [0.0]  # type: ignore[assignment]
     assert max_encoded_size(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
-
-
-def test_long_ones_travel_alone() -> None:
-    world = World()
-
-    async def does(task_slice: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(1.0)
-        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, task_slice.run_base, length=200_000)])
-
-    run_virtually(done(world, make(world, does), 4))
-    assert len(parts(world)) == 4
-    assert all("attempt" in stored.headers for stored in parts(world))
-
-
-def test_several_results_in_one_message_say_what_each_says_alone() -> None:
-    listed = [TaskResult(batch=1, ticket=f"t{n}", task_id=n, attempt=f"a{n}", outcome="finished") for n in range(3)]
-    mail = envelope(TaskResults(results=listed), message_id="m")
-    again = decode_any(mail.body)
-    assert isinstance(again, TaskResults)
-    assert again.results == listed
 
 
 # -- the readers
@@ -159,25 +123,22 @@ async def send(world: World, mail: Any, ticket: str = "t1") -> None:
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
 
 
-def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_once() -> None:
+@virtually
+async def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_once() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, shared(("late", 0), ("a", 1), ("b", 2)))
-        await send(world, shared(("b", 2), ("c", 3)))  # b came twice: its confirm was lost
-        await close(world, manifest(("c", 1), ("a", 1), ("b", 1)))
-        async with world.living(make_operator(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, shared(("late", 0), ("a", 1), ("b", 2)))
+    await send(world, shared(("b", 2), ("c", 3)))  # b came twice: its confirm was lost
+    await close(world, manifest(("c", 1), ("a", 1), ("b", 1)))
+    await lived(world, make_operator(world), seconds=3)
     (decided,) = ready(world)
     assert (decided.state, decided.experiences) == ("ready", 3)
     assert len(runs_of(world, decided.op)) == 3
     assert world.reasons() == []
 
 
-def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
+@virtually
+async def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
     world = World()
     ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, deliver="caller", lane="train", time_left=1.0)
 
@@ -186,18 +147,15 @@ def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
             batch=1, ticket=ticket.ticket, task_id=task, attempt=attempt, outcome="finished", runs=[0], parts=1
         )
 
-    async def main() -> None:
-        await world.ready()
-        bus = world.bus()
-        await bus.connect()
-        await world.outside.declare(world.topology.batch_queue(1, ticket.ticket))
-        await send(world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
-        await send(world, shared(("d", 3)), ticket.ticket)
-        collector = Collector(bus, world.topology, world.config, "caller")
-        # more parts are asked for than messages hold them
-        taken = await collector.take(ticket, [result("c", 2), result("a", 0), result("d", 3)])
-        assert [each.eid.task for each in taken] == [2, 0, 3]
-        assert [each.eid.task for each in await collector.take(ticket, [result("b", 1)])] == [1]
-        await collector.close()
-
-    run_virtually(main())
+    await world.ready()
+    bus = world.bus()
+    await bus.connect()
+    await world.outside.declare(world.topology.batch_queue(1, ticket.ticket))
+    await send(world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
+    await send(world, shared(("d", 3)), ticket.ticket)
+    collector = Collector(bus, world.topology, world.config, "caller")
+    # more parts are asked for than messages hold them
+    taken = await collector.take(ticket, [result("c", 2), result("a", 0), result("d", 3)])
+    assert [each.eid.task for each in taken] == [2, 0, 3]
+    assert [each.eid.task for each in await collector.take(ticket, [result("b", 1)])] == [1]
+    await collector.close()

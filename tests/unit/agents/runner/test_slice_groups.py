@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.agents.runner.harness import forever, make, results, taking, unanswered
+from tests.unit.agents.runner.harness import forever, lived, make, results, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, kill
+from tests.virtual import virtually
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_mq.messages import TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.testing.virtual_time import run_virtually
 
 
 async def send(world: World, slices: Sequence[TaskSlice]) -> None:
@@ -24,29 +24,28 @@ async def send(world: World, slices: Sequence[TaskSlice]) -> None:
     await world.outside.publish(world.topology.exchange("tasks"), "train.1", mail)
 
 
-def test_each_slice_is_answered_and_the_message_once_after_all_of_them() -> None:
+@virtually
+async def test_each_slice_is_answered_and_the_message_once_after_all_of_them() -> None:
     world = World()
 
     async def later_by_task(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(task_slice.task_id)
         return an_outcome(task_slice)
 
-    async def main() -> None:
-        await send(world, [a_slice(task=task) for task in range(3)])
-        async with world.living(make(world, later_by_task)):
-            await asyncio.sleep(1.5)
-            assert [result.task_id for result in results(world)] == [0, 1]
-            assert "acked tasks.train" not in world.wire
-            await asyncio.sleep(1.5)
-
-    run_virtually(main())
+    await send(world, [a_slice(task=task) for task in range(3)])
+    async with world.living(make(world, later_by_task)):
+        await asyncio.sleep(1.5)
+        assert [result.task_id for result in results(world)] == [0, 1]
+        assert "acked tasks.train" not in world.wire
+        await asyncio.sleep(1.5)
     assert [(result.task_id, result.outcome) for result in results(world)] == [(task, "finished") for task in range(3)]
     assert world.wire.count("acked tasks.train") == 1
     assert world.wire[-1] == "acked tasks.train"
     assert unanswered(world) == 0
 
 
-def test_slices_of_a_message_run_only_as_many_at_a_time_as_there_are_slots() -> None:
+@virtually
+async def test_slices_of_a_message_run_only_as_many_at_a_time_as_there_are_slots() -> None:
     world = World("runner.concurrency=2")
     running: list[int] = []
     most = 0
@@ -59,36 +58,30 @@ def test_slices_of_a_message_run_only_as_many_at_a_time_as_there_are_slots() -> 
         running.remove(task_slice.task_id)
         return an_outcome(task_slice)
 
-    async def main() -> None:
-        await send(world, [a_slice(task=task) for task in range(7)])
-        runner = make(world, counts)
-        async with world.living(runner):
-            await asyncio.sleep(1)
-            assert runner.detail().running == 2, "what waits for a slot is not named as running"
-            await asyncio.sleep(4)
-
-    run_virtually(main())
+    await send(world, [a_slice(task=task) for task in range(7)])
+    runner = make(world, counts)
+    async with world.living(runner):
+        await asyncio.sleep(1)
+        assert runner.detail().running == 2, "what waits for a slot is not named as running"
+        await asyncio.sleep(4)
     assert sorted(result.task_id for result in results(world)) == list(range(7))
     assert most == 2
 
 
-def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_one_attempt_that_counts() -> None:
+@virtually
+async def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_one_attempt_that_counts() -> None:
     world = World()
     second = make(world, name="runner-1")
 
     async def first_alone(task_slice: TaskSlice) -> SliceOutcome:
         return an_outcome(task_slice) if task_slice.task_id == 0 else await forever(task_slice)
 
-    async def main() -> None:
-        await send(world, [a_slice(task=task) for task in range(3)])
-        first = asyncio.create_task(make(world, first_alone).run())
-        await asyncio.sleep(1)
-        assert [result.task_id for result in results(world)] == [0]
-        await kill(first)
-        async with world.living(second):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await send(world, [a_slice(task=task) for task in range(3)])
+    first = asyncio.create_task(make(world, first_alone).run())
+    await asyncio.sleep(1)
+    assert [result.task_id for result in results(world)] == [0]
+    await kill(first)
+    await lived(world, second)
     by_second = [result for result in results(world) if result.runner == "runner-1"]
     assert sorted(result.task_id for result in by_second) == [0, 1, 2], "readers drop the second result of task 0"
     assert {(result.outcome, result.returned) for result in by_second} == {("finished", 1)}
@@ -97,7 +90,8 @@ def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_one_atte
     assert (unanswered(world), world.stored("dead")) == (0, [])
 
 
-def test_a_slice_that_kills_its_process_is_poisoned_alone() -> None:
+@virtually
+async def test_a_slice_that_kills_its_process_is_poisoned_alone() -> None:
     world = World("broker.delivery_limit=3")
 
     async def dies(task_slice: TaskSlice) -> SliceOutcome:
@@ -105,13 +99,9 @@ def test_a_slice_that_kills_its_process_is_poisoned_alone() -> None:
             raise ChildDied("its process was killed by SIGSEGV", -11)
         return an_outcome(task_slice)
 
-    async def main() -> None:
-        await send(world, [a_slice(task=task) for task in range(3)])
-        world.held_back("tasks.train", 1)
-        async with world.living(make(world, isolated=dies)):
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await send(world, [a_slice(task=task) for task in range(3)])
+    world.held_back("tasks.train", 1)
+    await lived(world, make(world, isolated=dies), seconds=5)
     outcomes = {result.task_id: result.outcome for result in results(world)}
     assert outcomes == {0: "finished", 1: "poisoned", 2: "finished"}
     assert [each.headers["kind"] for each in world.stored("dead")] == ["task_slice"]
@@ -119,44 +109,36 @@ def test_a_slice_that_kills_its_process_is_poisoned_alone() -> None:
 
 
 @pytest.mark.parametrize("after", range(1, 9))
-def test_killed_at_any_step_of_taking_apart_no_slice_is_lost(after: int) -> None:
+@virtually
+async def test_killed_at_any_step_of_taking_apart_no_slice_is_lost(after: int) -> None:
     world = World()
-
-    async def main() -> None:
-        await send(world, [a_slice(task=0), a_slice(task=1)])
-        world.held_back("tasks.train", 1)
-        first = asyncio.create_task(make(world, forever, forever).run())
-        world.kill_after = (after, first)
-        await asyncio.wait([first], timeout=10)
-        await kill(first)
-        async with world.living(make(world, name="runner-1")):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await send(world, [a_slice(task=0), a_slice(task=1)])
+    world.held_back("tasks.train", 1)
+    first = asyncio.create_task(make(world, forever, forever).run())
+    world.kill_after = (after, first)
+    await asyncio.wait([first], timeout=10)
+    await kill(first)
+    await lived(world, make(world, name="runner-1"))
     assert {result.task_id for result in results(world) if result.outcome == "finished"} == {0, 1}
     assert unanswered(world) == 0
 
 
-def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
+@virtually
+async def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
     world = World("runner.concurrency=1")
-
-    async def main() -> None:
-        await send(world, [a_slice(task=task) for task in range(3)])
-        runner = make(world, taking(10))
-        async with world.living(runner):
-            await asyncio.sleep(1)
-            runner.drain()
-            await asyncio.sleep(1)
-            waiting = world.stored("tasks.train")
-            assert [(each.message_id, each.headers["given-back"]) for each in waiting] == [("t1-1-0", 1), ("t1-2-0", 1)]
-            assert runner.detail().given_back == 2
-        assert 10 < asyncio.get_running_loop().time() < 12
-        second = make(world, name="runner-1")
-        async with world.living(second):
-            await asyncio.sleep(1)
-        assert second.apart.ran == [], "what was given back in good order is no suspect"
-
-    run_virtually(main())
+    await send(world, [a_slice(task=task) for task in range(3)])
+    runner = make(world, taking(10))
+    async with world.living(runner):
+        await asyncio.sleep(1)
+        runner.drain()
+        await asyncio.sleep(1)
+        waiting = world.stored("tasks.train")
+        assert [(each.message_id, each.headers["given-back"]) for each in waiting] == [("t1-1-0", 1), ("t1-2-0", 1)]
+        assert runner.detail().given_back == 2
+    assert 10 < asyncio.get_running_loop().time() < 12
+    second = make(world, name="runner-1")
+    await lived(world, second)
+    assert second.apart.ran == [], "what was given back in good order is no suspect"
     assert [(result.task_id, result.runner) for result in results(world)] == [
         (0, "runner-0"),
         (1, "runner-1"),
@@ -165,32 +147,25 @@ def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
     assert unanswered(world) == 0
 
 
-def test_a_message_without_slices_and_one_that_does_not_decode_hold_nobody_up() -> None:
+@virtually
+async def test_a_message_without_slices_and_one_that_does_not_decode_hold_nobody_up() -> None:
     world = World()
-
-    async def main() -> None:
-        await send(world, [])
-        await world.put("tasks.train", b"\x81\xa6slices\x07", kind="task_slices", headers={"kind": "task_slices"})
-        await send(world, [a_slice()])
-        async with world.living(make(world)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await send(world, [])
+    await world.put("tasks.train", b"\x81\xa6slices\x07", kind="task_slices", headers={"kind": "task_slices"})
+    await send(world, [a_slice()])
+    await lived(world, make(world))
     assert [result.outcome for result in results(world)] == ["finished"]
     assert [reason.startswith("does not decode") for reason in world.reasons()] == [True]
     assert unanswered(world) == 0
 
 
-def test_slices_of_a_message_whose_ticket_is_not_open_are_dropped() -> None:
+@virtually
+async def test_slices_of_a_message_whose_ticket_is_not_open_are_dropped() -> None:
     world = World()
     runner = make(world)
-
-    async def main() -> None:
-        async with world.living(runner):
-            await world.beat("explorer", "explorer-0", 10, open=["t2"])
-            await send(world, [a_slice(task=task, opened_beat=10) for task in range(2)])
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    async with world.living(runner):
+        await world.beat("explorer", "explorer-0", 10, open=["t2"])
+        await send(world, [a_slice(task=task, opened_beat=10) for task in range(2)])
+        await asyncio.sleep(1)
     assert (results(world), unanswered(world)) == ([], 0)
     assert runner.here.ran == []

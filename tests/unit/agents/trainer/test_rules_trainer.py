@@ -11,6 +11,7 @@ import pytest
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import Over, failure
+from tests.virtual import virtually
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
@@ -20,22 +21,19 @@ from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 
 
-def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_path: Path) -> None:
+@virtually
+async def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
-
-    async def scene() -> None:
-        await sim.record_messages()
-        trainer = sim.make_trainer()
-        task = asyncio.get_running_loop().create_task(trainer.run())
-        client = await sim.client()
-        for batch, state in enumerate(("failed", "gone", "empty"), start=1):
-            ready: Any = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state=state, reason=f"why {batch}")  # type: ignore[arg-type]
-            await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-        await until(lambda: trainer.loop.progress == 3)
-        trainer.drain()
-        await task
-
-    run_virtually(scene(), limit=300)
+    await sim.record_messages()
+    trainer = sim.make_trainer()
+    task = asyncio.get_running_loop().create_task(trainer.run())
+    client = await sim.client()
+    for batch, state in enumerate(("failed", "gone", "empty"), start=1):
+        ready: Any = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state=state, reason=f"why {batch}")  # type: ignore[arg-type]
+        await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
+    await until(lambda: trainer.loop.progress == 3)
+    trainer.drain()
+    await task
     assert (sim.trainer.loop.progress, sim.trainer.loop.step, sim.learners[0].steps) == (3, 0, [])
     told = sim.published(Progress)
     assert [(one.progress, one.ticket, one.outcome) for one in told] == [
@@ -52,23 +50,20 @@ def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_
     ]
 
 
-def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batch(tmp_path: Path) -> None:
+@virtually
+async def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batch(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
-
-    async def scene() -> None:
-        await sim.record_messages()
-        trainer = sim.make_trainer()
-        task = asyncio.get_running_loop().create_task(trainer.run())
-        client = await sim.client()
-        for batch, ticket, op, state in ((1, "a", "1", "failed"), (1, "a", "2", "empty"), (2, "b", "3", "empty")):
-            ready = BatchReady(batch=batch, ticket=ticket, op=op, state=state)  # type: ignore[arg-type]
-            await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-        await until(lambda: trainer.loop.progress == 2)
-        await asyncio.sleep(5.0)
-        trainer.drain()
-        await task
-
-    run_virtually(scene(), limit=300)
+    await sim.record_messages()
+    trainer = sim.make_trainer()
+    task = asyncio.get_running_loop().create_task(trainer.run())
+    client = await sim.client()
+    for batch, ticket, op, state in ((1, "a", "1", "failed"), (1, "a", "2", "empty"), (2, "b", "3", "empty")):
+        ready = BatchReady(batch=batch, ticket=ticket, op=op, state=state)  # type: ignore[arg-type]
+        await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
+    await until(lambda: trainer.loop.progress == 2)
+    await asyncio.sleep(5.0)
+    trainer.drain()
+    await task
     assert [(one.ticket, one.outcome) for one in sim.published(Progress)] == [("a", "failed"), ("b", "empty")]
 
 
@@ -161,49 +156,46 @@ def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path) -> None:
     run_virtually(sim.run(beside=look), limit=1000)
 
 
-def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
+@virtually
+async def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
     """Whether a stream is the one that the checkpoint knows is certain only then."""
     sim = WatchedSimulation(tmp_path)
+    bus, client = sim.bus(), await sim.client()
+    await bus.connect()
+    await bus.declare(*sim.topology.durable)
+    ready = envelope(BatchReady(batch=1, ticket="a", op="o", state="empty"))
+    await client.publish(sim.topology.exchange("ready"), "1", ready)
+    reads_mark, consume, read = asyncio.Event(), bus.consume, []
 
-    async def scene() -> None:
-        bus, client = sim.bus(), await sim.client()
-        await bus.connect()
-        await bus.declare(*sim.topology.durable)
-        ready = envelope(BatchReady(batch=1, ticket="a", op="o", state="empty"))
-        await client.publish(sim.topology.exchange("ready"), "1", ready)
-        reads_mark, consume, read = asyncio.Event(), bus.consume, []
+    async def holds_back(queue: Any, **how: Any) -> Any:
+        feed = await consume(queue, **how)
+        following = feed.__anext__
 
-        async def holds_back(queue: Any, **how: Any) -> Any:
-            feed = await consume(queue, **how)
-            following = feed.__anext__
+        class Held:
+            async def __aenter__(self) -> Any:
+                return self
 
-            class Held:
-                async def __aenter__(self) -> Any:
-                    return self
+            async def __aexit__(self, *what: Any) -> None:
+                await feed.close()
 
-                async def __aexit__(self, *what: Any) -> None:
-                    await feed.close()
+            async def __anext__(self) -> Any:
+                if len(read) == 1:  # the mark is next
+                    await reads_mark.wait()
+                delivery = await following()
+                read.append(delivery)
+                return delivery
 
-                async def __anext__(self) -> Any:
-                    if len(read) == 1:  # the mark is next
-                        await reads_mark.wait()
-                    delivery = await following()
-                    read.append(delivery)
-                    return delivery
+        return Held()
 
-            return Held()
-
-        bus.consume = holds_back  # type: ignore[method-assign]
-        source = StreamSource(bus, sim.topology, "trainer-0")
-        reading = asyncio.create_task(source.run())
-        await asyncio.sleep(5.0)
-        assert not source.available()
-        reads_mark.set()
-        await asyncio.sleep(1.0)
-        assert source.available()
-        await killed(reading)
-
-    run_virtually(scene(), limit=100)
+    bus.consume = holds_back  # type: ignore[method-assign]
+    source = StreamSource(bus, sim.topology, "trainer-0")
+    reading = asyncio.create_task(source.run())
+    await asyncio.sleep(5.0)
+    assert not source.available()
+    reads_mark.set()
+    await asyncio.sleep(1.0)
+    assert source.available()
+    await killed(reading)
 
 
 def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import AddressError, BusUnavailable, Topology
 from trinity_mq.config import load_config
@@ -36,7 +37,8 @@ def tapped(folder: Path, broker: Callable[[], None]) -> TapSource:
     return TapSource(config, unused, Topology("second"), "trainer-0", unused, lambda *_: bus)
 
 
-def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
+@virtually
+async def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
     url, tries = tmp_path / "first" / "broker.url", []
 
     def broker() -> None:
@@ -47,18 +49,14 @@ def test_one_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
         raise BusUnavailable("enough")
 
     source = tapped(tmp_path / "first", broker)
-
-    async def story() -> None:
-        url.write_text(URL)
-        connecting = asyncio.create_task(source.run())
-        await asyncio.sleep(60)
-        assert not connecting.done()
-        url.write_text(URL)  # the run goes on
-        async with asyncio.timeout(60):
-            with pytest.raises(BusUnavailable, match="enough"):
-                await connecting
-
-    run_virtually(story())
+    url.write_text(URL)
+    connecting = asyncio.create_task(source.run())
+    await asyncio.sleep(60)
+    assert not connecting.done()
+    url.write_text(URL)  # the run goes on
+    async with asyncio.timeout(60):
+        with pytest.raises(BusUnavailable, match="enough"):
+            await connecting
     assert tries == [URL, URL]
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import Over, failure, leaf
+from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_mq.bus import Bus
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import BatchReady, ControlEvent, Progress, RunEnd, SyncEvent
@@ -29,19 +28,6 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, S
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
     return {one.batch: one.outcome for one in sim.published(Progress)}
-
-
-async def restarting(sim: Simulation, learner: Callable[[], FakeLearner], lives: int) -> None:
-    """A trainer that a supervisor starts again after each failure."""
-    for life in range(lives):
-        try:
-            await sim.make_trainer(learner=learner()).run()
-        except ExceptionGroup as group:
-            if life == lives - 1:
-                raise group from None
-            await asyncio.sleep(0.5)
-        else:
-            return
 
 
 class Deadly(FakeLearner):
@@ -58,39 +44,29 @@ class Deadly(FakeLearner):
         return await super().step(experiences, step_number)
 
 
-def test_the_third_start_on_a_batch_skips_it_and_parks_a_letter(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=1",), batches=4)
-    tried: list[int] = []
-    lives: list[set[int]] = [{2}, {2}, set(), set()]
-    run_virtually(
-        sim.run(trainer=lambda: restarting(sim, lambda: Deadly(lives[len(sim.trainers)], tried), 3)), limit=1000
-    )
-    assert tried == [1, 2, 2, 2, 3], "batch 2 killed two lives; what is step 2 in the third is batch 3"
-    assert outcomes(sim) == {1: "trained", 2: "skipped", 3: "trained", 4: "trained"}
-    (letter,) = sim.dead_letters()
-    assert "did not survive 2 starts" in str(letter["dead-reason"])
-    skipped = [one for one in sim.published(Progress) if one.outcome == "skipped"]
-    assert letter["ticket"] == skipped[0].ticket
-
-
-def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_path: Path) -> None:
-    """The checkpoint lies before the batch that kills: trying it again would cost two more lives each time."""
-    sim = Simulation(tmp_path, ("trainer.save_interval=50",), batches=4)
+@pytest.mark.parametrize("save_interval", [1, 50])
+def test_the_third_start_on_a_batch_skips_it_and_parks_a_letter(tmp_path: Path, save_interval: int) -> None:
+    """Where the checkpoint lies before the batch that kills, trying it again would cost two more lives each time."""
+    sim = Simulation(tmp_path, (f"trainer.save_interval={save_interval}",), batches=4)
     tried: list[int] = []
 
     async def trainer() -> None:
-        for number in ({2}, {2}):
+        for _ in range(2):
             with pytest.raises(ExceptionGroup):
-                await sim.make_trainer(learner=Deadly(number, tried)).run()
+                await sim.make_trainer(learner=Deadly({2}, tried)).run()
         third = asyncio.get_running_loop().create_task(sim.make_trainer(learner=Deadly(set(), tried)).run())
         await until(lambda: sim.trainer.loop.progress == 3)
         await killed(third)
         await sim.make_trainer(learner=Deadly(set(), tried)).run()
 
     run_virtually(sim.run(trainer=trainer), limit=1000)
-    fourth = lineage(tmp_path / "history", 4, 4)
-    assert [entry["outcome"] for entry in fourth] == ["trained", "skipped", "trained", "trained"]
-    assert {letter["ticket"] for letter in sim.dead_letters()} == {fourth[1]["ticket"]}
+    entries = lineage(tmp_path / "history", 4, 4)
+    assert [entry["outcome"] for entry in entries] == ["trained", "skipped", "trained", "trained"]
+    assert {letter["ticket"] for letter in sim.dead_letters()} == {entries[1]["ticket"]}
+    assert all("did not survive 2 starts" in str(letter["dead-reason"]) for letter in sim.dead_letters())
+    assert outcomes(sim) == {1: "trained", 2: "skipped", 3: "trained", 4: "trained"}
+    if save_interval == 1:
+        assert tried[:4] == [1, 2, 2, 2], "batch 2 killed two lives; what is step 2 in the third is batch 3"
 
 
 def begun(folder: Path) -> list[str]:
@@ -165,7 +141,9 @@ def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_pat
     assert dict(sim.values("sample/skipped_step"))[3] == 1.0
 
 
-def test_a_chunk_that_does_not_decode_fails_its_batch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_decode_fails_its_batch_only_or_is_parked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sim = Simulation(tmp_path, batches=3)
     publish = MemoryBus.publish
 
@@ -174,16 +152,6 @@ def test_a_chunk_that_does_not_decode_fails_its_batch_only(tmp_path: Path, monke
             mail = replace(mail, body=mail.body[:-1])
         return await publish(self, exchange, key, mail, **how)
 
-    monkeypatch.setattr(MemoryBus, "publish", spoils)
-    run_virtually(sim.run(), limit=1000)
-    assert outcomes(sim) == {1: "trained", 2: "failed", 3: "trained"}
-    (failed,) = (one for one in sim.published(Progress) if one.outcome == "failed")
-    assert "does not decode" in str(failed.reason)
-
-
-def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=3)
-
     async def intruder() -> None:
         bus = await sim.client()
         await asyncio.sleep(2.0)
@@ -191,8 +159,11 @@ def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(t
             mail = replace(envelope(RunEnd(batches=3)), body=b"\xc1", kind="unknown")
             await bus.publish(sim.topology.exchange(name), "x", mail)
 
+    monkeypatch.setattr(MemoryBus, "publish", spoils)
     run_virtually(sim.run(beside=intruder), limit=1000)
-    assert sim.trainer.loop.progress == 3
+    assert outcomes(sim) == {1: "trained", 2: "failed", 3: "trained"}
+    (failed,) = (one for one in sim.published(Progress) if one.outcome == "failed")
+    assert "does not decode" in str(failed.reason)
     assert {letter["dead-queue"] for letter in sim.dead_letters()} == {"tmq.sim.ready", "tmq.sim.results"}
 
 
@@ -219,40 +190,20 @@ def test_a_stream_shorter_than_the_checkpoint_is_one_clear_error(tmp_path: Path)
     assert "shorter than the checkpoint says" in str(failure(other.make_trainer().run(), FatalError, limit=1000))
 
 
-def test_checkpoints_come_every_save_interval(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9"), batches=7)
+@pytest.mark.parametrize(
+    ("limits", "saved"),
+    [
+        pytest.param({}, [3, 4], id="every save_interval and at the end"),
+        pytest.param({"ready_max_bytes": 4}, [1, 2, 3, 4], id="so that a restart needs no more than retention keeps"),
+    ],
+)
+def test_checkpoints_come_every_save_interval_and_by_what_was_read(
+    tmp_path: Path, limits: dict[str, int], saved: list[int]
+) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9"), batches=4)
+    sim.config = sim.config.model_copy(update={"broker": sim.config.broker.model_copy(update=limits)})
     run_virtually(sim.run(), limit=1000)
-    assert checkpoints(tmp_path) == [3, 6, 7]
-
-
-def test_checkpoints_come_also_by_what_was_read(tmp_path: Path) -> None:
-    """So that a restart never needs more of the stream than retention keeps."""
-    sim = Simulation(tmp_path, ("trainer.max_checkpoints_to_keep=9",), batches=4)
-    broker = sim.config.broker.model_copy(update={"ready_max_bytes": 4})
-    sim.config = sim.config.model_copy(update={"broker": broker})
-    run_virtually(sim.run(), limit=1000)
-    assert checkpoints(tmp_path) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("after", [1.5, 2.0, 3.3])
-def test_a_resumed_trainer_decides_the_same(tmp_path: Path, after: float) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=3",), batches=5, step_seconds=0.6, operators=2)
-
-    async def killed_once() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await asyncio.sleep(after)
-        await killed(first)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_once), limit=1000)
-    by_generation = [_entries(tmp_path / "history" / f"{n}.jsonl") for n in (1, 2)]
-    again = by_generation[0].keys() & by_generation[1].keys()
-    assert again, "something was done twice"
-    for progress in again:
-        one, two = (entries[progress] for entries in by_generation)
-        assert [one[key] for key in ("batch", "ticket", "op", "outcome", "uids", "step")] == [
-            two[key] for key in ("batch", "ticket", "op", "outcome", "uids", "step")
-        ]
+    assert checkpoints(tmp_path) == saved
 
 
 class SlowToSave(FakeLearner):
@@ -335,53 +286,45 @@ def damage(folder: Path, *progress: int) -> None:
         (folder / "checkpoints" / f"progress-{one:06d}" / "weights").write_text("no")
 
 
-async def killed_at(sim: Simulation, progress: int, between: Callable[[], None]) -> None:
+async def killed_at(
+    sim: Simulation, progress: int, between: Callable[[], None], learner: FakeLearner | None = None
+) -> None:
     """A trainer that is killed, and started again after ``between()``."""
     first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
     await until(lambda: sim.trainer.loop.progress == progress)
     await killed(first)
     between()
-    await sim.make_trainer().run()
+    await sim.make_trainer(learner=learner or FakeLearner(0.1)).run()
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("does_not_load", [False, True], ids=["has another size", "does not load"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, does_not_load: bool) -> None:
     sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
+
+    class FailsToLoad(FakeLearner):
+        async def open(self, checkpoint: Path | None) -> None:
+            if does_not_load and checkpoint is not None and checkpoint.name == "progress-000004":
+                raise DamagedCheckpointError("optimizer.pt is damaged")
+
+    def harm() -> None:
+        if not does_not_load:
+            damage(tmp_path, 4)
+
     with capture_logs() as logs:
-        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, lambda: damage(tmp_path, 4))), limit=1000)
+        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, harm, FailsToLoad(0.1))), limit=1000)
     (said,) = (entry for entry in logs if entry["event"] == "damaged_checkpoint_skipped")
     assert said["path"].endswith("checkpoints/progress-000004")
-    assert said["reason"] == "weights has 2 bytes, wanted 4"
+    assert said["reason"] == ("optimizer.pt is damaged" if does_not_load else "weights has 2 bytes, wanted 4")
     (resumed,) = (entry for entry in logs if entry["event"] == "resumed")
     assert resumed["checkpoint"] == "progress-000002"
+    assert sim.learners[1].steps[0] == 3
     assert sim.values("trainer/damaged_checkpoints") == [(2, 1.0)], "the report counts it"
     assert len(lineage(tmp_path / "history", 2, 6)) == 6
 
 
-class FailsToLoad(FakeLearner):
-    """Finds one checkpoint damaged that has the right sizes."""
-
-    async def open(self, checkpoint: Path | None) -> None:
-        if checkpoint is not None and checkpoint.name == "progress-000004":
-            raise DamagedCheckpointError("optimizer.pt is damaged")
-
-
-def test_a_checkpoint_that_does_not_load_is_damaged_too(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
-
-    async def trainer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.loop.progress == 5)
-        await killed(first)
-        await sim.make_trainer(learner=FailsToLoad(0.1)).run()
-
-    run_virtually(sim.run(trainer=trainer), limit=1000)
-    assert sim.learners[1].steps[0] == 3
-    assert sim.values("trainer/damaged_checkpoints") == [(2, 1.0)]
-
-
-@pytest.mark.parametrize("gone", ["damaged", "removed", "folder removed"])
+@pytest.mark.parametrize("gone", ["damaged", "removed", "folder removed", "none was saved"])
 def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again(tmp_path: Path, gone: str) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
+    sim = Simulation(tmp_path, (f"trainer.save_interval={50 if gone == 'none was saved' else 2}",), batches=6)
 
     def lose() -> None:
         folder = tmp_path / "checkpoints"
@@ -392,114 +335,106 @@ def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again
         if gone == "folder removed":
             shutil.rmtree(folder)
 
-    text = str(failure(sim.run(trainer=lambda: killed_at(sim, 5, lose)), FatalError, limit=1000))
+    run = sim.run(trainer=lambda: killed_at(sim, 5, lose))
+    if gone == "none was saved":
+        run_virtually(run, limit=1000)
+        assert sim.learners[1].steps == list(range(1, 7))
+        return
+    text = str(failure(run, FatalError, limit=1000))
     assert "no usable checkpoint in" in text
     assert ("progress-000004: weights has 2 bytes, wanted 4" if gone == "damaged" else "progress 4 was saved") in text
     assert "--fresh" in text
     assert sim.learners[1].steps == []
 
 
-def test_killed_before_its_first_checkpoint_it_starts_from_the_first_step(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=50",), batches=4)
-    run_virtually(sim.run(trainer=lambda: killed_at(sim, 2, lambda: None)), limit=1000)
-    assert sim.learners[1].steps == [1, 2, 3, 4]
-
-
 # -- the gate
 
 
-async def feed(bus: Bus, sim: Simulation, batches: int) -> None:
-    """Say of batches that they are empty."""
-    for batch in range(1, batches + 1):
-        ready = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state="empty")
-        await bus.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-
-
-def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
+@virtually
+async def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
     sim = Simulation(tmp_path)
-
-    async def scene() -> float:
-        await sim.record_messages()
-        trainer = sim.make_trainer()
-        task = asyncio.get_running_loop().create_task(trainer.run())
-        await feed(await sim.client(), sim, 1)
-        await asyncio.sleep(500.0)
-        assert trainer.state == "holding"
-        started = asyncio.get_running_loop().time()
-        trainer.drain()
-        await task
-        return asyncio.get_running_loop().time() - started
-
-    assert run_virtually(scene(), limit=1000) < 1.0
+    await sim.record_messages()
+    trainer, bus = sim.make_trainer(), await sim.client()
+    task = asyncio.get_running_loop().create_task(trainer.run())
+    ready = BatchReady(batch=1, ticket="t1", op="o", state="empty")
+    await bus.publish(sim.topology.exchange("ready"), "1", envelope(ready))
+    await asyncio.sleep(500.0)
+    assert trainer.state == "holding"
+    started = asyncio.get_running_loop().time()
+    trainer.drain()
+    await task
+    assert asyncio.get_running_loop().time() - started < 1.0
     assert checkpoints(tmp_path) == [1]
 
 
-def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
-    """Else the engine stands still until the lease of the try ends, twice the deadline."""
-    engine = FakeEngine(receive_seconds=30.0)
-    resumed: list[float] = []
+class SlowEngine(FakeEngine):
+    """Takes time to pause and to receive, and notes when it resumed."""
 
-    async def resume() -> None:
-        resumed.append(asyncio.get_running_loop().time())
+    resumed: float | None = None
 
-    engine.resume = resume  # type: ignore[method-assign]
-    sim = Simulation(tmp_path, engine=engine)
-    pause = engine.pause
-
-    async def slow_pause(timeout: float) -> None:
+    async def pause(self, timeout: float) -> None:
         await asyncio.sleep(5.0)
-        await pause(timeout)
+        await super().pause(timeout)
 
-    engine.pause = slow_pause  # type: ignore[method-assign]
-
-    async def scene() -> float:
-        await sim.record_messages()
-        loop = asyncio.get_running_loop()
-        explorer = loop.create_task(sim.make_explorer().run())
-        trainer = loop.create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.loop.gate.phase == "preparing")
-        await asyncio.sleep(1.0)
-        drained = loop.time()
-        sim.trainer.drain()
-        await trainer
-        await until(lambda: bool(resumed))
-        await killed(explorer)
-        return resumed[0] - drained
-
-    assert run_virtually(scene(), limit=1000) < 1.0
+    async def resume(self) -> None:
+        self.resumed = asyncio.get_running_loop().time()
 
 
-@dataclass
-class Trouble:
-    """What goes wrong once, at the receive with this number."""
-
-    at: int
-    kind: str
-    seen: int = 0
+@virtually
+async def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
+    """Else the engine stands still until the lease of the try ends, twice the deadline."""
+    engine = SlowEngine(receive_seconds=30.0)
+    sim = Simulation(tmp_path, engine=engine)
+    await sim.record_messages()
+    loop = asyncio.get_running_loop()
+    explorer = loop.create_task(sim.make_explorer().run())
+    trainer = loop.create_task(sim.make_trainer().run())
+    await until(lambda: sim.trainer.loop.gate.phase == "preparing")
+    await asyncio.sleep(1.0)
+    drained = loop.time()
+    sim.trainer.drain()
+    await trainer
+    await until(lambda: engine.resumed is not None)
+    await killed(explorer)
+    assert engine.resumed is not None
+    assert engine.resumed - drained < 1.0
 
 
 class TroubledEngine(FakeEngine):
-    """Fails one receive."""
+    """Fails one receive, or all where it is at 0."""
 
-    def __init__(self, trouble: Trouble) -> None:
+    def __init__(self, at: int, kind: str) -> None:
         super().__init__()
-        self.trouble = trouble
+        self.at, self.kind, self.seen = at, kind, 0
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        self.trouble.seen += 1
-        if self.trouble.seen != self.trouble.at:
+        self.seen += 1
+        if self.at not in {0, self.seen}:
             return await super().receive(spec, timeout)
-        if self.trouble.kind == "hangs":
+        if self.kind == "hangs":
             await asyncio.Event().wait()
-        if self.trouble.kind == "canary":
+        if self.kind == "canary":
             return {"logprobs": [-9.0] * (len(spec["canary"]["tokens"]) - 1)}
-        raise ReceiveFailed("no weights came", 500, "receive", touched=self.trouble.kind == "touched")
+        raise ReceiveFailed("no weights came", 500, "receive", touched=self.kind == "touched")
+
+
+@virtually
+async def test_an_engine_that_always_fails_the_canary_makes_no_busy_loop(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, engine=TroubledEngine(0, "canary"))
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(agent.run()) for agent in (sim.make_explorer(), sim.make_trainer())]
+    await asyncio.sleep(100.0)
+    assert sim.explorer.state == "holding"
+    for task in tasks:
+        await killed(task)
+    assert 5 <= sim.trainer.loop.gate.aborts <= 20
+    assert sim.engine.served == []
 
 
 @pytest.mark.parametrize("kind", ["hangs", "touched", "untouched", "canary"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_member_that_fails_costs_its_try_only(tmp_path: Path, kind: str, at: int) -> None:
-    engine = TroubledEngine(Trouble(at, kind))
+    engine = TroubledEngine(at, kind)
     sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=4, engine=engine)
     run_virtually(sim.run(), limit=200)
     assert sim.trainer.loop.gate.aborts == 1
@@ -508,26 +443,6 @@ def test_a_member_that_fails_costs_its_try_only(tmp_path: Path, kind: str, at: i
     assert len(aborts) == 1
     if kind == "canary":
         assert "canary" in str(aborts[0])
-
-
-def test_an_engine_that_always_fails_the_canary_makes_no_busy_loop(tmp_path: Path) -> None:
-    class Wrong(FakeEngine):
-        async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-            return {"logprobs": [-9.0] * (len(spec["canary"]["tokens"]) - 1)}
-
-    sim = Simulation(tmp_path, engine=Wrong())
-
-    async def scene() -> None:
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(agent.run()) for agent in (sim.make_explorer(), sim.make_trainer())]
-        await asyncio.sleep(100.0)
-        assert sim.explorer.state == "holding"
-        for task in tasks:
-            await killed(task)
-
-    run_virtually(scene(), limit=1000)
-    assert 5 <= sim.trainer.loop.gate.aborts <= 20
-    assert sim.engine.served == []
 
 
 def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_each_other(tmp_path: Path) -> None:
@@ -592,11 +507,6 @@ def _up(sim: Simulation) -> bool:
 
 def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("progress-")) for path in (folder / "checkpoints").glob("progress-*"))
-
-
-def _entries(file: Path) -> dict[int, dict[str, Any]]:
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {line["progress"]: line for line in lines if "progress" in line}
 
 
 @pytest.mark.parametrize("seconds", [7.0, 8.0, 9.0])
