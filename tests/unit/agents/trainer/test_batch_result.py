@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trinity_agents.trainer.batch_result import StepResult, train_on
+from trinity_agents.trainer.batch_result import StepResult, drop_stale, staleness, train_on
 from trinity_agents.trainer.decisions import MAX_STARTS
+from trinity_agents.trainer.samples import TrainSamples, chosen
 from trinity_agents.trainer.sources.base import BatchResult, TrainBatch
 from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog, SampleLogReader
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 
 
@@ -70,9 +77,14 @@ async def test_what_is_fit_is_trained_on_and_the_rest_told(tmp_path: Path) -> No
     assert learner.attempts.starts("t") == 0, "and forgotten after it"
 
 
-async def test_nothing_fit_is_no_step(tmp_path: Path) -> None:
-    verdict, _, learner = await judged(tmp_path, batch(2, 1))
-    assert (verdict.outcome, verdict.stale_tasks, learner.given) == ("dropped", [0, 1], [])
+@pytest.mark.parametrize("state", ["ready", "empty", "failed", "gone"])
+async def test_nothing_fit_is_no_step(tmp_path: Path, state: str) -> None:
+    verdict, _, learner = await judged(tmp_path, batch(2, 1) if state == "ready" else batch(state=state))
+    assert learner.given == []
+    if state == "ready":
+        assert (verdict.outcome, verdict.stale_tasks) == ("dropped", [0, 1])
+    else:
+        assert (verdict.outcome, verdict.reason) == (state, "why")
 
 
 async def test_the_tasks_of_groups_that_are_too_old_are_told_once_each_if_they_have_a_number(tmp_path: Path) -> None:
@@ -83,20 +95,10 @@ async def test_the_tasks_of_groups_that_are_too_old_are_told_once_each_if_they_h
     assert (verdict.outcome, verdict.stale_tasks, verdict.dropped) == ("dropped", [0, 7], 4)
 
 
-async def test_what_is_not_ready_keeps_its_state_and_reason(tmp_path: Path) -> None:
-    for state in ("empty", "failed", "gone"):
-        verdict, _, learner = await judged(tmp_path, batch(state=state))
-        assert (verdict.outcome, verdict.reason, learner.given) == (state, "why", [])
-
-
-async def test_a_step_that_could_not_be_made_is_skipped(tmp_path: Path) -> None:
-    verdict, _, _ = await judged(tmp_path, batch(5), Learner(StepAttempts(tmp_path), 0.0))
-    assert (verdict.outcome, verdict.reason) == ("skipped", "no optimizer step was possible")
-
-
 @pytest.mark.parametrize(
     ("skipped", "outcome", "reason"),
     [
+        ({}, "skipped", "no optimizer step was possible"),
         ({"empty": 2.0, "mismatch": 0.0}, "empty", "no token to train on"),
         (
             {"empty": 1.0, "mismatch": 1.0, "nonfinite_loss": 2.0},
@@ -148,3 +150,86 @@ async def test_batches_are_joined_and_selected_off_the_event_loop(
     assert (verdict.outcome, len(learner.given[0])) == ("trained", 4)
     assert len(threads) >= 4, "two batches are joined, and what is left of each is selected"
     assert threading.get_ident() not in threads
+
+
+# -- stale data goes by whole groups
+
+
+def aged(task: int, run: int, *steps: int) -> Experience:
+    """An experience whose tokens were sampled at these steps, one token each."""
+    return Experience(
+        eid=EID(batch=1, task=task, run=run),
+        tokens=[3, *range(4, 4 + max(1, len(steps)))],
+        prompt_length=1,
+        logprobs=[0.0] * max(1, len(steps)),
+        versions=[(n, 1, step) for n, step in enumerate(steps)] or None,
+    )
+
+
+@pytest.mark.parametrize(("steps", "age"), [((5, 3, 4), 3), ((9,), 0), ((), 0)])
+def test_the_oldest_token_decides_and_nothing_is_younger_than_zero(steps: tuple[int, ...], age: int) -> None:
+    assert staleness(aged(0, 0, *steps).versions, 6) == age
+
+
+def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
+    kept, metrics = drop_stale([aged(0, 0, 4), aged(0, 1, 1, 4), aged(1, 0, 3), aged(1, 1, 4)], 4, 2)
+    assert [(e.eid.task, e.eid.run) for e in kept] == [(1, 0), (1, 1)]
+    assert metrics == {
+        "sample/dropped_stale_groups": 1.0,
+        "sample/dropped_stale_experiences": 2.0,
+        "sample/experiences": 2.0,
+        "sample/staleness/mean": 0.5,
+        "sample/staleness/max": 1.0,
+        "sample/staleness/groups/mean": 1.0,
+    }
+    kept, metrics = drop_stale([aged(0, 0, 0)], 4, 3)
+    assert (len(kept), metrics["sample/experiences"], "sample/staleness/max" in metrics) == (0, 0.0, False)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=12),
+    now=st.integers(0, 9),
+    limit=st.integers(0, 5),
+)
+def test_what_is_kept_is_fit_and_what_is_dropped_has_an_unfit_one_in_its_group(
+    steps: list[tuple[int, int]], now: int, limit: int
+) -> None:
+    experiences = [aged(task, run, step) for run, (task, step) in enumerate(steps)]
+    kept, metrics = drop_stale(experiences, now, limit)
+    assert metrics["sample/experiences"] + metrics["sample/dropped_stale_experiences"] == len(experiences)
+    unfit = {e.eid.task for e in experiences if staleness(e.versions, now) > limit}
+    assert {e.eid.run for e in kept} == {e.eid.run for e in experiences if e.eid.task not in unfit}
+
+
+# -- samples of what is trained on
+
+
+def every(tasks: int, runs: int) -> ExperienceBatch:
+    return ExperienceBatch.of([aged(task, run) for task in range(tasks) for run in range(runs)])
+
+
+def test_whole_groups_are_kept_and_the_same_for_the_same_step() -> None:
+    rows, tids = chosen(every(6, 4), 8, 3), every(6, 4).ids("tid")
+    assert rows == chosen(every(6, 4), 8, 3)
+    assert sorted(Counter(tids[row] for row in rows).values()) == [4, 4]
+    assert len({tuple(chosen(every(6, 4), 8, seed)) for seed in range(10)}) > 1, "not always the same tasks"
+    assert len(chosen(every(3, 9), 4, 0)) == 9, "a group that is larger than wanted is kept whole"
+
+
+@pytest.mark.parametrize("count", [4, 0])
+async def test_samples_are_read_again_and_none_are_kept_where_none_are_wanted(tmp_path: Path, count: int) -> None:
+    samples, kept = TrainSamples(tmp_path, count, 2**20), every(2, 2)
+    await samples.keep(7, [kept, every(0, 0)])
+    samples.close()
+    assert (tmp_path / SAMPLES_FOLDER).exists() == bool(count)
+    records = SampleLogReader(tmp_path / SAMPLES_FOLDER).read() if count else []
+    assert [(one.step, ExperienceBatch.decode(one.body)) for one in records] == [(7, kept)] * bool(count)
+
+
+async def test_a_full_disk_ends_the_samples_and_not_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / SAMPLES_FOLDER).mkdir()
+    samples = TrainSamples(tmp_path, 4, 2**20)
+    with mock.patch.object(SampleLog, "append", side_effect=OSError(errno.ENOSPC, "No space left")) as append:
+        await samples.keep(1, [every(2, 2)])
+        await samples.keep(2, [every(2, 2)])
+    assert append.call_count == 1

@@ -10,7 +10,6 @@ import pytest
 from trinity_agents.operator.chain_run import ChainRun
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
-from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchClosed, Progress
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -33,7 +32,7 @@ def test_two_batches_make_a_step_and_the_last_takes_what_is_left(
     sim = Simulation(tmp_path, (TWO, *settings), batches=batches)
     run_virtually(sim.run(), limit=1000)
     steps = -(-batches // 2)
-    assert sim.trainer.loop.progress == batches
+    assert (sim.trainer.loop.progress, sim.config.train_steps) == (batches, steps)
     assert sim.learners[-1].steps == list(range(1, steps + 1))
     assert sim.engine.served[-1] == (1, steps), "the final weights are served"
     assert [(one.progress, one.step) for one in sim.published(Progress)] == [
@@ -84,21 +83,3 @@ def test_a_failed_batch_is_progress_and_its_neighbour_is_a_step_alone(
         (6, "failed", 2),
     ]
     assert sim.learners[-1].steps == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("synchronizer.sync_interval=3",), "does not divide synchronizer.sync_interval 3"),
-        (("synchronizer.sync_style=fully_async", "synchronizer.pipeline_depth=0"), "Raise pipeline_depth to 1"),
-    ],
-)
-def test_what_would_never_begin_a_step_is_refused(settings: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config({"name": "a", "model": {"tiny": {}}}, (TWO, *settings))
-
-
-def test_the_learning_rate_falls_over_train_steps() -> None:
-    settings = ("synchronizer.sync_interval=2", "synchronizer.sync_offset=0", "buffer.total_steps=7")
-    config = load_config({"name": "a", "model": {"tiny": {}}}, (TWO, *settings))
-    assert config.train_steps == 4

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.messages import Heartbeat, SyncEvent
 from trinity_mq.sync.gate.records import Phase
@@ -16,46 +18,36 @@ from trinity_mq.testing.virtual_time import run_virtually
 LEASE, EVAL_TIMEOUT = 15.0, 90.0
 
 
-def seconds_held(
-    folder: Path, style: str = "fixed", evaluating: int | None = 3, served: bool = True, lease: float = LEASE
-) -> float:
-    """Return for how long a trainer that has heard one heartbeat of the explorer holds its sync back."""
-    sim = Simulation(folder, (f"synchronizer.sync_style={style}", f"explorer.eval_timeout={EVAL_TIMEOUT}"))
+@dataclass
+class Held:
+    """An evaluation of which a trainer heard one heartbeat."""
 
-    async def main() -> float:
-        trainer, now = sim.make_trainer(), asyncio.get_running_loop().time
-        detail = {"evaluating": evaluating}
-        trainer.peers.receive(
-            Heartbeat(role="explorer", id="e", seq=1, incarnation="i", lease=lease, state="working", detail=detail)
-        )
-        trainer.loop.gate.machine.join("engine", (1, 0) if served else None, now())
-        began = now()
-        await trainer.loop.evaluation_ended()
-        return now() - began
-
-    found = run_virtually(main(), limit=1000)
-    assert isinstance(found, float)
-    return found
+    style: str = "fixed"
+    evaluating: int | None = 3
+    served: bool = True
+    lease: float = LEASE
 
 
-def test_an_explorer_that_died_releases_the_sync_when_its_lease_ends(tmp_path: Path) -> None:
-    assert seconds_held(tmp_path) == pytest.approx(LEASE, abs=2.1)
-
-
-def test_the_sync_is_held_back_no_longer_than_the_evaluation_may_take(tmp_path: Path) -> None:
-    assert seconds_held(tmp_path, lease=1e6) == pytest.approx(EVAL_TIMEOUT)
-
-
-def test_the_end_of_the_evaluation_releases_the_sync_at_once(tmp_path: Path) -> None:
-    assert seconds_held(tmp_path, evaluating=None) == 0.0
-
-
-def test_without_an_engine_that_serves_a_version_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
-    assert seconds_held(tmp_path, served=False) == 0.0
-
-
-def test_in_other_styles_engines_take_weights_during_an_evaluation(tmp_path: Path) -> None:
-    assert seconds_held(tmp_path, style="fully_async") == 0.0
+@pytest.mark.parametrize(
+    ("held", "seconds"),
+    [
+        pytest.param(Held(), pytest.approx(LEASE, abs=2.1), id="until the lease of an explorer that died ends"),
+        pytest.param(Held(lease=1e6), pytest.approx(EVAL_TIMEOUT), id="no longer than the evaluation may take"),
+        pytest.param(Held(evaluating=None), 0.0, id="not after the evaluation"),
+        pytest.param(Held(served=False), 0.0, id="not without an engine that serves a version"),
+        pytest.param(Held(style="fully_async"), 0.0, id="not in other styles"),
+    ],
+)
+@virtually
+async def test_a_sync_is_held_back_for_an_evaluation(tmp_path: Path, held: Held, seconds: float) -> None:
+    sim = Simulation(tmp_path, (f"synchronizer.sync_style={held.style}", f"explorer.eval_timeout={EVAL_TIMEOUT}"))
+    trainer, now = sim.make_trainer(), asyncio.get_running_loop().time
+    beat = {"role": "explorer", "id": "e", "seq": 1, "incarnation": "i", "lease": held.lease, "state": "working"}
+    trainer.peers.receive(Heartbeat(**beat, detail={"evaluating": held.evaluating}))
+    trainer.loop.gate.machine.join("engine", (1, 0) if held.served else None, now())
+    began = now()
+    await trainer.loop.evaluation_ended()
+    assert now() - began == seconds
 
 
 def test_each_evaluation_of_a_run_is_served_by_one_version_and_delays_the_next_sync(tmp_path: Path) -> None:

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.unit.agents.trainer.lives import begun_at, lived
 from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import lineage
-from trinity_agents.trainer.loop import TrainLoop
 from trinity_agents.trainer.sources.mix import MixSource, experts_per_step
 from trinity_agents.trainer.sources.records import Records, RecordSource
-from trinity_mq.config import ConfigError, ExperienceBufferConfig, load_config
+from trinity_mq.config import ExperienceBufferConfig
 from trinity_mq.experience import Experience
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
@@ -101,28 +98,3 @@ def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
 
     _, learner = mixed(tmp_path, spoil=spoil)
     assert Counter(index for step in learner.experts.values() for index in step) == Counter(range(COUNT))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
-        (["mode=explore"], "in mode explore, and experts are added to rollouts"),
-        (["buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"], "'solved' has schema_type dpo"),
-        (
-            ["buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
-            "solved, more, wanted at most one",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config({"model": {"tiny": {}}}, [*MIX, *changes])
-
-
-def test_the_loop_mixes_where_it_is_given_experts(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, MIX)
-    trainer = sim.make_trainer()
-    loop = TrainLoop(trainer, FakeLearner(), sim.channel, folder=tmp_path, experts=experts(3))
-    assert isinstance(loop.source, MixSource)
-    assert loop.source.changed is trainer.woken

@@ -17,7 +17,7 @@ from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.records import Records, RecordSource, open_records
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config import Config, load_config
+from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -91,12 +91,6 @@ async def test_killed_anywhere_each_record_is_trained_on_once_an_epoch(tmp_path:
         assert source.ended == -(-count * epochs // size)
 
 
-async def test_ids_tell_apart_what_comes_twice_in_one_batch(tmp_path: Path) -> None:
-    source = numbered(config_of(tmp_path, {"path": "x"}, batch_size=7, total_steps=2), 3)
-    batch = await source.next()
-    assert len(set(batch.experiences.ids("uid"))) == 7
-
-
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     source = numbered(config_of(tmp_path, {"path": "x"}, total_steps=2), 3)
     state = source.state()
@@ -162,24 +156,66 @@ async def test_experiences_that_were_recorded_are_read_from_a_folder(tmp_path: P
         open_records(empty, codec_of(config))
 
 
+RECORDS = [f"{key}={json.dumps(value)}" for key, value in SFT.items()] + [
+    'buffer.trainer_input.experience_buffer={"storage_type": "file", "schema_type": "sft", "path": "x"}'
+]
+REPLAY = ["buffer.trainer_input.replay.share=0.34"]
+EXPERTS = {"solved": {"storage_type": "synthetic", "path": "max3", "schema_type": "sft"}}
+MIX = [
+    "algorithm={algorithm_type: mix, repeat_times: 2}",
+    f"buffer.trainer_input.auxiliary_buffers={json.dumps(EXPERTS)}",
+]
+TWO = ["trainer.batches_per_step=2"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("settings", "said"),
     [
-        (["buffer.trainer_input={}"], "mode is train and .*storage_type stream"),
-        (["mode=both"], "storage_type is file and mode both"),
-        (["trainer.batches_per_step=2"], "trainer.batches_per_step is 2 in mode train"),
-        (["algorithm.algorithm_type=grpo"], "schema_type is sft, and algorithm_type grpo has no loss for it.*sft_is"),
-        (["buffer.trainer_input.experience_buffer.path=''"], "needs a path"),
-        (["buffer.trainer_input.experience_buffer.storage_type=stream"], "schema_type is sft and storage_type stream"),
+        ([*RECORDS, "buffer.trainer_input={}"], "mode is train and .*storage_type stream"),
+        ([*RECORDS, "mode=both"], "storage_type is file and mode both"),
+        ([*RECORDS, *TWO], "trainer.batches_per_step is 2 in mode train"),
         (
-            ["buffer.trainer_input.experience_buffer={storage_type: synthetic, path: ops3}"],
+            [*RECORDS, "algorithm.algorithm_type=grpo"],
+            "schema_type is sft, and algorithm_type grpo has no loss for it.*sft_is",
+        ),
+        ([*RECORDS, "buffer.trainer_input.experience_buffer.path=''"], "needs a path"),
+        (
+            [*RECORDS, "buffer.trainer_input.experience_buffer.storage_type=stream"],
+            "schema_type is sft and storage_type stream",
+        ),
+        (
+            [*RECORDS, "buffer.trainer_input.experience_buffer={storage_type: synthetic, path: ops3}"],
             "schema_type experience reads .tmqx files",
         ),
+        ([*REPLAY, "mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
+        (
+            [*REPLAY, "algorithm.algorithm_type=gpg"],
+            "algorithm_type gpg does not compare the policy with the policy that sampled",
+        ),
+        ([*REPLAY, "algorithm.anchor=old"], "data may be 16 train steps old"),
+        (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
+        ([*REPLAY, "buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
+        ([*MIX, "algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
+        ([*MIX, "mode=explore"], "in mode explore, and experts are added to rollouts"),
+        (
+            [*MIX, "buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"],
+            "'solved' has schema_type dpo",
+        ),
+        (
+            [*MIX, "buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
+            "solved, more, wanted at most one",
+        ),
+        ([*TWO, "synchronizer.sync_interval=3"], "does not divide synchronizer.sync_interval 3"),
+        (
+            [*TWO, "synchronizer.sync_style=fully_async", "synchronizer.pipeline_depth=0"],
+            "Raise pipeline_depth to 1",
+        ),
     ],
+    ids=str,
 )
-def test_settings_that_contradict_each_other_say_so(tmp_path: Path, changes: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        config_of(tmp_path, {"path": "x"}, *changes)
+def test_settings_of_training_data_that_contradict_each_other_say_so(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"model": {"tiny": {}}}, settings)
 
 
 class Remembering(FakeLearner):

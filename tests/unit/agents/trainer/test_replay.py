@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.agents.trainer.lives import begun_at, lived
 from trinity_agents.simulation import Simulation
-from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
 from trinity_agents.trainer.sources.base import ExperiencesLost
-from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, _with_advantage, replayed_groups_per_step
+from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, replayed_groups_per_step
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
-from trinity_mq.config import ConfigError, ReplayConfig, load_config
-from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.config import ReplayConfig, load_config
+from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
@@ -93,17 +91,6 @@ def test_the_state_is_json_and_goes_on_alike() -> None:
     assert other.offsets("t3") == [3, 4]
 
 
-def test_groups_without_any_advantage_teach_nothing_and_are_not_kept() -> None:
-    def one(task: int, run: int, advantage: list[float] | None) -> Experience:
-        given = None if advantage is None else torch.tensor(advantage)
-        return Experience(eid=EID(1, task, run=run), tokens=[1, 2, 3], prompt_length=1, advantages=given)
-
-    batch = ExperienceBatch.of(
-        [one(0, 0, [0.0, 0.0]), one(0, 1, [0.0, 0.0]), one(1, 0, [0.0, 0.0]), one(1, 1, [0.0, -0.5]), one(2, 0, None)]
-    )
-    assert _with_advantage(batch) == ["1/1", "1/2"]
-
-
 class Remembering(FakeLearner):
     """Notes the groups of each step: those of its batch, and others."""
 
@@ -152,6 +139,10 @@ def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None
     assert [entry.get("replayed", []) for entry in entries] == [learner.replayed[step] for step in range(1, 10)]
     uids = [uid for entry in entries for uid in entry["uids"]]
     assert len(set(uids)) == len(uids) == 9 * 4, "what is fresh is recorded once"
+    with_failures = replayed(
+        tmp_path / "failures", spoil=lambda task_slice: "failed" if task_slice.batch in {2, 5} else None
+    )[1]
+    assert [len(with_failures.replayed[step]) for step in range(1, 8)] == [0] + [1] * 6
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -178,14 +169,6 @@ def test_the_uses_of_replayed_groups_are_counted(tmp_path: Path) -> None:
     assert not known & uses.keys(), "what was used as often as it may be is forgotten"
 
 
-def test_a_batch_without_rollouts_replays_nothing(tmp_path: Path) -> None:
-    def spoil(task_slice: Any) -> str | None:
-        return "failed" if task_slice.batch in {2, 5} else None
-
-    _, learner = replayed(tmp_path, spoil=spoil)
-    assert [len(learner.replayed[step]) for step in range(1, 8)] == [0] + [1] * 6
-
-
 def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def lost(self: Any, offsets: Sequence[int]) -> ExperienceBatch:
         raise ExperiencesLost(f"nothing is at offset {offsets[0]}")
@@ -196,48 +179,6 @@ def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monke
     assert sorted(learner.fresh) == list(range(1, 10))
     assert not any(learner.replayed.values())
     assert sum(values.get("replay/lost_groups", 0) for _, values in sim.reports) == 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
-        (
-            ["algorithm.algorithm_type=gpg"],
-            "algorithm_type gpg does not compare the policy with the policy that sampled",
-        ),
-        (["algorithm.anchor=old"], "data may be 16 train steps old"),
-        (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
-        (["buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
-    ],
-)
-def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config({"model": {"tiny": {}}}, [SHARE, *changes])
-
-
-def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
-    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=3"))
-    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
-    kept = set(state["replay"]["offsets"])
-    assert kept
-    assert kept < set(state["consumed"])
-    assert _consumed_tickets(state) == set(state["consumed"]) - kept
-    assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
-
-
-def test_a_ticket_that_may_be_replayed_is_remembered_after_those_of_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "REMEMBERED", 1)
-    settings = (SHARE, "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1")
-    replayed(tmp_path, settings=(*settings, "buffer.trainer_input.replay.max_age=4"))
-    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
-    batches = {entry["ticket"]: entry["batch"] for entry in lineage(tmp_path / "history", 1, 9)}
-    kept = set(state["replay"]["offsets"])
-    assert state["settled"] == state["batches"] - 3
-    assert min(batches[ticket] for ticket in kept) <= state["settled"]
-    assert kept < set(state["consumed"]) < set(batches)
 
 
 def test_a_ticket_that_may_be_replayed_is_remembered_when_fewer_others_are(tmp_path: Path) -> None:
@@ -251,3 +192,12 @@ def test_a_ticket_that_may_be_replayed_is_remembered_when_fewer_others_are(tmp_p
     source.restore(state)
     assert kept <= set(source.state()["consumed"])
     assert source.state()["settled"] == state["batches"] - 1
+
+
+def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
+    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=3"))
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    kept = set(state["replay"]["offsets"])
+    assert set() < kept < set(state["consumed"])
+    assert _consumed_tickets(state) == set(state["consumed"]) - kept
+    assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"

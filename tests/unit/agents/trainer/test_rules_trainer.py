@@ -6,18 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, failure
 from tests.virtual import virtually
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.messages import BatchReady, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -25,46 +21,25 @@ from trinity_mq.testing.virtual_time import run_virtually
 async def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
     await sim.record_messages()
-    trainer = sim.make_trainer()
+    trainer, client = sim.make_trainer(), await sim.client()
     task = asyncio.get_running_loop().create_task(trainer.run())
-    client = await sim.client()
-    for batch, state in enumerate(("failed", "gone", "empty"), start=1):
-        ready: Any = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state=state, reason=f"why {batch}")  # type: ignore[arg-type]
+    sets: list[tuple[int, Any]] = [(1, "failed"), (1, "empty"), (2, "gone"), (3, "empty")]
+    for op, (batch, state) in enumerate(sets):
+        ready = BatchReady(batch=batch, ticket=f"t{batch}", op=str(op), state=state, reason=f"why {batch}")
         await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
     await until(lambda: trainer.loop.progress == 3)
-    trainer.drain()
-    await task
-    assert (sim.trainer.loop.progress, sim.trainer.loop.step, sim.learners[0].steps) == (3, 0, [])
-    told = sim.published(Progress)
-    assert [(one.progress, one.ticket, one.outcome) for one in told] == [
-        (1, "t1", "failed"),
-        (2, "t2", "gone"),
-        (3, "t3", "empty"),
-    ]
-    assert told[0].reason == "why 1"
-    history = lineage(tmp_path / "history", 1, 3)
-    assert [(entry["ticket"], entry["outcome"], entry["uids"]) for entry in history] == [
-        ("t1", "failed", []),
-        ("t2", "gone", []),
-        ("t3", "empty", []),
-    ]
-
-
-@virtually
-async def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batch(tmp_path: Path) -> None:
-    sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
-    await sim.record_messages()
-    trainer = sim.make_trainer()
-    task = asyncio.get_running_loop().create_task(trainer.run())
-    client = await sim.client()
-    for batch, ticket, op, state in ((1, "a", "1", "failed"), (1, "a", "2", "empty"), (2, "b", "3", "empty")):
-        ready = BatchReady(batch=batch, ticket=ticket, op=op, state=state)  # type: ignore[arg-type]
-        await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-    await until(lambda: trainer.loop.progress == 2)
     await asyncio.sleep(5.0)
     trainer.drain()
     await task
-    assert [(one.ticket, one.outcome) for one in sim.published(Progress)] == [("a", "failed"), ("b", "empty")]
+    outcomes = [("t1", "failed"), ("t2", "gone"), ("t3", "empty")]
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step, sim.learners[0].steps) == (3, 0, [])
+    told = sim.published(Progress)
+    assert [one.progress for one in told] == [1, 2, 3], "a second set of a ticket is no further batch"
+    assert [(one.ticket, one.outcome) for one in told] == outcomes
+    assert told[0].reason == "why 1"
+    history = lineage(tmp_path / "history", 1, 3)
+    assert [(entry["ticket"], entry["outcome"]) for entry in history] == outcomes
+    assert [entry["uids"] for entry in history] == [[]] * 3
 
 
 def test_resumed_it_gives_the_checkpoints_weights_out_before_it_reads_on(tmp_path: Path) -> None:
@@ -93,31 +68,6 @@ def _in_order(sim: WatchedSimulation) -> list[Progress | SyncEvent]:
     """What was published of both kinds, as it came."""
     found = [one for one in sim.messages() if isinstance(one, Progress | SyncEvent)]
     return [one for one in found if isinstance(one, Progress) or one.verb == "commit"]
-
-
-def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
-    sim = WatchedSimulation(tmp_path, ("trainer.save_interval=200",), batches=500, step_seconds=0.5)
-
-    async def trainers() -> None:
-        loop = asyncio.get_running_loop()
-        first = loop.create_task(sim.make_trainer("trainer-0").run())
-        await until(lambda: sim.trainers[0].loop.progress == 2)
-        sim.broker.drop(sim.trainers[0].bus, delay=30.0)  # type: ignore[arg-type]
-        second = loop.create_task(sim.make_trainer("trainer-1").run())
-        dropped = loop.time()
-        await asyncio.wait([first])
-        assert loop.time() - dropped == pytest.approx(30.0, abs=0.1), "at once, not at its next save"
-        back = len(sim.acts)
-        with pytest.raises(ExceptionGroup) as caught:
-            first.result()
-        assert caught.value.subgroup(RestartRequested) is not None
-        await asyncio.sleep(30.0)
-        assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
-        assert sim.where("publish", "progress", who="trainer-1")
-        await killed(second)
-        raise Over
-
-    failure(sim.run(trainer=trainers), Over, limit=500)
 
 
 def test_a_trainer_without_the_lock_reads_and_says_nothing(tmp_path: Path) -> None:

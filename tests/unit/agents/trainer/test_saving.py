@@ -20,6 +20,7 @@ from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointError, Writer, choose, find_by_name, find_checkpoints
 
 WRITE_SECONDS = 20.0
+KEPT = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9")
 
 
 class Slow(FakeLearner):
@@ -81,21 +82,33 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert written == {4: pytest.approx(WRITE_SECONDS, abs=1.0), 6: pytest.approx(WRITE_SECONDS, abs=1.0)}
 
 
-def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=9"), batches=4)
-    learner = Slow()
-    run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner)), limit=1000)
-    assert checkpoints(tmp_path) == saved_lines(tmp_path) == [1, 2, 3, 4]
-    expected = ["step 1", "copied", "step 2", "written", "copied", "step 3", "written", "copied", "step 4"]
-    assert learner.done[: len(expected)] == expected
+WAITS = ["step 1", "copied", "step 2", "written", "copied", "step 3", "written", "copied", "step 4"]
 
 
-def test_without_it_training_waits(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=2", "trainer.async_save=false"), batches=4)
-    learner = Slow()
+@pytest.mark.parametrize(
+    ("settings", "saved", "done"),
+    [
+        ((), [1, 2, 3, 4], WAITS),
+        (("trainer.async_save=false",), [1, 2, 3, 4], ["step 1", "written", "step 2", "written", "step 3", "written"]),
+        (
+            ("trainer.save_interval=2", "trainer.keep_every=3", "trainer.max_checkpoints_to_keep=1"),
+            [3, 4],
+            ["step 1", "step 2", "copied", "step 3", "written", "copied", "step 4"],
+        ),
+    ],
+    ids=["in the background", "training waits", "at each multiple that stays"],
+)
+def test_the_next_checkpoint_waits_for_the_one_before(
+    tmp_path: Path, settings: tuple[str, ...], saved: list[int], done: list[str]
+) -> None:
+    settings = ("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=9", *settings)
+    sim, learner = Simulation(tmp_path, settings, batches=4), Slow()
     run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner)), limit=1000)
-    assert learner.done == ["step 1", "step 2", "written", "step 3", "step 4", "written"]
-    assert dict(sim.values("time/save"))[2] == pytest.approx(WRITE_SECONDS, abs=1.0)
+    assert checkpoints(tmp_path) == saved
+    assert set(saved) <= set(saved_lines(tmp_path))
+    assert learner.done[: len(done)] == done
+    if "trainer.async_save=false" in settings:
+        assert dict(sim.values("time/save"))[2] == pytest.approx(WRITE_SECONDS, abs=1.0)
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -150,23 +163,12 @@ def test_one_that_is_asked_to_end_writes_what_it_has(tmp_path: Path) -> None:
     assert sim.learners[1].steps[0] == learner.steps[-1] + 1
 
 
-def test_a_checkpoint_is_saved_at_each_multiple_that_stays(tmp_path: Path) -> None:
-    settings = ("trainer.save_interval=2", "trainer.keep_every=3", "trainer.max_checkpoints_to_keep=1")
-    run_virtually(Simulation(tmp_path, settings, batches=8).run(), limit=1000)
-    assert checkpoints(tmp_path) == [3, 6, 8]
-
-
 # -- going back to a named one
-
-
-def a_run(folder: Path, *settings: str, **more: Any) -> Simulation:
-    fixed = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9", f"run_dir={folder}")
-    return Simulation(folder, (*fixed, *settings), batches=8, **more)
 
 
 @pytest.mark.parametrize("died", [False, True], ids=["", "killed before its first checkpoint"])
 def test_a_trainer_goes_on_from_the_checkpoint_that_was_chosen(tmp_path: Path, died: bool) -> None:
-    sim = a_run(tmp_path, "synchronizer.sync_offset=4")
+    sim = Simulation(tmp_path, (*KEPT, "synchronizer.sync_offset=4"), batches=8)
 
     async def trainer() -> None:
         loop = asyncio.get_running_loop()
@@ -189,31 +191,25 @@ def test_a_trainer_goes_on_from_the_checkpoint_that_was_chosen(tmp_path: Path, d
     assert len({uid for entry in entries for uid in entry["uids"]}) == 8 * 4
 
 
-def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path) -> None:
-    sim = a_run(tmp_path)
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path, is_damaged: bool) -> None:
+    sim = Simulation(tmp_path, (*KEPT, f"run_dir={tmp_path}"), batches=8)
     run_virtually(sim.run(), limit=1000)
     assert sim.evaluated_steps() == [0, 2, 4, 6, 8]
     assert rewind_to_checkpoint(sim.config, "progress-4") == [
         "resumes from progress-000004; up to 4 later batches are trained on again"
     ]
     (tmp_path / "finished").unlink()
-    again = a_run(tmp_path, broker=sim.broker)
+    again = Simulation(tmp_path, (*KEPT, f"run_dir={tmp_path}"), batches=8, broker=sim.broker)
+    if is_damaged:
+        (tmp_path / "checkpoints" / "progress-000004" / "weights").write_text("nine")
+        text = str(failure(again.run(), CheckpointError, limit=1000))
+        assert "progress-000004: weights has the checksum" in text, "nothing takes the place of a chosen checkpoint"
+        assert "choose another checkpoint than progress-000004 with `trinity-mq run --from`" in text
+        assert again.learners[-1].steps == []
+        return
     run_virtually(again.run(), limit=1000)
     assert again.learners[-1].steps == [5, 6, 7, 8]
     assert again.evaluated_steps() == [8], "the weights at the end may be others"
-    assert again.explorer.exploration is not None
-    assert again.explorer.exploration.state.opened == 8, "no further batch was made"
+    assert again.explorer.exploration.state.opened == 8, "no further batch was made"  # type: ignore[union-attr]
     assert len(lineage(tmp_path / "history", 2, 8)) == 8
-
-
-def test_nothing_takes_the_place_of_a_chosen_checkpoint(tmp_path: Path) -> None:
-    sim = a_run(tmp_path)
-    run_virtually(sim.run(), limit=1000)
-    rewind_to_checkpoint(sim.config, "progress-4")
-    (tmp_path / "finished").unlink()
-    (tmp_path / "checkpoints" / "progress-000004" / "weights").write_text("nine")
-    again = a_run(tmp_path, broker=sim.broker)
-    text = str(failure(again.run(), CheckpointError, limit=1000))
-    assert "progress-000004: weights has the checksum" in text
-    assert "choose another checkpoint than progress-000004 with `trinity-mq run --from`" in text
-    assert again.learners[-1].steps == []

@@ -1,24 +1,25 @@
-"""The position on the stream of a tapped run survives restarts, also where that run began later than the reader."""
+"""The run that is tapped: its private broker may end at any moment, and the position on its stream survives restarts,
+also where it began later than the reader.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.virtual import virtually
 from trinity_agents.trainer.sources.tap import TapSource
-from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus import AddressError, BusUnavailable, Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import BatchReady
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
-from trinity_mq.testing.virtual_time import run_virtually
 
 OTHER, OWN = Topology("first"), Topology("second")
 
@@ -50,23 +51,19 @@ class Tapped:
             }
         )
 
+    async def connected(self, topology: Topology) -> MemoryBus:
+        bus = MemoryBus(self.broker, topology, config=BrokerConfig())
+        await bus.connect()
+        await bus.declare(*topology.durable)
+        return bus
+
     async def publish(self, batch: int, run_id: str | None) -> None:
-        writer = MemoryBus(self.broker, OTHER, config=BrokerConfig())
-        await writer.connect()
-        await writer.declare(*OTHER.durable)
+        writer = await self.connected(OTHER)
         writer.run_id = run_id
         exchange, ticket = OTHER.exchange("ready"), f"t{batch}-of-{run_id}"
+        eids = [EID(batch=batch, task=0, run=n) for n in range(2)]
         body = Experience.serialize_many(
-            [
-                Experience(
-                    eid=EID(batch=batch, task=0, run=n),
-                    tokens=torch.tensor([3, 4]),
-                    prompt_length=1,
-                    logprobs=torch.zeros(1),
-                    reward=float(n),
-                )
-                for n in range(2)
-            ]
+            [Experience(eid=eid, tokens=[3, 4], prompt_length=1, logprobs=[0.0], reward=1.0) for eid in eids]
         )
         headers: dict[str, Any] = {"ticket": ticket, "op": "o", "n": 0, "batch": batch}
         chunk = Envelope(body=body, kind="experience_chunk", content_type=EXPERIENCES, headers=headers)
@@ -80,9 +77,8 @@ class Tapped:
         """Let a trainer read on from a checkpoint while batches are published; return those that it trained on, and its
         next checkpoint.
         """
-        own = MemoryBus(self.broker, OWN, config=BrokerConfig())
-        await own.connect()
-        await own.declare(*OWN.durable)
+        own = await self.connected(OWN)
+        await self.connected(OTHER)
         codec: Any = Codec()
         source = TapSource(
             self.config, own, OWN, "trainer-0", codec, lambda *_: MemoryBus(self.broker, OTHER, config=BrokerConfig())
@@ -109,46 +105,82 @@ def tapped(request: pytest.FixtureRequest, tmp_path: Path) -> Tapped:
     return Tapped(tmp_path, request.param)
 
 
-def play(story: Any) -> Any:
-    return run_virtually(story, limit=3600)
-
-
-async def declared(tapped: Tapped) -> None:
-    writer = MemoryBus(tapped.broker, OTHER, config=BrokerConfig())
-    await writer.connect()
-    await writer.declare(*OTHER.durable)
-
-
 @pytest.mark.parametrize("run_id", ["run-of-first", None])
-def test_a_run_that_begins_later_is_trained_on_once(tapped: Tapped, run_id: str | None) -> None:
-    async def story() -> list[int]:
-        await declared(tapped)
-        first, state = await tapped.life({}, [1, 2], run_id, takes=2)
-        assert state["run_id"] == run_id
-        second, state = await tapped.life(state, [3], run_id, takes=1)
-        assert state["run_id"] == run_id
-        return first + second
-
-    assert play(story()) == [1, 2, 3]
+@virtually
+async def test_a_run_that_begins_later_is_trained_on_once(tapped: Tapped, run_id: str | None) -> None:
+    first, state = await tapped.life({}, [1, 2], run_id, takes=2)
+    assert state["run_id"] == run_id
+    second, state = await tapped.life(state, [3], run_id, takes=1)
+    assert state["run_id"] == run_id
+    assert first + second == [1, 2, 3]
 
 
-def test_what_comes_between_a_checkpoint_without_a_batch_and_the_next_start_is_read(tapped: Tapped) -> None:
-    async def story() -> list[int]:
-        await declared(tapped)
-        _, state = await tapped.life({}, [], None, takes=0)
-        await tapped.publish(1, "run-of-first")
-        trained, _ = await tapped.life(state, [2], "run-of-first", takes=2)
-        return trained
-
-    assert play(story()) == [1, 2]
+@virtually
+async def test_what_comes_between_a_checkpoint_without_a_batch_and_the_next_start_is_read(tapped: Tapped) -> None:
+    _, state = await tapped.life({}, [], None, takes=0)
+    await tapped.publish(1, "run-of-first")
+    assert (await tapped.life(state, [2], "run-of-first", takes=2))[0] == [1, 2]
 
 
-def test_the_run_that_was_met_first_is_kept_to_after_a_restart(tapped: Tapped) -> None:
-    async def story() -> list[int]:
-        await declared(tapped)
-        first, state = await tapped.life({}, [1], "run-of-first", takes=1)
-        second, state = await tapped.life(state, [1, 2], "another run", takes=0)
-        third, _ = await tapped.life(state, [2], "run-of-first", takes=1)
-        return first + second + third
+@virtually
+async def test_the_run_that_was_met_first_is_kept_to_after_a_restart(tapped: Tapped) -> None:
+    first, state = await tapped.life({}, [1], "run-of-first", takes=1)
+    second, state = await tapped.life(state, [1, 2], "another run", takes=0)
+    third, _ = await tapped.life(state, [2], "run-of-first", takes=1)
+    assert first + second + third == [1, 2]
 
-    assert play(story()) == [1, 2]
+
+# -- its private broker
+
+
+class Connecting:
+    """A bus to a broker that does as it is told while it is connected to."""
+
+    def __init__(self, broker: Callable[[], None]) -> None:
+        self._broker = broker
+
+    async def connect(self) -> None:
+        self._broker()
+
+
+def with_broker(folder: Path, broker: Callable[[], None]) -> TapSource:
+    (folder / "broker").mkdir(parents=True)
+    (folder / "config.yaml").write_text("{name: first, model: {tiny: {}}}")
+    config = load_config({"name": "second", "model": {"tiny": {}}, "source": {"tap": str(folder)}})
+    unused: Any = None
+    bus: Any = Connecting(broker)
+    return TapSource(config, unused, Topology("second"), "trainer-0", unused, lambda *_: bus)
+
+
+@virtually
+async def test_a_broker_that_ends_while_it_is_connected_to_is_waited_for(tmp_path: Path) -> None:
+    url, address, tries = tmp_path / "first" / "broker.url", "amqp://a:b@127.0.0.1:1/%2F", []
+
+    def broker() -> None:
+        tries.append(url.read_text())
+        if len(tries) == 1:
+            url.unlink()
+            raise AddressError(f"the broker's URL cannot be read from {url}")
+        raise BusUnavailable("enough")
+
+    source = with_broker(tmp_path / "first", broker)
+    url.write_text(address)
+    connecting = asyncio.create_task(source.run())
+    await asyncio.sleep(60)
+    assert not connecting.done()
+    url.write_text(address)  # the run goes on
+    async with asyncio.timeout(60):
+        with pytest.raises(BusUnavailable, match="enough"):
+            await connecting
+    assert tries == [address] * 2
+
+
+@virtually
+async def test_an_address_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    def broker() -> None:
+        raise AddressError("the URL begins with http")
+
+    source = with_broker(tmp_path / "first", broker)
+    (tmp_path / "first" / "broker.url").write_text("http://127.0.0.1")
+    with pytest.raises(AddressError, match="begins with http"):
+        await source.run()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.unit.agents.watched import WatchedSimulation
 from tests.unit.agents.world import Over, failure, leaf
 from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, killed, until
@@ -235,25 +236,29 @@ def test_a_trainer_that_waits_touches_nothing_of_the_other_and_takes_over(tmp_pa
     assert sim.trainer.loop.generation == 2
 
 
-def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=200",), batches=500)
+def test_a_trainer_whose_lock_was_taken_stops_acting_and_saves_nothing(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("trainer.save_interval=200",), batches=500, step_seconds=0.5)
 
     async def trainers() -> None:
         loop = asyncio.get_running_loop()
         first = sim.make_trainer("trainer-0")
         task = loop.create_task(first.run())
         await until(lambda: first.loop.progress == 2)
-        sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
+        sim.broker.drop(first.bus, delay=30.0)  # type: ignore[arg-type]
         other = loop.create_task(sim.make_trainer("trainer-1").run())
-        first.drain()  # which would save
-        with pytest.raises(ExceptionGroup) as caught:
-            await task
-        leaf(caught.value, RestartRequested)
+        dropped = loop.time()
+        await asyncio.wait([task])
+        assert loop.time() - dropped == pytest.approx(30.0, abs=0.1), "at once, not at its next save"
+        back = len(sim.acts)
+        leaf(task.exception(), RestartRequested)  # type: ignore[arg-type]
+        await asyncio.sleep(30.0)
+        assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
+        assert sim.where("publish", "progress", who="trainer-1")
         assert checkpoints(tmp_path) == []
         await killed(other)
         raise Over
 
-    failure(sim.run(trainer=trainers), Over, limit=300)
+    failure(sim.run(trainer=trainers), Over, limit=500)
 
 
 def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tmp_path: Path) -> None:
