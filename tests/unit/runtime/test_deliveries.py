@@ -67,30 +67,22 @@ async def test_a_parked_body_keeps_what_it_came_with(bus: ReadingBus) -> None:
     await delivery.ack()  # parking does not answer for the original
 
 
-async def test_bodies_without_an_id_are_told_apart_and_repeats_are_not(bus: ReadingBus) -> None:
-    for body in (b"one", b"two", b"one"):
+@pytest.mark.parametrize("quiet", [False, True], ids=["", "of many who hear a broadcast none parks it"])
+async def test_what_does_not_decode_is_parked_and_acknowledged(bus: ReadingBus, quiet: bool) -> None:
+    ids = []
+    for body in (b"\xc1one", b"\xc1two", b"\xc1one"):
         delivery = await received(bus, body)
         delivery.message_id = None
-        await dead_letter(bus, TOPOLOGY, delivery, "why", "me")
-        await acknowledge(delivery)
-    first, second, third = [copy.message_id for copy in await bus.dead()]
-    assert first == third != second
-
-
-async def test_what_does_not_decode_is_parked_and_acknowledged(bus: ReadingBus) -> None:
-    delivery = await received(bus, b"\xc1")
-    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
-    (copy,) = await bus.dead()
-    assert str(copy.headers["dead-reason"]).startswith("does not decode: ")
-    with pytest.raises(StaleDelivery):
-        await delivery.ack()
-
-
-async def test_of_many_who_hear_a_broadcast_none_parks_it_when_told_so(bus: ReadingBus) -> None:
-    delivery = await received(bus, b"\xc1")
-    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", quiet=True) is None
-    assert await bus.dead() == []
-    assert await acknowledge(delivery) is False
+        assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", quiet=quiet) is None
+        with pytest.raises(StaleDelivery):
+            await delivery.ack()
+    copies = await bus.dead()
+    assert all(str(copy.headers["dead-reason"]).startswith("does not decode: ") for copy in copies)
+    ids = [copy.message_id for copy in copies]
+    if quiet:
+        assert ids == []
+    else:
+        assert ids[0] == ids[2] != ids[1], "bodies without an id are told apart, and repeats are not"
 
 
 async def test_only_what_is_expected_may_leave_its_kind_out(bus: ReadingBus) -> None:
@@ -106,23 +98,27 @@ async def test_only_what_is_expected_may_leave_its_kind_out(bus: ReadingBus) -> 
 
 
 async def test_answers_to_void_deliveries_are_harmless(bus: ReadingBus) -> None:
-    delivery = await received(bus)
-    bus.disconnect("gone")
-    bus.reconnect()
-    assert await acknowledge(delivery) is False
-    other = await received(bus)
-    assert other.deliveries_before == 1
-    bus.disconnect("gone")
-    bus.reconnect()
-    await requeue(other)
+    for number, answer in enumerate((acknowledge, requeue)):
+        delivery = await received(bus) if number == 0 else await bus.received()
+        bus.disconnect("gone")
+        bus.reconnect()
+        assert not await answer(delivery)
+        assert delivery.deliveries_before == number
 
 
-async def test_requeued_it_comes_again_and_counts_as_returned(bus: ReadingBus) -> None:
-    delivery = await received(bus, b"again")
-    await requeue(delivery)
+async def test_the_history_of_a_delivery_is_what_the_broker_took_back_and_what_was_given_back(bus: ReadingBus) -> None:
+    await requeue(await received(bus, b"again", message_id="m"))
     again = await bus.received()
-    assert (again.body, again.deliveries_before) == (b"again", 1)
-    assert DeliveryHistory.of(again) == DeliveryHistory(returned=1)
+    assert (again.body, again.deliveries_before, DeliveryHistory.of(again)) == (
+        b"again",
+        1,
+        DeliveryHistory(returned=1),
+    )
+    await return_delivery(bus, again)
+    again = await bus.received()
+    assert (again.deliveries_before, DeliveryHistory.of(again)) == (0, DeliveryHistory(given_back=1, returned=1))
+    odd = {"given-back": "many", "failed-tries": -3, "returned": 1.5, "failures": 7}
+    assert DeliveryHistory.of(await received(bus, headers=odd)) == DeliveryHistory(), "headers from outside"
 
 
 async def test_given_back_it_comes_again_under_its_id_and_says_so(bus: ReadingBus) -> None:
@@ -138,13 +134,6 @@ async def test_given_back_it_comes_again_under_its_id_and_says_so(bus: ReadingBu
     past = DeliveryHistory.of(await bus.received())
     assert past == DeliveryHistory(given_back=1, failed=1, failures=("delivery 2: out of memory",))
     assert (past.count, past.suspect) == (2, 1)
-
-
-async def test_what_the_broker_took_back_is_not_forgotten_when_it_is_given_back(bus: ReadingBus) -> None:
-    await requeue(await received(bus, message_id="m"))
-    await return_delivery(bus, await bus.received())
-    again = await bus.received()
-    assert (again.deliveries_before, DeliveryHistory.of(again)) == (0, DeliveryHistory(given_back=1, returned=1))
 
 
 @pytest.mark.parametrize("exchange", ["", "somebody-elses", TOPOLOGY.exchange("tasks")])
@@ -165,11 +154,6 @@ def test_only_the_latest_failures_travel_and_are_kept_short() -> None:
     assert len(str(past.headers["failures"])) < 5 * 270
 
 
-async def test_headers_from_outside_are_no_numbers_of_ours(bus: ReadingBus) -> None:
-    odd = {"given-back": "many", "failed-tries": -3, "returned": 1.5, "failures": 7}
-    assert DeliveryHistory.of(await received(bus, headers=odd)) == DeliveryHistory()
-
-
 def test_crash_notes_know_what_was_at_work_when_a_process_ended(tmp_path: Path) -> None:
     path = tmp_path / "runner-0.at-work.json"
     notes = CrashLog(path)
@@ -185,19 +169,20 @@ def test_crash_notes_know_what_was_at_work_when_a_process_ended(tmp_path: Path) 
     assert not path.exists()
 
 
-@pytest.mark.parametrize("content", ["[", "[1]", '{"a": "x"}', '{"a": null}', "7"])
-def test_crash_notes_that_cannot_be_read_are_no_evidence(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "notes"
-    path.write_text(content)
+@pytest.mark.parametrize("content", ["[", "[1]", '{"a": "x"}', '{"a": null}', "7", None])
+def test_crash_notes_that_cannot_be_read_or_written_are_no_evidence_and_stop_no_work(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / ("missing/notes" if content is None else "notes")
+    if content is not None:
+        path.write_text(content)
     with capture_logs() as logs:
-        assert CrashLog(path).crashes("a") == 0
-    assert [each["event"] for each in logs] == ["crash_notes_unreadable"]
-
-
-def test_crash_notes_that_cannot_be_written_stop_no_work(tmp_path: Path) -> None:
-    with capture_logs() as logs, CrashLog(tmp_path / "missing" / "notes").at_work("a"):
-        pass
-    assert {each["event"] for each in logs} == {"crash_notes_not_written"}
+        notes = CrashLog(path)
+        assert notes.crashes("a") == 0
+        with notes.at_work("a"):
+            pass
+    event = "crash_notes_not_written" if content is None else "crash_notes_unreadable"
+    assert {each["event"] for each in logs} == {event}
 
 
 async def test_a_dead_letter_leaves_out_the_headers_that_cannot_travel_and_says_so(bus: ReadingBus) -> None:

@@ -23,7 +23,7 @@ async def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorde
     await sim.record_messages()
     trainer, client = sim.make_trainer(), await sim.client()
     task = asyncio.get_running_loop().create_task(trainer.run())
-    sets: list[tuple[int, Any]] = [(1, "failed"), (1, "empty"), (2, "gone"), (3, "empty")]
+    sets: list[tuple[int, Any]] = [(1, "failed"), (2, "gone"), (2, "empty"), (3, "empty")]
     for op, (batch, state) in enumerate(sets):
         ready = BatchReady(batch=batch, ticket=f"t{batch}", op=str(op), state=state, reason=f"why {batch}")
         await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
