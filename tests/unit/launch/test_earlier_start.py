@@ -1,4 +1,4 @@
-"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew."""
+"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew. The exit code of a run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from trinity_mq.launch.earlier_start import (
     discard_earlier_run,
     rewind_to_checkpoint,
 )
+from trinity_mq.launch.exit_codes import closing_line, exit_code
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
@@ -50,26 +51,26 @@ def finished_run(folder: Path, batches: int, *settings: str) -> Path:
     return path
 
 
-def test_with_its_settings_it_says_how_to_go_on_and_how_to_begin_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 0, ["this run has finished", "buffer.total_steps=N", "--fresh"]),
+        (
+            ["trainer.save_interval=7"],
+            2,
+            ["finished after 3 batches", "trainer.save_interval: 50 -> 7", "--fresh"],
+        ),
+        (["seed=7"], 2, ["must stay the same: seed: 0 -> 7"]),
+    ],
+    ids=["its settings", "other settings are no silent success", "settings that must stay"],
+)
+def test_in_the_folder_of_a_finished_run_it_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: list[str]
 ) -> None:
     path = finished_run(tmp_path, 3, "buffer.total_steps=3")
-    main(["run", str(path), "buffer.total_steps=3"])
-    out = capsys.readouterr().out
-    assert "this run has finished" in out
-    assert "buffer.total_steps=N" in out
-    assert "--fresh" in out
-
-
-def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
-    assert main(["run", str(path), "buffer.total_steps=3", "trainer.save_interval=7"]) == 2
-    error = capsys.readouterr().err
-    assert "finished after 3 batches" in error
-    assert "trainer.save_interval: 50 -> 7" in error
-    assert "--fresh" in error
-    assert main(["run", str(path), "buffer.total_steps=3", "seed=7"]) == 2
-    assert "must stay the same: seed: 0 -> 7" in capsys.readouterr().err
+    assert main(["run", str(path), "buffer.total_steps=3", *words]) == code
+    captured = capsys.readouterr()
+    assert [text for text in said if text not in captured.out + captured.err] == []
     assert (tmp_path / "run" / "finished").exists()
 
 
@@ -224,3 +225,32 @@ def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> Non
     state = file.load()
     assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])
     assert find_checkpoints(tmp_path / "run" / "checkpoints")[0][0].state.progress == 2
+
+
+# -- the exit code of a run
+
+
+@pytest.mark.parametrize(
+    ("finished", "steps", "code"),
+    [
+        (True, 3, 0),
+        (True, None, 0),  # a trainer elsewhere may have reported to nobody here
+        (True, 0, 4),
+        (False, 3, 3),
+        (False, 0, 4),
+        (False, None, 4),
+    ],
+)
+def test_the_code_tells_what_was_trained(finished: bool, steps: int | None, code: int) -> None:
+    assert exit_code(finished=finished, steps=steps) == code
+    line = closing_line(code, "trinity-mq run x.yaml", finished=finished)
+    assert (line is None) == (code == 0)
+    assert line is None or f"(exit code {code})" in line
+
+
+def test_the_same_command_is_no_advice_where_nothing_is_left_or_it_would_fail_again() -> None:
+    assert "same command" not in str(closing_line(4, "trinity-mq run x.yaml", finished=True))
+    assert "resume with the same command" not in str(closing_line(3, "trinity-mq run x", finished=False, curable=False))
+    assert closing_line(130, "trinity-mq run x.yaml", finished=False) == (
+        "not finished (exit code 130); resume with the same command: trinity-mq run x.yaml"
+    )

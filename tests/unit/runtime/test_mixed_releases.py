@@ -15,13 +15,7 @@ from tests.virtual import virtually
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import (
-    OWN,
-    BatchClosed,
-    Compatibility,
-    Heartbeat,
-    incompatibility_reason,
-)
+from trinity_mq.messages import OWN, BatchClosed, Compatibility, Heartbeat, incompatibility_reason
 from trinity_mq.messages.codec import CATALOGUE
 from trinity_mq.messages.compatibility import EXPERIENCES_VERSION, NEWEST
 from trinity_mq.runtime.agent import Agent

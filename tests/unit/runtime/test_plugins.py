@@ -25,27 +25,23 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_modules_of_a_folder_can_be_imported_and_are_not_executed_before(tmp_path: Path) -> None:
-    (tmp_path / "plugin_echo.py").write_text("from plugin_helper import VALUE\nclass Echo:\n    value = VALUE\n")
-    (tmp_path / "plugin_helper.py").write_text("VALUE = 7\n")
-    (tmp_path / "plugin_broken.py").write_text("raise SystemExit('executed')\n")
-    assert add_plugins([str(tmp_path)]) == [tmp_path]
+def test_modules_of_a_folder_can_be_imported_and_are_not_executed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "plugin_echo.py").write_text(
+        "from plugin_helper import VALUE\nclass Echo:\n    value = VALUE\n"
+    )
+    (tmp_path / "mine" / "plugin_helper.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine" / "plugin_broken.py").write_text("raise SystemExit('executed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert add_plugins(["mine"]) == [tmp_path / "mine"], "relative to where the process was started"
+    add_plugins([str(tmp_path / "mine"), str(tmp_path / "mine" / ".." / "mine")])
     import plugin_echo  # type: ignore[import-not-found]
 
     assert plugin_echo.Echo.value == 7
-    assert sys.path[-1] == str(tmp_path), "behind everything else"
-
-
-def test_adding_twice_changes_nothing(tmp_path: Path) -> None:
-    add_plugins([str(tmp_path)])
-    add_plugins([str(tmp_path), str(tmp_path / ".." / tmp_path.name)])
-    assert sys.path.count(str(tmp_path)) == 1
-
-
-def test_relative_folders_start_where_the_process_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert add_plugins(["mine"]) == [tmp_path / "mine"]
+    assert sys.path[-1] == str(tmp_path / "mine"), "behind everything else"
+    assert sys.path.count(sys.path[-1]) == 1
 
 
 def test_classes_are_listed_without_running_anything(tmp_path: Path) -> None:
@@ -67,18 +63,12 @@ def test_a_missing_folder_is_one_line_that_says_where_it_was_looked_for(tmp_path
         add_plugins([str(tmp_path / "file.py")])
 
 
-@pytest.mark.parametrize("name", ["random", "trinity_mq", "pytest"])
+@pytest.mark.parametrize("name", ["random", "trinity_mq", "pytest", "plugin_same"])
 def test_a_file_that_another_module_hides_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / f"{name}.py").write_text("class Mine: ...\n")
-    with pytest.raises(FatalError, match=rf"another module of the same name .* hides .*{name}\.py"):
-        add_plugins([str(tmp_path)])
-
-
-def test_two_folders_with_one_name_are_refused(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "plugin_same.py").write_text("")
-    with pytest.raises(FatalError, match=r"a/plugin_same\.py.*hides .*b/plugin_same\.py"):
+        (tmp_path / folder / f"{'mine' if folder == 'a' and name != 'plugin_same' else name}.py").write_text("")
+    with pytest.raises(FatalError, match=rf"another module of the same name .* hides .*b/{name}\.py"):
         add_plugins([str(tmp_path / "a"), str(tmp_path / "b")])
 
 

@@ -8,10 +8,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from trinity_mq.runtime.process import die_with_parent, wait_exit, write_atomic
+from trinity_mq.runtime.process import wait_exit, write_atomic
 
 GRANDCHILD = """
 import signal, sys, time
@@ -50,11 +51,6 @@ def test_a_parent_that_has_gone_already_counts() -> None:
         assert process.stdout.read() == f"told {signal.SIGTERM.value}\n"
 
 
-def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    die_with_parent(1)
-
-
 async def test_wait_exit_leaves_the_status_to_the_parent() -> None:
     argv = (sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")
     process = await asyncio.to_thread(subprocess.Popen, argv, stdin=subprocess.PIPE)
@@ -69,42 +65,27 @@ async def test_wait_exit_leaves_the_status_to_the_parent() -> None:
         await wait_exit(process.pid)
 
 
-def test_write_atomic_replaces_whole_files(tmp_path: Path) -> None:
+def test_write_atomic_replaces_whole_files_and_follows_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    write_atomic(path, b"one")
-    write_atomic(path, b"two", mode=0o600)
-    assert path.read_bytes() == b"two"
+    write_atomic(path, b"one", mode=0o600)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = os.umask(0o027)
+    try:
+        with mock.patch("os.umask") as umask:  # a file that another thread made meanwhile would be open to everybody
+            write_atomic(path, b"two")
+        assert umask.call_args_list == [], "the umask is not set to be read"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert path.read_bytes() == b"two"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_write_atomic_follows_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_atomic(tmp_path / "state", b"x")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o640
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the umask")
-def test_the_umask_is_not_set_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that another thread made meanwhile would be open to everybody."""
-    asked: list[int] = []
-    monkeypatch.setattr(os, "umask", asked.append)
-    write_atomic(tmp_path / "state", b"x")
-    assert asked == []
-
-
-def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
     path = tmp_path / "state"
     write_atomic(path, b"old")
-
-    def full(_fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    full = mock.patch("os.fsync", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.runtime.test_agent import Idler
 from trinity_mq.bus.memory.bus import MemoryBroker
-from trinity_mq.runtime.process import is_run_over, mark_run_over
+from trinity_mq.runtime.process import mark_run_over
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -29,14 +29,6 @@ class Follower(Idler):
 
     async def serve(self) -> None:
         await self.woken.until(lambda: self.peers.explorer.finished)
-
-
-def test_the_mark(tmp_path: Path) -> None:
-    assert not is_run_over(tmp_path)
-    mark_run_over(tmp_path)
-    mark_run_over(tmp_path)  # by the explorer and by the supervisor
-    assert is_run_over(tmp_path)
-    assert not is_run_over(tmp_path / "another")
 
 
 def test_who_comes_after_the_end_ends_too(tmp_path: Path) -> None:

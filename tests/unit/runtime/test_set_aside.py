@@ -88,50 +88,39 @@ def test_which_errors_are_of_the_content(error: BaseException, wanted: bool) -> 
     assert is_content_error(error) is wanted
 
 
-async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: ReadingBus) -> None:
-    delivery, decided = await received(bus, "m1"), list[str]()
+async def fails_with(error: Exception) -> None:
+    raise error
 
-    async def fails() -> None:
-        raise KeyError("no such field")
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["", "of a broadcast nobody makes a dead letter"])
+async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: ReadingBus, quiet: bool) -> None:
+    delivery, decided = await received(bus, "m1"), list[str]()
 
     async def decide(reason: str) -> None:
         decided.append(reason)
 
-    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails, decide=decide)
+    error = KeyError("no such field")
+    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: fails_with(error), decide=decide, quiet=quiet)
     assert decided == ["cannot be handled: KeyError: 'no such field'"]
-    assert await dead_reasons(bus) == decided
+    assert await dead_reasons(bus) == ([] if quiet else decided)
     with pytest.raises(StaleDelivery):  # it was acknowledged
         await delivery.ack()
+    unreadable = await received(bus, "m2")
+    unreadable.unreadable = "its message id is not UTF-8"
+    assert await decode_or_dead_letter(bus, TOPOLOGY, unreadable, "me", quiet=quiet) is None
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), BusUnavailable("away"), MemoryError(), FatalError("f")], ids=repr)
-async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(bus: ReadingBus, error: Exception) -> None:
+async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(
+    bus: ReadingBus, error: Exception, tmp_path: Path
+) -> None:
     delivery = await received(bus, "m1")
-
-    async def fails() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails)
+    for _ in range(MAX_DEATHS + 1):  # and an error is no death
+        bus.notes = CrashLog(tmp_path / "notes")
+        with pytest.raises(type(error)):
+            await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: fails_with(error))
     assert await dead_reasons(bus) == []
     await delivery.ack()  # it is unanswered
-
-
-async def test_of_a_broadcast_nobody_makes_a_dead_letter(bus: ReadingBus) -> None:
-    delivery = await received(bus, "m1")
-
-    async def fails() -> None:
-        raise ValueError("no")
-
-    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails, quiet=True)
-    assert await dead_reasons(bus) == []
-
-
-async def test_properties_that_cannot_be_read_are_a_reason(bus: ReadingBus) -> None:
-    delivery = await received(bus, "m1")
-    delivery.unreadable = "its message id is not UTF-8"
-    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
-    assert await dead_reasons(bus) == ["does not decode: its message id is not UTF-8"]
 
 
 def kill_with(path: Path, queue: str, *, offset: str = "", name: str = "") -> int:
@@ -161,6 +150,7 @@ async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: ReadingBu
         delivery = await received(bus, name)
         await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: handle(delivery))  # noqa: B023
     assert handled == ["healthy"]
+    assert kill_with(path, WORK.name, name="healthy") == 0, "what was handled is forgotten"
     assert await dead_reasons(bus) == ["the process died 3 times while it handled this message"]
 
 
@@ -178,22 +168,3 @@ def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_p
             else:
                 with message_in_hand(bus, message):
                     pass
-
-
-def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: ReadingBus) -> None:
-    path = tmp_path / "x.json"
-    message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
-    assert kill_with(path, WORK.name, name="m") == 0
-    bus.notes = CrashLog(path)
-    with message_in_hand(bus, message):
-        pass
-    assert kill_with(path, WORK.name, name="m") == 0
-
-
-def test_an_error_is_no_death(tmp_path: Path, bus: ReadingBus) -> None:
-    path = tmp_path / "x.json"
-    message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
-    for _ in range(MAX_DEATHS + 1):
-        bus.notes = CrashLog(path)
-        with pytest.raises(OSError, match="disk"), message_in_hand(bus, message):
-            raise OSError("disk")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import SupervisorConfig
-from trinity_mq.runtime.errors import EXIT_RECYCLE
+from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -89,24 +89,22 @@ async def printed(path: Path, text: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_all_finished_is_zero(make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path) -> None:
-    supervisor = make(spec("a", "print('from a')"), spec("b", "import sys; print('oops', file=sys.stderr)"))
-    assert await supervisor.run() == 0
-    assert watcher.of("a") == watcher.of("b") == ["started", "finished"]
-    assert supervisor.phases == {"a": "finished", "b": "finished"}
-    assert (tmp_path / "a.out").read_text() == "from a\n"
-    assert (tmp_path / "b.out").read_text() == "oops\n"
-
-
-async def test_each_process_has_its_own_session_and_environment(
-    make: Callable[..., Supervisor], tmp_path: Path
+async def test_all_finished_is_zero_and_each_process_has_its_own_session_and_environment(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
 ) -> None:
     program = (
         "import os\n"
         "e = os.environ; print(os.getsid(0) == os.getpid(), 'PATH' in e, e['COLOUR'], e['TRINITY_MQ_PARENT'])"
     )
-    assert await make(spec("a", program, COLOUR="red")).run() == 0
+    supervisor = make(spec("a", program, COLOUR="red"), spec("b", "import sys; print('oops', file=sys.stderr)"))
+    assert await supervisor.run() == 0
+    assert watcher.of("a") == watcher.of("b") == ["started", "finished"]
+    assert supervisor.phases == {"a": "finished", "b": "finished"}
     assert (tmp_path / "a.out").read_text() == f"True True red {os.getpid()}\n"
+    assert (tmp_path / "b.out").read_text() == "oops\n"
+    with pytest.raises(ValueError, match="different names"):
+        make(spec("a", FOREVER), spec("a", FOREVER))
+    assert [exponential_backoff(n) for n in (1, 2, 3, 100)] == [0.25, 0.5, 1.0, 30.0]
 
 
 async def test_what_is_killed_is_started_again(
@@ -172,11 +170,6 @@ sys.exit(0 if count == 4 else 1)
     assert {event.restarts for event in watcher.events if event.what == "restarting"} == {1}
 
 
-async def test_a_configuration_error_is_not_tried_again(make: Callable[..., Supervisor], watcher: Watcher) -> None:
-    assert await make(spec("a", "import sys; sys.exit(78)")).run() == 78
-    assert watcher.of("a") == ["started", "died", "failed"]
-
-
 async def test_a_program_that_is_not_there_fails_with_its_name(
     make: Callable[..., Supervisor], watcher: Watcher
 ) -> None:
@@ -186,6 +179,16 @@ async def test_a_program_that_is_not_there_fails_with_its_name(
     assert "/no/such/program cannot be started" in next(
         event.reason for event in watcher.events if event.what == "failed"
     )
+
+
+@pytest.mark.parametrize("code", [EXIT_FATAL, EXIT_DISK_FULL])
+async def test_what_a_restart_does_not_help_is_not_tried_again(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path, code: int
+) -> None:
+    assert await make(spec("a", f"import sys; sys.exit({code})")).run() == code
+    assert watcher.of("a") == ["started", "died", "failed"]
+    if code == EXIT_DISK_FULL:
+        assert watcher.events[-1].reason == f"a disk is full, see `df -h {tmp_path.parent}`: make room"
 
 
 async def test_restart_on_request_does_not_count(
@@ -205,25 +208,21 @@ async def test_restart_on_request_does_not_count(
         await supervisor.restart("b")
 
 
-async def test_restart_cuts_the_wait_short(make: Callable[..., Supervisor], watcher: Watcher) -> None:
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_restart_or_a_drain_cuts_the_wait_short(
+    make: Callable[..., Supervisor], watcher: Watcher, restarts: bool
+) -> None:
     supervisor = make(spec("a", FOREVER), delay=3600.0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        group.create_task(supervisor.run())
+        running = group.create_task(supervisor.run())
         os.kill((await watcher.see("a", "started")).pid or 0, signal.SIGKILL)
         assert (await watcher.see("a", "restarting")).delay == 3600.0
         assert supervisor.phases == {"a": "waiting"}
-        await supervisor.restart("a")
-        await watcher.see("a", "started", times=2)
+        if restarts:
+            await supervisor.restart("a")
+            await watcher.see("a", "started", times=2)
         await supervisor.drain()
-
-
-async def test_drain_ends_a_wait_for_a_restart(make: Callable[..., Supervisor], watcher: Watcher) -> None:
-    supervisor = make(spec("a", "import sys; sys.exit(1)"), delay=3600.0)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        running = group.create_task(supervisor.run())
-        await watcher.see("a", "restarting")
-        await supervisor.drain()
-    assert running.result() == 0
+    assert running.result() == 0, "a death by the signal that we sent is no failure"
     assert supervisor.phases == {"a": "stopped"}
 
 
@@ -235,33 +234,12 @@ async def test_who_does_not_drain_in_time_is_killed_and_told(
         running = group.create_task(supervisor.run())
         await printed(tmp_path / "deaf.out", "up")
         await printed(tmp_path / "gentle.out", "up")
+        await supervisor.drain("gentle")
+        assert supervisor.phases == {"deaf": "running", "gentle": "stopped"}
         await supervisor.drain()
     assert running.result() == 128 + signal.SIGKILL
     assert watcher.of("deaf") == ["started", "killed"]
     assert watcher.of("gentle") == ["started", "stopped"]
-
-
-async def test_drain_one_by_one(make: Callable[..., Supervisor], tmp_path: Path) -> None:
-    supervisor = make(spec("a", GENTLE), spec("b", GENTLE))
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        running = group.create_task(supervisor.run())
-        await printed(tmp_path / "a.out", "up")
-        await printed(tmp_path / "b.out", "up")
-        await supervisor.drain("a")
-        assert supervisor.phases == {"a": "stopped", "b": "running"}
-        await supervisor.drain()
-    assert running.result() == 0
-
-
-async def test_a_plain_death_by_the_signal_we_sent_is_no_failure(
-    make: Callable[..., Supervisor], tmp_path: Path
-) -> None:
-    supervisor = make(spec("a", FOREVER))
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        running = group.create_task(supervisor.run())
-        await printed(tmp_path / "a.out", "up")
-        await supervisor.drain()
-    assert running.result() == 0
 
 
 async def test_drain_while_starting(make: Callable[..., Supervisor]) -> None:
@@ -304,15 +282,6 @@ async def test_kill_ends_at_once(make: Callable[..., Supervisor], watcher: Watch
     assert watcher.of("a") == ["started", "killed"]
 
 
-def test_names_must_differ(make: Callable[..., Supervisor]) -> None:
-    with pytest.raises(ValueError, match="different names"):
-        make(spec("a", FOREVER), spec("a", FOREVER))
-
-
-def test_backoff_doubles_up_to_a_limit() -> None:
-    assert [exponential_backoff(n) for n in (1, 2, 3, 100)] == [0.25, 0.5, 1.0, 30.0]
-
-
 async def test_the_last_line_of_a_process_that_died_is_reported(
     make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
 ) -> None:
@@ -326,10 +295,7 @@ async def test_the_last_line_of_a_process_that_died_is_reported(
 
 @pytest.mark.parametrize(
     ("end", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL: "),
-        ("sys.exit(78)", "no room for the weights"),
-    ],
+    [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL: "), ("sys.exit(78)", "no room for the weights")],
 )
 async def test_a_progress_bar_is_no_reason(
     make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path, end: str, said: str

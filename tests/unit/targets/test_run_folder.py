@@ -59,19 +59,19 @@ def test_what_checkpoints_and_the_order_of_tasks_depend_on_needs_another_run(
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
-def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Path) -> None:
+def test_an_old_configuration_may_lack_settings_and_is_named_if_it_is_unreadable(tmp_path: Path) -> None:
     folder = RunFolder(config(tmp_path))
     folder.write_configuration()
     data = yaml.safe_load(folder.config_file.read_text())
     del data["algorithm"]["entropy_decay"]
     folder.config_file.write_text(yaml.safe_dump(data))
     assert folder.write_configuration() == []
-
-
-def test_an_unreadable_old_configuration_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("model: {no_such_key: 1}")
+    folder.config_file.write_text("model: {no_such_key: 1}")
     with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml: model.no_such_key"):
-        RunFolder(config(tmp_path)).write_configuration()
+        folder.write_configuration()
+    below = RunFolder(config(folder.config_file / "run"))
+    with pytest.raises(CommandError, match="cannot be used"), below.locked():
+        pytest.fail("not locked")
 
 
 def test_one_process_a_folder(tmp_path: Path) -> None:
@@ -95,12 +95,6 @@ sys.stdin.read()
     with folder.locked():
         assert folder.holder() == os.getpid()
     assert folder.holder() is None
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CommandError, match="cannot be used"), RunFolder(config(tmp_path / "file" / "run")).locked():
-        pytest.fail("not locked")
 
 
 def test_finished_and_broker_marks(tmp_path: Path) -> None:

@@ -40,13 +40,6 @@ def test_a_file_is_written_that_says_what_it_changed_and_lacks(
     ]
 
 
-def test_without_a_name_it_goes_to_standard_output(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", str(source)]) == 0
-    said = capsys.readouterr()
-    assert load_config(yaml.safe_load(said.out)).name == "qwen2-5-1-5b-gsm8k"
-    assert "the result is valid; next: write it with -o FILE" in said.err
-
-
 def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ours.yaml"
     out.write_text("mine")
@@ -55,6 +48,26 @@ def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: pytest
     assert out.read_text() == "mine"
     assert main(["migrate", str(source), "-o", str(out), "--force"]) == 0
     assert "qwen2-5-1-5b-gsm8k" in out.read_text()
+    capsys.readouterr()
+    assert main(["migrate", str(source)]) == 0
+    said = capsys.readouterr()
+    assert load_config(yaml.safe_load(said.out)).name == "qwen2-5-1-5b-gsm8k"
+    assert "the result is valid; next: write it with -o FILE" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gsm8k.yaml", "-o", "none/x.yaml"], "x.yaml cannot be written: No such file or directory; give another file"),
+        (["none.yaml"], "none.yaml: cannot be read"),
+    ],
+)
+def test_files_that_are_not_there(
+    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    assert main(["migrate", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_is_not_valid_as_it_stands_is_said(
@@ -89,13 +102,3 @@ def test_rubbish_is_an_error_and_no_crash(
     source.write_text(text)
     assert main(["migrate", str(source)]) in {1, 2}
     assert words in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_there(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", str(source), "-o", str(tmp_path / "none" / "x.yaml")]) == 2
-    assert "x.yaml cannot be written: No such file or directory; give another file" in capsys.readouterr().err
-
-
-def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml: cannot be read" in capsys.readouterr().err

@@ -197,19 +197,13 @@ TWO = ["trainer.batches_per_step=2"]
         ([*REPLAY, "buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
         ([*MIX, "algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
         ([*MIX, "mode=explore"], "in mode explore, and experts are added to rollouts"),
-        (
-            [*MIX, "buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"],
-            "'solved' has schema_type dpo",
-        ),
+        ([*MIX, "buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"], "'solved' has schema_type dpo"),
         (
             [*MIX, "buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
             "solved, more, wanted at most one",
         ),
         ([*TWO, "synchronizer.sync_interval=3"], "does not divide synchronizer.sync_interval 3"),
-        (
-            [*TWO, "synchronizer.sync_style=fully_async", "synchronizer.pipeline_depth=0"],
-            "Raise pipeline_depth to 1",
-        ),
+        ([*TWO, "synchronizer.sync_style=fully_async", "synchronizer.pipeline_depth=0"], "Raise pipeline_depth to 1"),
     ],
     ids=str,
 )
