@@ -1,4 +1,4 @@
-"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew. The exit code of a run."""
+"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew."""
 
 from __future__ import annotations
 

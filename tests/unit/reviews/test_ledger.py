@@ -138,7 +138,7 @@ async def bus() -> AsyncIterator[Bus]:
     ("acts", "error", "said"),
     [
         pytest.param("", NoReviews, "none of its operators requests reviews", id="nobody asks"),
-        pytest.param("deletes it", QueueGone, "", id="the stream is deleted"),
+        pytest.param("deletes it", QueueGone, TOPOLOGY.review.name, id="the stream is deleted"),
         pytest.param("fails", KeyError, "mine", id="an error of the block comes out as it is"),
     ],
 )

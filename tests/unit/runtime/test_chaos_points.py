@@ -17,7 +17,7 @@ from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
 from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.runtime.processes import chaos_points
-from trinity_mq.runtime.processes.chaos_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
+from trinity_mq.runtime.processes.chaos_points import MarkedPoints, mark_bus
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -81,21 +81,6 @@ def test_points_of_another_role_and_of_another_name_pass_by_and_of_two_agents_on
     for agent in agents:
         agent.passed("confirmed session_call")
     assert stops == ["g-0"]
-
-
-def test_without_the_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos_points, "_points", [])
-    monkeypatch.delenv(POINTS_VARIABLE, raising=False)
-
-    async def play() -> None:
-        bus = await connected()
-        marked(bus, "runner", "runner-0")
-        assert "publish" not in vars(bus)
-        monkeypatch.setenv(POINTS_VARIABLE, str(tmp_path))
-        marked(bus, "runner", "runner-0")
-        assert "publish" in vars(bus)
-
-    run_virtually(play(), limit=100)
 
 
 async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
+from __future__ import annotations
+
 import asyncio
 import os
-import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.unit.agents.runner.harness import parts, results, unanswered
+from tests.unit.agents.world import World, a_slice, send_slice
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
+from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSlice, encode
@@ -32,14 +37,6 @@ class Asks(Workflow):
         return experiences
     def before(self):
         pass
-
-class Exits(Asks):
-    def before(self):
-        os._exit(3)
-
-class Segfaults(Asks):
-    def before(self):
-        os.kill(os.getpid(), signal.SIGSEGV)
 
 class SandboxAway(Asks):
     def before(self):
@@ -156,28 +153,6 @@ async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, en
         assert one == other
     seeds = [request["seed"] for request in engine.requests]
     assert sorted(seeds[:2]) == sorted(seeds[2:])
-
-
-@pytest.mark.parametrize(
-    ("kind", "said", "exitcode"),
-    [
-        ("Exits", "ended with exit code 3 before it had an outcome", 3),
-        ("Segfaults", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
-    ],
-)
-async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
-    neighbour = asyncio.ensure_future(pool.run(task_slice("Asks"), config, lambda: engine.model))
-    with pytest.raises(ChildDied, match=said) as caught:
-        await pool.run(task_slice(kind), config, lambda: engine.model)
-    assert caught.value.exitcode == exitcode
-    assert (await neighbour).runs == [6, 7]
-
-
-async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid):
-    with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
-        await pool.run(task_slice("Hangs", slice_timeout=0.5), config, lambda: engine.model)
-    assert caught.value.overdue
-    await ends(await pid)
 
 
 @pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
@@ -299,3 +274,150 @@ async def test_the_process_does_not_outlive_its_runner(here, config, pid):
     runner.kill()
     await runner.wait()
     await ends(await pid)
+
+
+# -- a runner and slices that kill, hang or eat: each costs itself only
+
+
+POISON = """
+import ctypes, os, time
+from trinity_mq.experience import Experience
+from trinity_mq.workflows import Workflow
+
+class Fine(Workflow):
+    is_async = True
+    async def run_async(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Blocks(Workflow):
+    def run(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Exits(Fine):
+    async def run_async(self):
+        os._exit(1)
+
+class PointsNowhere(Fine):
+    async def run_async(self):
+        ctypes.string_at(0)
+
+class Eats(Fine):
+    async def run_async(self):
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 * 2**20))
+
+class Ignores(Fine):
+    async def run_async(self):
+        while True:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+
+class BlockingExits(Workflow):
+    def run(self):
+        os._exit(1)
+
+class BlockingHangs(Workflow):
+    def run(self):
+        time.sleep(3600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "poison_workflows.py").write_text(POISON)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def poison(kind: str, task: int, **fields: object) -> TaskSlice:
+    limits = {"max_timeout": 20.0, "slice_timeout": 20.0, "max_retry_times": 0, **fields}
+    body = TaskBody(workflow=f"poison_workflows.{kind}", raw_task={"n": 0})
+    return a_slice(task=task, runs=1, **limits).model_copy(update={"task": body})
+
+
+async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: int) -> dict[int, str]:
+    """Have one runner do the slices, which have come back ``returns`` times; return how they ended."""
+    for each in task_slices:
+        await send_slice(world, each)
+    if returns:
+        world.held_back("tasks.train", returns)
+    pool = ProcessPool(2, grace=0.3)
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0", isolated=pool)
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+    async with world.living(runner), asyncio.timeout(50):
+        await world.beat("engine", "e", lease=100.0, **engine)
+        while len(results(world)) < wanted or unanswered(world):
+            await runner.woken.wait(0.05)
+    return {result.task_id: result.outcome for result in results(world)}
+
+
+async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path) -> None:
+    world = World("broker.delivery_limit=3", "runner.memory_limit=200000000", f"run_dir={tmp_path / 'run'}")
+    task_slices = [
+        poison("Fine", 0),
+        poison("Exits", 1),
+        poison("PointsNowhere", 2),
+        poison("Eats", 3),
+        poison("Ignores", 4, slice_timeout=1.0),
+        poison("Fine", 5),
+    ]
+    ended = await outcomes(world, 6, *task_slices, returns=1)
+    assert ended == {0: "finished", 1: "poisoned", 2: "poisoned", 3: "failed", 4: "failed", 5: "finished"}
+    messages = {result.task_id: str(result.message) for result in results(world)}
+    assert "killed its process; 3 attempts failed or were lost" in messages[1]
+    assert "SIGSEGV" in messages[2]
+    assert "MemoryError" in messages[3]
+    assert "was killed" in messages[4]
+    assert len(parts(world)) == 2
+    dead = world.stored("dead")
+    assert [(each.headers["returned"], each.headers["failed-tries"]) for each in dead] == [(1, 2)] * 2
+    for letter in dead:
+        lines = letter.headers["failures"].split("\n")
+        assert [line.split(" of ")[0][:19] for line in lines] == ["delivery 2: attempt", "delivery 3: attempt"]
+        assert all(" of runner-0: it killed its process: " in line for line in lines)
+
+
+async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(tmp_path: Path) -> None:
+    world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
+    task_slices = [
+        poison("Blocks", 0),
+        poison("BlockingExits", 1),
+        poison("BlockingHangs", 2, slice_timeout=1.0),
+    ]
+    ended = await outcomes(world, 3, *task_slices, returns=0)
+    assert ended == {0: "finished", 1: "poisoned", 2: "failed"}
+
+
+# -- the watchdog
+
+
+SCRIPT = """
+import asyncio, sys, time
+from trinity_agents.runner import watchdog
+watchdog.TICK = 0.05
+
+async def main():
+    watching = asyncio.ensure_future(watchdog.Watchdog(0.5).run())
+    await asyncio.sleep(0.8)
+    if sys.argv[1] == "blocks":
+        def held_here():
+            time.sleep(30)
+        held_here()
+    await asyncio.sleep(0.1)
+    watching.cancel()
+    await asyncio.wait([watching])
+    time.sleep(0.8)  # nobody watches any more
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("does", "code"), [("blocks", 75), ("ticks", 0)])
+async def test_a_process_whose_loop_is_held_ends_and_says_where(does, code):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, does, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(45):  # the child imports what a runner imports
+        _, said = await process.communicate()
+    assert process.returncode == code
+    assert (b"held_here" in said) == (does == "blocks")

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tests.unit.agents.runner.harness import forever, lived, make, results, taking, unanswered
-from tests.unit.agents.world import World, a_slice, an_outcome, kill
+from tests.unit.agents.operator.test_operator import close, make_world, manifest, open_batch, ready, runs_of
+from tests.unit.agents.operator.test_operator import make as make_operator
+from tests.unit.agents.runner.harness import forever, lived, make, parts, results, taking, unanswered
+from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill
 from tests.virtual import virtually
 from trinity_agents.runner.process_pool import ChildDied
-from trinity_mq.messages import TaskSlice, TaskSlices
+from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, max_encoded_size
+from trinity_mq.dispatch.collector import Collector
+from trinity_mq.dispatch.tickets import new_ticket
+from trinity_mq.experience import Experience
+from trinity_mq.messages import TaskBody, TaskResult, TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
+from trinity_mq.transport.experience_parts import shared_part_message
 
 
 async def send(world: World, slices: Sequence[TaskSlice]) -> None:
@@ -169,3 +179,144 @@ async def test_slices_of_a_message_whose_ticket_is_not_open_are_dropped() -> Non
         await asyncio.sleep(1)
     assert (results(world), unanswered(world)) == ([], 0)
     assert runner.here.ran == []
+
+
+# -- slices that end at the same time: their experiences and results travel together, and count one by one
+
+
+def counted(world: World) -> dict[tuple[str, int], list[int]]:
+    """The runs in the batch queue by attempt and part."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for stored in parts(world):
+        runs = [each.eid.run for each in Experience.deserialize_many(stored.body)]
+        for share in attempt_rows_of(stored):
+            assert share.key not in found
+            found[share.key] = runs if share.rows is None else runs[share.rows]
+    return found
+
+
+async def together(task_slice: TaskSlice) -> SliceOutcome:
+    await asyncio.sleep(1.0)
+    return an_outcome(task_slice)
+
+
+async def done(world: World, runner: Any, slices: int, **fields: Any) -> None:
+    await lived(world, runner, *(a_slice(task=n, runs=2, run_base=10 * n, **fields) for n in range(slices)), seconds=4)
+
+
+def test_what_ends_together_travels_together_and_counts_one_by_one() -> None:
+    world = World()
+    run_virtually(done(world, make(world, together), 12))
+    assert len(parts(world)) < 6
+    by_attempt = {result.attempt: result for result in results(world)}
+    assert len(by_attempt) == 12
+    assert counted(world) == {
+        (attempt, 0): [result.run_base, result.run_base + 1] for attempt, result in by_attempt.items()
+    }
+    assert all((result.outcome, result.parts) == ("finished", 1) for result in by_attempt.values())
+    assert unanswered(world) == 0
+    last = {what: max(n for n, entry in enumerate(world.wire) if entry == what) for what in set(world.wire)}
+    # all twelve end in the same instant, so that each kind is out before the next begins
+    assert last["confirmed experience_part"] < world.wire.index("sent task_results")
+    assert world.wire.index("confirmed task_results") < world.wire.index("acked tasks.train")
+
+
+def test_one_unfit_to_travel_keeps_nobody_else_from_it() -> None:
+    world = World()
+
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
+        outcome = await together(task_slice)
+        if task_slice.task_id == 3:
+            outcome.experiences[0].reward = "much"  # type: ignore[assignment]
+        return outcome
+
+    run_virtually(done(world, make(world, does), 6))
+    ends = {result.task_id: result for result in results(world)}
+    assert {task: result.outcome for task, result in ends.items()} == {
+        task: "failed" if task == 3 else "finished" for task in range(6)
+    }
+    assert "reward" in str(ends[3].message)
+    assert sorted(run for runs in counted(world).values() for run in runs) == sorted(
+        run for task in (0, 1, 2, 4, 5) for run in (10 * task, 10 * task + 1)
+    )
+
+
+@pytest.mark.parametrize(("length", "count", "messages"), [(1024, 8, 4), (200_000, 1, 16)])
+def test_experiences_of_a_thousand_tokens_share_messages_and_long_ones_travel_alone(
+    length: int, count: int, messages: int
+) -> None:
+    """A body costs much more than its bytes: encoding 8 experiences takes as long for 1024 tokens as for 64."""
+    world = World("runner.concurrency=16")
+
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(1.0)
+        long = [experience(task_slice.task_id, n, length=length) for n in range(count)]
+        return an_outcome(task_slice, experiences=long)
+
+    run_virtually(done(world, make(world, does), 16))
+    assert len(results(world)) == 16
+    assert (len(parts(world)) <= 4) == (messages == 4)
+    assert len(parts(world)) <= messages
+    if messages == 4:
+        assert max(len(stored.body) for stored in parts(world)) <= SHARED
+    else:
+        assert all("attempt" in stored.headers for stored in parts(world))
+
+
+def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
+    few = [experience(0, run) for run in range(8)]
+    assert max_encoded_size(few) == 8 * EXPERIENCE_COST == SHARED // 16
+    few[3].teacher_logprobs = [0.0]  # type: ignore[assignment]
+    assert max_encoded_size(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
+
+
+# -- the readers
+
+
+def shared(*members: tuple[str, int]) -> Any:
+    listed = [PartMember(a_slice(task=task), name, [experience(task, 0)], 10, (1, 3)) for name, task in members]
+    body = Experience.serialize_many([each for one in listed for each in one.experiences])
+    return shared_part_message(listed, body)
+
+
+async def publish(world: World, mail: Any, ticket: str = "t1") -> None:
+    key = world.topology.batch_routing_key(1, ticket)
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
+
+
+@virtually
+async def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_once() -> None:
+    world = make_world()
+    await open_batch(world)
+    await publish(world, shared(("late", 0), ("a", 1), ("b", 2)))
+    await publish(world, shared(("b", 2), ("c", 3)))  # b came twice: its confirm was lost
+    await close(world, manifest(("c", 1), ("a", 1), ("b", 1)))
+    await lived(world, make_operator(world), seconds=3)
+    (decided,) = ready(world)
+    assert (decided.state, decided.experiences) == ("ready", 3)
+    assert len(runs_of(world, decided.op)) == 3
+    assert world.reasons() == []
+
+
+@virtually
+async def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
+    world = World()
+    ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, deliver="caller", lane="train", time_left=1.0)
+
+    def result(attempt: str, task: int) -> TaskResult:
+        return TaskResult(
+            batch=1, ticket=ticket.ticket, task_id=task, attempt=attempt, outcome="finished", runs=[0], parts=1
+        )
+
+    await world.ready()
+    bus = world.bus()
+    await bus.connect()
+    await world.outside.declare(world.topology.batch_queue(1, ticket.ticket))
+    await publish(world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
+    await publish(world, shared(("d", 3)), ticket.ticket)
+    collector = Collector(bus, world.topology, world.config, "caller")
+    # more parts are asked for than messages hold them
+    taken = await collector.take(ticket, [result("c", 2), result("a", 0), result("d", 3)])
+    assert [each.eid.task for each in taken] == [2, 0, 3]
+    assert [each.eid.task for each in await collector.take(ticket, [result("b", 1)])] == [1]
+    await collector.close()

@@ -15,10 +15,12 @@ from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
 from trinity_agents.trainer.sources.base import ExperiencesLost
+from trinity_agents.trainer.sources.mix import MixSource, experts_per_step
+from trinity_agents.trainer.sources.records import Records, RecordSource
 from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, replayed_groups_per_step
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
-from trinity_mq.config import ReplayConfig, load_config
+from trinity_mq.config import ExperienceBufferConfig, ReplayConfig, load_config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
@@ -68,27 +70,6 @@ def test_the_capacity_keeps_those_of_the_highest_priority() -> None:
     assert sorted(names(known.choose(9, 3))) == ["1/b", "2/a", "2/b"]
     known.add(["3/a", "3/b", "3/c"], "t3", [3], 3)
     assert known.tickets == ["t3"]
-
-
-def test_chance_follows_from_the_seed_and_the_step() -> None:
-    def chosen(seed: int, step: int) -> list[str]:
-        known = ReplayIndex(ReplayConfig(share=0.5, sigma=3.0, max_age=99), seed)
-        known.add([str(n) for n in range(50)], "t", [1], 1)
-        return names(known.choose(10, step))
-
-    assert chosen(0, 2) == chosen(0, 2)
-    assert len({tuple(chosen(seed, step)) for seed in (0, 1) for step in (2, 3)}) == 4
-
-
-def test_the_state_is_json_and_goes_on_alike() -> None:
-    known, other = index(sigma=1.0), index(sigma=1.0)
-    for step in (1, 2, 3):
-        known.add([f"{step}/a", f"{step}/b"], f"t{step}", [step, step + 1], step)
-        known.use(known.choose(1, step + 1), step + 1)
-    other.restore(json.loads(json.dumps(known.state())))
-    assert other.state() == known.state()
-    assert names(other.choose(4, 5)) == names(known.choose(4, 5))
-    assert other.offsets("t3") == [3, 4]
 
 
 class Remembering(FakeLearner):
@@ -201,3 +182,87 @@ def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
     assert set() < kept < set(state["consumed"])
     assert _consumed_tickets(state) == set(state["consumed"]) - kept
     assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
+
+
+# -- expert answers beside rollouts: a fixed number a step, each once an epoch
+
+
+EXPERTS = {"solved": {"storage_type": "synthetic", "path": "max3", "schema_type": "sft"}}
+MIX = (
+    "algorithm={algorithm_type: mix, repeat_times: 2}",
+    f"buffer.trainer_input.auxiliary_buffers={json.dumps(EXPERTS)}",
+    "trainer.save_interval=3",
+)
+COUNT = 7
+
+
+def experts(size: int) -> RecordSource:
+    def rows(indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
+        return [Experience(tokens=[0, index], prompt_length=1, index=index) for index in indexes], {}
+
+    data = ExperienceBufferConfig(storage_type="file", path="x", schema_type="sft", selector="sequential")
+    return RecordSource(data, Records(COUNT, "numbers", rows), seed=0, size=size, batches=1 << 40)
+
+
+class RememberingExperts(FakeLearner):
+    """Notes the experts of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.experts: dict[int, list[int]] = {}
+        self.rollouts: dict[int, int] = {}
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        marked = [one for one in experiences if one.info.get("is_expert")]
+        experts = [one.index or 0 for one in marked]
+        assert self.experts.setdefault(step_number, experts) == experts, "a step made again has the same ones"
+        self.rollouts[step_number] = len(experiences) - len(marked)
+        return await super().step(experiences, step_number)
+
+
+def mixed(folder: Path, seed: int | None = None, **options: Any) -> tuple[Simulation, RememberingExperts]:
+    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never."""
+    sim, learner = Simulation(folder, MIX, batches=9, **options), RememberingExperts()
+
+    def trainer() -> Any:
+        made = sim.make_trainer(learner=learner)
+        source = made.loop.source
+        made.loop.source = MixSource(source, experts(experts_per_step(sim.config)))
+        return made
+
+    async def run() -> None:
+        if seed is None:
+            await trainer().run()
+        else:
+            await lived(sim, trainer, seed)
+
+    run_virtually(sim.run(trainer=run), limit=5000)
+    return sim, learner
+
+
+def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) -> None:
+    sim, learner = mixed(tmp_path)
+    assert experts_per_step(sim.config) == 1, "a fifth of a step with four rollouts"
+    assert learner.rollouts == dict.fromkeys(range(1, 10), 4)
+    assert [learner.experts[step] for step in range(1, 10)] == [[n % COUNT] for n in range(9)]
+    newest = find_checkpoints(tmp_path / "checkpoints")[0][0].state
+    uids = [uid for entry in lineage(tmp_path / "history", newest.generation, 9) for uid in entry["uids"]]
+    assert len(set(uids)) == len(uids) == 9 * 5
+
+
+def test_killed_anywhere_each_expert_comes_once_an_epoch(tmp_path: Path) -> None:
+    for seed in range(5):
+        sim, learner = mixed(tmp_path / str(seed), seed)
+        first, *again = begun_at(sim)
+        assert first is None
+        assert all(again), f"each life goes on from a checkpoint, not from {again}"
+        trained = [learner.experts[step] for step in sorted(learner.experts)]
+        assert trained == [[n % COUNT] for n in range(9)]
+
+
+def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
+    def spoil(task_slice: Any) -> str | None:
+        return "failed" if task_slice.batch in {2, 5} else None
+
+    _, learner = mixed(tmp_path, spoil=spoil)
+    assert Counter(index for step in learner.experts.values() for index in step) == Counter(range(COUNT))
