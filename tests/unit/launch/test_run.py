@@ -285,19 +285,6 @@ def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(ben
     assert (code, err) == (0, ""), "another model than at the start that was refused"
 
 
-def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
-    (bench.run_dir / "go-slow").touch()
-    (bench.run_dir / "steps").write_text("2")
-    with bench.start() as process:
-        read_until(process, lambda line: "agents 5/5" in line)
-        (bench.run_dir / "trainer-0.script").write_text("78")
-        trainer = int((bench.run_dir / "logs" / "trainer-0.out").read_text().split()[1])
-        os.kill(trainer, signal.SIGKILL)
-        out, _ = process.communicate(timeout=50)
-    assert process.returncode == 3
-    assert "not finished (exit code 3); the same command would fail again. Fix the cause first, " in out
-
-
 def test_status_while_it_runs(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     with bench.start() as process:

@@ -161,17 +161,6 @@ def test_a_change_is_told_at_once_and_many_make_two_beats_a_second_of_which_the_
     simulate(script)
 
 
-def test_agents_hear_of_each_other_from_the_first_beat_on() -> None:
-    class Operating(Idler):
-        role = "operator"
-
-    async def script(outside: Outside, *idlers: Idler) -> None:
-        for idler in idlers:
-            assert [beat.id for beat in idler.peers.alive("operator")] == ["runner-0", "runner-1"]
-
-    simulate(script, agents=2, kind=Operating)
-
-
 @pytest.mark.parametrize(
     ("own", "heard"),
     [

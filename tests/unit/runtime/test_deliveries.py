@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.unit.runtime.reading_bus import ReadingBus, reading
-from trinity_mq.bus import BusUnavailable, Delivery, Envelope, Incoming, StaleDelivery, Topology
+from trinity_mq.bus import BusUnavailable, Consumer, Delivery, Envelope, Incoming, StaleDelivery, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.properties import publishable
+from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import BatchReady, ControlEvent, DecodeError, Heartbeat, TaskResult, decode, decode_any
 from trinity_mq.runtime.deliveries import (
     MAX_DEATHS,
@@ -35,11 +36,32 @@ TOPOLOGY = Topology("w")
 CLOSED = TOPOLOGY.closed
 
 
+class ReadingBus(MemoryBus):
+    """Reads the manifests of closed batches."""
+
+    feed: Consumer
+
+    async def received(self) -> Delivery:
+        """Return the next delivery of the queue."""
+        return await anext(self.feed)
+
+    async def dead(self) -> list[Delivery]:
+        """Return what is in the queue of dead letters."""
+        feed, letters = await self.consume(self._topology.dead), []
+        while (delivery := feed.get_nowait()) is not None:
+            letters.append(delivery)
+        return letters
+
+
 @pytest.fixture
-async def bus():
+async def bus() -> AsyncIterator[ReadingBus]:
     with capture_logs():
-        async with reading(TOPOLOGY, CLOSED) as made:
-            yield made
+        made = ReadingBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
+        await made.connect()
+        await made.declare(*TOPOLOGY.durable)
+        made.feed = await made.consume(CLOSED)
+        yield made
+        await made.close()
 
 
 async def received(bus: ReadingBus, body: bytes = b"?", **how: Any) -> Delivery:
@@ -220,8 +242,6 @@ def test_a_batch_that_no_header_can_hold_is_in_the_body_alone(batch: int | str) 
 # -- messages that cannot be handled, or that end the process that handles them
 
 
-WORK = TOPOLOGY.submitted
-
 DIES = """
 import os, signal, sys
 from pathlib import Path
@@ -237,19 +257,8 @@ with CrashLog(Path(sys.argv[1])).in_hand(message) as deaths:
 """
 
 
-@pytest.fixture
-async def work_bus() -> AsyncIterator[ReadingBus]:
-    async with reading(TOPOLOGY, WORK) as made:
-        yield made
-
-
-async def submitted(work_bus: ReadingBus, name: str) -> Delivery:
-    await work_bus.publish(TOPOLOGY.exchange("tasks"), "submit", Envelope(body=b"body", kind="odd", message_id=name))
-    return await work_bus.submitted()
-
-
-async def dead_reasons(work_bus: ReadingBus) -> list[str]:
-    letters = await work_bus.dead()
+async def dead_reasons(bus: ReadingBus) -> list[str]:
+    letters = await bus.dead()
     assert {letter.body for letter in letters} <= {b"body"}
     return [str(letter.headers["dead-reason"]) for letter in letters]
 
@@ -287,33 +296,33 @@ async def fails_with(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True], ids=["", "of a broadcast nobody makes a dead letter"])
-async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(work_bus: ReadingBus, quiet: bool) -> None:
-    delivery, decided = await submitted(work_bus, "m1"), list[str]()
+async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: ReadingBus, quiet: bool) -> None:
+    delivery, decided = await received(bus, b"body", message_id="m1"), list[str]()
 
     async def decide(reason: str) -> None:
         decided.append(reason)
 
     error = KeyError("no such field")
-    await handle_or_set_aside(work_bus, TOPOLOGY, delivery, "me", lambda: fails_with(error), decide=decide, quiet=quiet)
+    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: fails_with(error), decide=decide, quiet=quiet)
     assert decided == ["cannot be handled: KeyError: 'no such field'"]
-    assert await dead_reasons(work_bus) == ([] if quiet else decided)
+    assert await dead_reasons(bus) == ([] if quiet else decided)
     with pytest.raises(StaleDelivery):  # it was acknowledged
         await delivery.ack()
-    unreadable = await submitted(work_bus, "m2")
+    unreadable = await received(bus, b"body", message_id="m2")
     unreadable.unreadable = "its message id is not UTF-8"
-    assert await decode_or_dead_letter(work_bus, TOPOLOGY, unreadable, "me", quiet=quiet) is None
+    assert await decode_or_dead_letter(bus, TOPOLOGY, unreadable, "me", quiet=quiet) is None
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), BusUnavailable("away"), MemoryError(), FatalError("f")], ids=repr)
 async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(
-    work_bus: ReadingBus, error: Exception, tmp_path: Path
+    bus: ReadingBus, error: Exception, tmp_path: Path
 ) -> None:
-    delivery = await submitted(work_bus, "m1")
+    delivery = await received(bus, b"body", message_id="m1")
     for _ in range(MAX_DEATHS + 1):  # and an error is no death
-        work_bus.notes = CrashLog(tmp_path / "notes")
+        bus.notes = CrashLog(tmp_path / "notes")
         with pytest.raises(type(error)):
-            await handle_or_set_aside(work_bus, TOPOLOGY, delivery, "me", lambda: fails_with(error))
-    assert await dead_reasons(work_bus) == []
+            await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: fails_with(error))
+    assert await dead_reasons(bus) == []
     await delivery.ack()  # it is unanswered
 
 
@@ -330,35 +339,35 @@ def kill_with(path: Path, queue: str, *, offset: str = "", name: str = "") -> in
     return int(ended.stdout.split()[-1])
 
 
-async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(work_bus: ReadingBus, tmp_path: Path) -> None:
+async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: ReadingBus, tmp_path: Path) -> None:
     path = tmp_path / "explorer.in-hand.json"
-    deaths = [kill_with(path, WORK.name, name="deadly") for _ in range(MAX_DEATHS)]
+    deaths = [kill_with(path, CLOSED.name, name="deadly") for _ in range(MAX_DEATHS)]
     assert deaths == [0, 1, 2]
-    work_bus.notes, handled = CrashLog(path), list[str]()
+    bus.notes, handled = CrashLog(path), list[str]()
 
     async def handle(delivery: Delivery) -> None:
         handled.append(str(delivery.message_id))
         await acknowledge(delivery)
 
     for name in ("deadly", "healthy"):
-        delivery = await submitted(work_bus, name)
-        await handle_or_set_aside(work_bus, TOPOLOGY, delivery, "me", lambda: handle(delivery))  # noqa: B023
+        delivery = await received(bus, b"body", message_id=name)
+        await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: handle(delivery))  # noqa: B023
     assert handled == ["healthy"]
-    assert kill_with(path, WORK.name, name="healthy") == 0, "what was handled is forgotten"
-    assert await dead_reasons(work_bus) == ["the process died 3 times while it handled this message"]
+    assert kill_with(path, CLOSED.name, name="healthy") == 0, "what was handled is forgotten"
+    assert await dead_reasons(bus) == ["the process died 3 times while it handled this message"]
 
 
-def test_a_place_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, work_bus: ReadingBus) -> None:
+def test_a_place_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, bus: ReadingBus) -> None:
     path, queue = tmp_path / "gateway.in-hand.json", TOPOLOGY.sessions.name
     for _ in range(MAX_DEATHS):
         kill_with(path, queue, offset="17")
     for _ in range(2):  # lives of the gateway
-        work_bus.notes = CrashLog(path)
+        bus.notes = CrashLog(path)
         for offset in (16, 17, 18):
             message = Incoming(body=b"", exchange="", routing_key="", queue=queue, offset=offset)
             if offset == 17:
-                with pytest.raises(CrashingMessageError), message_in_hand(work_bus, message):
+                with pytest.raises(CrashingMessageError), message_in_hand(bus, message):
                     raise AssertionError("it was handled")
             else:
-                with message_in_hand(work_bus, message):
+                with message_in_hand(bus, message):
                     pass

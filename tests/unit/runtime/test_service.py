@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from tests.unit.runtime.test_agent import Idler as AnyIdler
 from tests.virtual import virtually
-from trinity_mq.bus import Topology
-from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker
 from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
 from trinity_mq.cli.health import check_health, health
-from trinity_mq.config import load_config
-from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.service import (
     EXTENSION,
     HEALTH_VARIABLE,
@@ -33,22 +31,12 @@ from trinity_mq.runtime.service import (
 )
 from trinity_mq.testing.virtual_time import run_virtually
 
-CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
-TOPOLOGY = Topology("w")
 
-
-class Idler(Agent):
+class Idler(AnyIdler):
     """Waits until it is drained, and then as long as it is told to."""
 
-    role = "runner"
-
     def __init__(self, drain_seconds: float = 0.0) -> None:
-        super().__init__(
-            CONFIG,
-            bus=MemoryBus(MemoryBroker(), TOPOLOGY, config=CONFIG.broker),
-            topology=TOPOLOGY,
-            agent_id="runner-0",
-        )
+        super().__init__(MemoryBroker())
         self._drain_seconds = drain_seconds
 
     async def serve(self) -> None:

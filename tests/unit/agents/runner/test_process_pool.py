@@ -21,8 +21,9 @@ from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 
 WORKFLOWS = """
-import os, signal, subprocess, sys, time
+import ctypes, os, subprocess, sys, time
 from pathlib import Path
+from trinity_mq.experience import Experience
 from trinity_mq.workflows import SandboxFailed, Workflow
 
 HERE = Path(__file__).parent
@@ -77,6 +78,45 @@ class Unsendable(Asks):
 class Raises(Asks):
     def before(self):
         sys.exit("no")
+
+class Fine(Workflow):
+    is_async = True
+    async def run_async(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Blocks(Workflow):
+    def run(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Exits(Fine):
+    async def run_async(self):
+        os._exit(1)
+
+class PointsNowhere(Fine):
+    async def run_async(self):
+        ctypes.string_at(0)
+
+class Eats(Fine):
+    async def run_async(self):
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 * 2**20))
+
+class Ignores(Fine):
+    async def run_async(self):
+        while True:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+
+class BlockingExits(Workflow):
+    def run(self):
+        os._exit(1)
+
+class BlockingHangs(Workflow):
+    def run(self):
+        time.sleep(3600)
 """
 
 
@@ -279,61 +319,9 @@ async def test_the_process_does_not_outlive_its_runner(here, config, pid):
 # -- a runner and slices that kill, hang or eat: each costs itself only
 
 
-POISON = """
-import ctypes, os, time
-from trinity_mq.experience import Experience
-from trinity_mq.workflows import Workflow
-
-class Fine(Workflow):
-    is_async = True
-    async def run_async(self):
-        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
-
-class Blocks(Workflow):
-    def run(self):
-        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
-
-class Exits(Fine):
-    async def run_async(self):
-        os._exit(1)
-
-class PointsNowhere(Fine):
-    async def run_async(self):
-        ctypes.string_at(0)
-
-class Eats(Fine):
-    async def run_async(self):
-        eaten = []
-        while True:
-            eaten.append(bytearray(16 * 2**20))
-
-class Ignores(Fine):
-    async def run_async(self):
-        while True:
-            try:
-                time.sleep(0.01)
-            except BaseException:
-                continue
-
-class BlockingExits(Workflow):
-    def run(self):
-        os._exit(1)
-
-class BlockingHangs(Workflow):
-    def run(self):
-        time.sleep(3600)
-"""
-
-
-@pytest.fixture(autouse=True)
-def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "poison_workflows.py").write_text(POISON)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
 def poison(kind: str, task: int, **fields: object) -> TaskSlice:
     limits = {"max_timeout": 20.0, "slice_timeout": 20.0, "max_retry_times": 0, **fields}
-    body = TaskBody(workflow=f"poison_workflows.{kind}", raw_task={"n": 0})
+    body = TaskBody(workflow=f"isolated_workflows.{kind}", raw_task={"n": 0})
     return a_slice(task=task, runs=1, **limits).model_copy(update={"task": body})
 
 
@@ -353,7 +341,7 @@ async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: 
     return {result.task_id: result.outcome for result in results(world)}
 
 
-async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path) -> None:
+async def test_each_poisonous_slice_costs_itself_only(here: Path, tmp_path: Path) -> None:
     world = World("broker.delivery_limit=3", "runner.memory_limit=200000000", f"run_dir={tmp_path / 'run'}")
     task_slices = [
         poison("Fine", 0),
@@ -379,7 +367,7 @@ async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path) -> None:
         assert all(" of runner-0: it killed its process: " in line for line in lines)
 
 
-async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(tmp_path: Path) -> None:
+async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(here: Path, tmp_path: Path) -> None:
     world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
     task_slices = [
         poison("Blocks", 0),
