@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.sources.records import recorded
+from trinity_mq.bus import Topology
 from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
 from trinity_mq.data.records import read_records
@@ -24,6 +28,8 @@ from trinity_mq.launch.earlier_start import (
     rewind_to_checkpoint,
 )
 from trinity_mq.launch.exit_codes import closing_line, exit_code
+from trinity_mq.launch.session import RunSession
+from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
@@ -254,3 +260,36 @@ def test_the_same_command_is_no_advice_where_nothing_is_left_or_it_would_fail_ag
     assert closing_line(130, "trinity-mq run x.yaml", finished=False) == (
         "not finished (exit code 130); resume with the same command: trinity-mq run x.yaml"
     )
+
+
+# -- what a run says on the screen about its broker
+
+
+SENTENCE = "all agents wait for the broker: "
+
+
+@virtually
+async def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Path) -> None:
+    config = load_config({"name": "r", "run_dir": str(tmp_path), "model": {"tiny": {}}})
+    shown, broker, topology = io.StringIO(), MemoryBroker(), Topology("r")
+    session = RunSession(config, RunFolder(config), PlainDisplay(shown), "amqp://h/", None)
+    bus = MemoryBus(broker, topology, config=config.broker)
+    await bus.connect()
+    await session._tell_broker_trouble(bus, topology)
+    assert shown.getvalue() == ""
+    broker.block()
+    await session._tell_broker_trouble(bus, topology)
+    assert shown.getvalue().count(SENTENCE) == 1
+    assert "alarm" in shown.getvalue()
+    assert "what to do: free memory or disk on the broker" in shown.getvalue()
+    watching = asyncio.create_task(session._depths(bus, topology))
+    await asyncio.sleep(45)
+    session._draw()
+    assert shown.getvalue().count("no progress for 3") == 1
+    assert shown.getvalue().count(SENTENCE) == 2
+    broker.unblock()
+    await asyncio.sleep(10)
+    assert session.state.finding is None
+    watching.cancel()
+    await asyncio.wait([watching])
+    await bus.close()

@@ -76,8 +76,11 @@ def watcher() -> Watcher:
     return Watcher()
 
 
+Make = Callable[..., Supervisor]
+
+
 @pytest.fixture
-def make(tmp_path: Path, watcher: Watcher) -> Callable[..., Supervisor]:
+def make(tmp_path: Path, watcher: Watcher) -> Make:
     def build(*specs: ProcessSpec, delay: float = 0.0, **limits: float) -> Supervisor:
         config = SupervisorConfig(**{"grace": 10.0, **limits})  # type: ignore[arg-type]
         return Supervisor(specs, config=config, log_dir=tmp_path, on_event=watcher, backoff=lambda _count: delay)
@@ -93,7 +96,7 @@ async def printed(path: Path, text: str) -> None:
 
 
 async def test_all_finished_is_zero_and_each_process_has_its_own_session_and_environment(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+    make: Make, watcher: Watcher, tmp_path: Path
 ) -> None:
     program = (
         "import os\n"
@@ -110,9 +113,7 @@ async def test_all_finished_is_zero_and_each_process_has_its_own_session_and_env
     assert [exponential_backoff(n) for n in (1, 2, 3, 100)] == [0.25, 0.5, 1.0, 30.0]
 
 
-async def test_what_is_killed_is_started_again(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_what_is_killed_is_started_again(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     supervisor = make(spec("a", GENTLE))
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -131,7 +132,7 @@ async def test_what_is_killed_is_started_again(
 
 
 async def test_a_process_that_asks_to_be_recycled_is_not_counted_and_not_kept_waiting(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+    make: Make, watcher: Watcher, tmp_path: Path
 ) -> None:
     lives = tmp_path / "lives"
     program = (
@@ -145,9 +146,7 @@ async def test_a_process_that_asks_to_be_recycled_is_not_counted_and_not_kept_wa
     assert watcher.count("a", "started") == 4
 
 
-async def test_too_many_deaths_fail_for_good_and_end_the_others(
-    make: Callable[..., Supervisor], watcher: Watcher
-) -> None:
+async def test_too_many_deaths_fail_for_good_and_end_the_others(make: Make, watcher: Watcher) -> None:
     supervisor = make(spec("bad", "import sys; sys.exit(5)"), spec("good", FOREVER), max_restarts=2)
     async with asyncio.timeout(30):
         assert await supervisor.run() == 5
@@ -156,9 +155,7 @@ async def test_too_many_deaths_fail_for_good_and_end_the_others(
     assert supervisor.phases == {"bad": "failed", "good": "stopped"}
 
 
-async def test_deaths_outside_of_the_window_do_not_count(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_deaths_outside_of_the_window_do_not_count(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     program = f"""
 import pathlib, sys
 path = pathlib.Path({str(tmp_path / "count")!r})
@@ -173,9 +170,7 @@ sys.exit(0 if count == 4 else 1)
     assert {event.restarts for event in watcher.events if event.what == "restarting"} == {1}
 
 
-async def test_a_program_that_is_not_there_fails_with_its_name(
-    make: Callable[..., Supervisor], watcher: Watcher
-) -> None:
+async def test_a_program_that_is_not_there_fails_with_its_name(make: Make, watcher: Watcher) -> None:
     supervisor = make(ProcessSpec(name="a", role="runner", argv=("/no/such/program",)), spec("b", FOREVER))
     async with asyncio.timeout(30):
         assert await supervisor.run() == 127
@@ -186,7 +181,7 @@ async def test_a_program_that_is_not_there_fails_with_its_name(
 
 @pytest.mark.parametrize("code", [EXIT_FATAL, EXIT_DISK_FULL])
 async def test_what_a_restart_does_not_help_is_not_tried_again(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path, code: int
+    make: Make, watcher: Watcher, tmp_path: Path, code: int
 ) -> None:
     assert await make(spec("a", f"import sys; sys.exit({code})")).run() == code
     assert watcher.of("a") == ["started", "died", "failed"]
@@ -194,9 +189,7 @@ async def test_what_a_restart_does_not_help_is_not_tried_again(
         assert watcher.events[-1].reason == f"a disk is full, see `df -h {tmp_path.parent}`: make room"
 
 
-async def test_restart_on_request_does_not_count(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_restart_on_request_does_not_count(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     supervisor = make(spec("a", GENTLE), max_restarts=0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -212,9 +205,7 @@ async def test_restart_on_request_does_not_count(
 
 
 @pytest.mark.parametrize("restarts", [True, False])
-async def test_a_restart_or_a_drain_cuts_the_wait_short(
-    make: Callable[..., Supervisor], watcher: Watcher, restarts: bool
-) -> None:
+async def test_a_restart_or_a_drain_cuts_the_wait_short(make: Make, watcher: Watcher, restarts: bool) -> None:
     supervisor = make(spec("a", FOREVER), delay=3600.0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -229,9 +220,7 @@ async def test_a_restart_or_a_drain_cuts_the_wait_short(
     assert supervisor.phases == {"a": "stopped"}
 
 
-async def test_who_does_not_drain_in_time_is_killed_and_told(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_who_does_not_drain_in_time_is_killed_and_told(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     supervisor = make(spec("deaf", STUBBORN), spec("gentle", GENTLE), grace=2.0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -245,7 +234,7 @@ async def test_who_does_not_drain_in_time_is_killed_and_told(
     assert watcher.of("gentle") == ["started", "stopped"]
 
 
-async def test_drain_while_starting(make: Callable[..., Supervisor]) -> None:
+async def test_drain_while_starting(make: Make) -> None:
     supervisor = make(spec("a", FOREVER))
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -255,9 +244,7 @@ async def test_drain_while_starting(make: Callable[..., Supervisor]) -> None:
     assert supervisor.phases == {"a": "stopped"}
 
 
-async def test_cancelled_it_leaves_nobody_behind(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_cancelled_it_leaves_nobody_behind(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     supervisor = make(spec("a", STUBBORN), spec("b", STUBBORN))
     running = asyncio.ensure_future(supervisor.run())
     async with asyncio.timeout(30):
@@ -272,7 +259,7 @@ async def test_cancelled_it_leaves_nobody_behind(
                 os.kill(event.pid or 0, 0)
 
 
-async def test_kill_ends_at_once(make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path) -> None:
+async def test_kill_ends_at_once(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     supervisor = make(spec("a", STUBBORN), grace=3600.0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
@@ -285,9 +272,7 @@ async def test_kill_ends_at_once(make: Callable[..., Supervisor], watcher: Watch
     assert watcher.of("a") == ["started", "killed"]
 
 
-async def test_the_last_line_of_a_process_that_died_is_reported(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
-) -> None:
+async def test_the_last_line_of_a_process_that_died_is_reported(make: Make, watcher: Watcher, tmp_path: Path) -> None:
     (tmp_path / "a.out").write_text("a line of an earlier start\n")
     program = "import sys; print('one'); print('the disk is full', file=sys.stderr); print(); sys.exit(78)"
     await make(spec("a", program)).run()
@@ -300,9 +285,7 @@ async def test_the_last_line_of_a_process_that_died_is_reported(
     ("end", "said"),
     [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL: "), ("sys.exit(78)", "no room for the weights")],
 )
-async def test_a_progress_bar_is_no_reason(
-    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path, end: str, said: str
-) -> None:
+async def test_a_progress_bar_is_no_reason(make: Make, watcher: Watcher, tmp_path: Path, end: str, said: str) -> None:
     bar = "Loading weights:  42%|████▏     | 122/290 [00:01<00:02, 77.3it/s]"
     program = f"import os, signal, sys\nprint('no room for the weights')\nprint({bar!r}, end='', flush=True)\n{end}"
     await make(spec("a", program), max_restarts=0).run()

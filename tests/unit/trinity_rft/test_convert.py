@@ -17,6 +17,8 @@ from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience, decode, encode
 
+Capture = pytest.CaptureFixture[str]
+
 GOOD = {"tokens": torch.tensor([1, 2, 3], dtype=torch.int32), "reward": 1.0}
 BAD = GOOD | {"prompt_length": 0, "action_mask": torch.ones(2, dtype=torch.bool)}
 NOT_FOR_A_BODY = GOOD | {"info": {1: "a key that is no text"}}
@@ -27,7 +29,7 @@ def write(path: Path, body: bytes) -> str:
     return str(path)
 
 
-def test_files_of_each_kind_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_each_kind_into_a_folder(tmp_path: Path, capsys: Capture) -> None:
     bodies = {
         "a.bin": old.trxp(GOOD, GOOD),
         "b.pkl": old.bare(old.Experience([1, 2, 3])),
@@ -58,7 +60,7 @@ def test_one_file_compressed(tmp_path: Path) -> None:
     assert small.stat().st_mode == plain.stat().st_mode == Path(source).stat().st_mode
 
 
-def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: Capture) -> None:
     inputs = [
         write(tmp_path / "a.bin", old.trxp(GOOD, BAD, GOOD, NOT_FOR_A_BODY)),
         write(tmp_path / "b.bin", b"nothing known"),
@@ -81,14 +83,14 @@ def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("first", [old.trxp(GOOD, BAD), old.trxp(GOOD, NOT_FOR_A_BODY), b"nothing known"])
-def test_strict_stops(first: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_stops(first: bytes, tmp_path: Path, capsys: Capture) -> None:
     inputs = [write(tmp_path / "a.bin", first), write(tmp_path / "b.bin", old.trxp(GOOD))]
     assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new"), "--strict"]) == 1
     assert not (tmp_path / "new").exists()
     assert "stopped at the first problem" in capsys.readouterr().out
 
 
-def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: Capture) -> None:
     flag = tmp_path / "flag"
     payload = b"\x80\x02cposix\nsystem\n(X" + len(f"touch {flag}").to_bytes(4, "little") + f"touch {flag}".encode()
     inputs = [write(tmp_path / "a.pkl", payload + b"tR."), write(tmp_path / "b.bin", old.sealed(payload + b"tR."))]
@@ -108,9 +110,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFix
         (["b.bin", "b.pkl"], "new", "would both become"),
     ],
 )
-def test_no_input_is_written_over(
-    inputs: list[str], out: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_input_is_written_over(inputs: list[str], out: str, words: str, tmp_path: Path, capsys: Capture) -> None:
     for name in ("a.tmqx", "b.bin", "b.pkl"):
         write(tmp_path / name, old.trxp(GOOD))
     (tmp_path / "linked").symlink_to(tmp_path)
@@ -161,9 +161,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_is_written_that_says_what_it_changed_and_lacks(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_is_written_that_says_what_it_changed_and_lacks(source: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "ours.yaml"
     assert main(["migrate", str(source), "-o", str(out)]) == 0
     text = out.read_text()
@@ -182,7 +180,7 @@ def test_a_file_is_written_that_says_what_it_changed_and_lacks(
     ]
 
 
-def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "ours.yaml"
     out.write_text("mine")
     assert main(["migrate", str(source), "-o", str(out)]) == 2
@@ -205,7 +203,7 @@ def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: pytest
     ],
 )
 def test_files_that_are_not_there(
-    source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+    source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     monkeypatch.chdir(source.parent)
     assert main(["migrate", *words]) == 2
@@ -213,7 +211,7 @@ def test_files_that_are_not_there(
 
 
 def test_what_is_not_valid_as_it_stands_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRINITY_TASKSET_PATH", raising=False)
     source = tmp_path / "dpo.yaml"
@@ -237,9 +235,7 @@ def test_what_is_not_valid_as_it_stands_is_said(
         ("model: {}\nbuffer: [1]\n", "model"),
     ],
 )
-def test_rubbish_is_an_error_and_no_crash(
-    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rubbish_is_an_error_and_no_crash(text: str, words: str, tmp_path: Path, capsys: Capture) -> None:
     source = tmp_path / "bad.yaml"
     source.write_text(text)
     assert main(["migrate", str(source)]) in {1, 2}
