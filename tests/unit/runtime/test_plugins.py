@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from trinity_mq.config import OperatorConfig
 from trinity_mq.operators import EXPERIENCE_OPERATORS, create_operators
 from trinity_mq.rewards import REWARD_FUNCTIONS, UnknownNameError, create_reward, parts_of
 from trinity_mq.runtime import plugins
-from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import Registry, add_plugins, plugin_names
 from trinity_mq.workflows import WORKFLOWS, load_workflow
 
@@ -112,22 +111,6 @@ def test_processes_of_slices_find_them_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
-def test_an_agent_without_its_folder_ends_with_one_line(tmp_path: Path) -> None:
-    text = f"run_dir: {tmp_path / 'run'}\nmodel: {{tiny: {{}}}}\nplugin_dirs: [nowhere]\n"
-    (tmp_path / "config.yaml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "runner", str(tmp_path / "config.yaml")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env={**os.environ, "TRINITY_MQ_BROKER_URL": "amqp://guest:guest@127.0.0.1:9/"},
-    )
-    assert done.returncode == EXIT_FATAL
-    assert "plugin_dirs: there is no folder 'nowhere'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 # -- plug-ins in the style of Trinity-RFT, registered by decorator in a folder, found by name in every process
 
 
@@ -200,27 +183,6 @@ def test_two_that_register_one_name_are_an_error(plugin: Callable[..., str]) -> 
     prefix = plugin("second")
     with pytest.raises(UnknownNameError, match=r"registered by first_plugins.\w+ and by second_plugins.\w+: rename"):
         create_reward(f"{prefix}_reward", {})
-
-
-def test_validate_and_other_processes_find_them(plugin: Callable[..., str], tmp_path: Path) -> None:
-    prefix = plugin()
-    file = tmp_path / "run.yaml"
-    file.write_text(
-        f"""
-name: plug
-model: {{tiny: {{}}}}
-plugin_dirs: [{tmp_path}]
-buffer: {{taskset: {{storage_type: synthetic, path: max3, workflow: {prefix}_workflow, reward_fn: {prefix}_reward}}}}
-operator: {{operators: [{{name: {prefix}_operator}}]}}
-"""
-    )
-    command = [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    file.write_text(file.read_text().replace("_workflow,", "_workflwo,"))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert f"{prefix}_workflow" in done.stderr
 
 
 def test_a_registered_name_belongs_to_one_class() -> None:

@@ -281,21 +281,6 @@ async def test_the_last_line_of_a_process_that_died_is_reported(make: Make, watc
     assert [event.output for event in watcher.events if event.what == "failed"] == ["the disk is full", ""]
 
 
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL: "), ("sys.exit(78)", "no room for the weights")],
-)
-async def test_a_progress_bar_is_no_reason(make: Make, watcher: Watcher, tmp_path: Path, end: str, said: str) -> None:
-    bar = "Loading weights:  42%|████▏     | 122/290 [00:01<00:02, 77.3it/s]"
-    program = f"import os, signal, sys\nprint('no room for the weights')\nprint({bar!r}, end='', flush=True)\n{end}"
-    await make(spec("a", program), max_restarts=0).run()
-    for event in watcher.events:
-        if event.what in {"died", "failed"}:
-            assert event.output.startswith(said)
-            assert "%" not in event.output
-    assert watcher.count("a", "failed") == 1
-
-
 # -- why a process ended, from what it printed
 
 

@@ -34,31 +34,6 @@ def away_until(end: float, ran: list[tuple[float, TaskSlice]], seconds: float = 
 
 
 @virtually
-async def test_slices_wait_in_the_queue_while_their_sandbox_is_away_and_none_fails() -> None:
-    world, ran = World("runner.concurrency=4"), list[tuple[float, TaskSlice]]()
-    runner = make(world, away_until(60.0, ran))
-    for task in range(12):
-        await send_slice(world, a_slice(task=task))
-    async with world.living(runner):
-        await asyncio.sleep(6.0)
-        assert world.count("tasks.train") == 12, "given back: another runner may take them"
-        assert results(world) == []
-        detail = runner.detail()
-        assert (detail.running, detail.pauses, [one.lane for one in detail.paused]) == (0, 1, ["train"])
-        assert runner.state == "holding"
-        assert runner.waits_for.startswith("the sandbox of the train lane: the last ")
-        await asyncio.sleep(192.0)
-        assert (runner.state, runner.waits_for) == ("idle", "a slice")
-    assert sorted(each.task_id for each in results(world)) == list(range(12))
-    assert {each.outcome for each in results(world)} == {"finished"}
-    assert unanswered(world) == 0
-    probes = [time for time, _ in ran if 5.0 < time < 60.0]
-    assert len(probes) <= 5
-    assert runner.apart.ran == [], "the broker took none back"
-    assert world.stored("dead") == []
-
-
-@virtually
 async def test_the_other_lane_goes_on() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     fails = away_until(1000.0, ran)
@@ -315,15 +290,6 @@ def test_one_slice_alone_opens_it_early_and_has_fewer_tries() -> None:
         assert made.is_closed == (tries < LONE_ROW)
     assert tries == 6
     assert now == 5.0 + 10.0 + 20.0
-
-
-def test_switched_off_it_never_opens_and_no_slice_is_tried_again() -> None:
-    made = circuit(enable=False)
-    for name in "abcdefgh":
-        assert made.begin(name, 0.0)
-        assert not made.end(name, away(), 1, 0.0)
-    assert made.is_closed
-    assert made.pauses == 0
 
 
 NAMES = st.sampled_from("abcdef")

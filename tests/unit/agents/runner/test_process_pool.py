@@ -266,7 +266,7 @@ async def test_the_process_asks_which_engine_to_use_and_tells_which_did_not_answ
     ("kind", "said", "failure", "retryable"),
     [
         ("Raises", "called sys.exit('no')", "workflow", True),
-        ("Unsendable", "do not encode", None, True),
+        ("Unsendable", "do not encode", "workflow", True),
         ("SandboxAway", "environment: connection refused (", "environment", False),
     ],
 )

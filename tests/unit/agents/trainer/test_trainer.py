@@ -477,24 +477,6 @@ def test_a_member_that_fails_costs_its_try_only(tmp_path: Path, kind: str, at: i
         assert "canary" in str(aborts[0])
 
 
-def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_each_other(tmp_path: Path) -> None:
-    """Both lives count epochs and attempts from one under one name; the version tells them apart."""
-    engine = FakeEngine(receive_seconds=4.0)
-    sim = Simulation(tmp_path, ("synchronizer.sync_timeout=30",), batches=2, engine=engine)
-
-    async def killed_in_its_first_try() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.loop.gate.phase == "entering")
-        await asyncio.sleep(2.0)
-        sim.broker.drop(sim.trainer.bus, delay=None)  # type: ignore[arg-type]  # no last words
-        await killed(first)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_in_its_first_try), limit=1000)
-    assert sim.trainer.loop.gate.aborts == 0
-    assert engine.served == [(2, 0), (2, 1), (2, 2)]
-
-
 def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=2, runner_seconds=lambda each: 10.0 if each.batch == "2/held" else 0.1)
     sim.spoil = lambda task_slice: "failed" if task_slice.pinned not in {None, sim.engine.snapshot.version} else None
@@ -512,19 +494,6 @@ def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp
     run_virtually(sim.run(beside=scene), limit=1000)
     assert sim.engine.served == [(1, 0), (1, 1), (1, 2), (1, 2)]
     assert sim.evaluated_steps() == [0, 2]
-
-
-@pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 2.0, 3.0])
-def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda each: 4.0 if each.batch == "2/held" else 0.1)
-
-    run_virtually(
-        sim.run(trainer=lambda: killed_when(sim, lambda: sim.published(RunEnd), after=after, pause=2.0)), limit=1000
-    )
-    assert sim.trainer.loop.progress == 2
-    assert sim.evaluated_steps() == [0, 2]
-    assert checkpoints(tmp_path)[-1] == 2
-    assert len(lineage(tmp_path / "history", sim.trainer.loop.generation, 2)) == 2
 
 
 def _up(sim: Simulation) -> bool:
