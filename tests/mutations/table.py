@@ -18,7 +18,7 @@ ACTING = "unit/agents/gateway/test_acting_lock.py"
 OUTAGES = "unit/agents/gateway/test_outages.py"
 CHECKPOINTS = "trinity_mq/training/checkpoints"
 GATE = "trinity_mq/sync/gate"
-DEADLY = "unit/agents/trainer/test_deadly_steps.py"
+DEADLY = "unit/agents/trainer/test_batch_result.py"
 
 
 class Mutation(NamedTuple):
@@ -47,7 +47,7 @@ MUTATIONS = [
         f"{TRAINER}/batch_result.py",
         "oldest = min((generation, stamped)",
         "oldest = max((generation, stamped)",
-        "unit/agents/trainer/test_staleness.py::test_the_oldest_token_decides_and_nothing_is_younger_than_zero",
+        "unit/agents/trainer/test_batch_result.py::test_the_oldest_token_decides_and_nothing_is_younger_than_zero",
     ),
     Mutation(
         "a batch that kills is given one start more",
@@ -89,7 +89,7 @@ MUTATIONS = [
         f"{TRAINER}/sources/mix.py",
         'return {**self._rollouts.state(), "experts": self._experts.state()}',
         "return self._rollouts.state()",
-        "unit/agents/trainer/test_mix.py::test_killed_anywhere_each_expert_comes_once_an_epoch",
+        "unit/agents/trainer/test_replay.py::test_killed_anywhere_each_expert_comes_once_an_epoch",
     ),
     Mutation(
         "the replay index is not saved",
@@ -103,14 +103,14 @@ MUTATIONS = [
         f"{TRAINER}/sources/tap.py",
         "            if self._state:  # the",
         "            if self._run_id:  # the",
-        "unit/agents/trainer/test_tap_position.py::test_a_run_that_begins_later_is_trained_on_once",
+        "unit/agents/trainer/test_source.py::test_a_run_that_begins_later_is_trained_on_once",
     ),
     Mutation(
         "the id of a run that was met later is not saved",
         f"{TRAINER}/sources/tap.py",
         '"run_id": self._stream.run_id,',
         '"run_id": self._run_id,',
-        "unit/agents/trainer/test_tap_position.py::test_a_run_that_begins_later_is_trained_on_once",
+        "unit/agents/trainer/test_source.py::test_a_run_that_begins_later_is_trained_on_once",
     ),
     Mutation(
         "a trained ticket is trained on again where its chunks come again",
@@ -146,7 +146,7 @@ MUTATIONS = [
         f"{TRAINER}/loop.py",
         "        await asyncio.to_thread(self._history.sync)\n",
         "",
-        "unit/agents/trainer/test_history.py::test_the_lines_of_a_checkpoint_are_on_disk_before_it_is_committed",
+        "unit/agents/trainer/test_audit.py::test_the_lines_of_a_checkpoint_are_on_disk_before_it_is_committed",
     ),
     Mutation(
         "a trainer that was cut off saves over the one that went on",
@@ -331,7 +331,7 @@ MUTATIONS = [
         "trinity_mq/runtime/deliveries.py",
         "return self.suspect >= limit and bool(self.failed or crashes)",
         "return self.suspect > limit and bool(self.failed or crashes)",
-        "unit/agents/runner/test_rules_runner.py::test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail",
+        "unit/agents/runner/test_runner.py::test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail",
     ),
     Mutation(
         "a slice that is given back in good order counts as a try",
@@ -345,7 +345,7 @@ MUTATIONS = [
         "trinity_mq/runtime/deliveries.py",
         "    if not bus.is_foreign(delivery):\n        return False\n",
         "    if bus.run_id != delivery.run_id or not bus.is_foreign(delivery):\n        return False\n",
-        "unit/agents/trainer/test_tap_position.py::test_the_run_that_was_met_first_is_kept_to_after_a_restart",
+        "unit/agents/trainer/test_source.py::test_the_run_that_was_met_first_is_kept_to_after_a_restart",
     ),
     # -- operators
     Mutation(
