@@ -12,7 +12,6 @@ import pytest
 from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskSource, open_tasksets
-from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.sources.records import recorded
 from trinity_mq.bus import Topology
 from trinity_mq.bus.addresses import URL_VARIABLE
@@ -31,7 +30,6 @@ from trinity_mq.launch.exit_codes import closing_line, exit_code
 from trinity_mq.launch.session import RunSession
 from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
 
 
@@ -93,15 +91,6 @@ def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tu
     line = describe_extension(config, RunFolder(config).changes())
     assert line is not None
     assert f"finished after 3 batches and continues to batch {total}; the learning rate decays" in line
-
-
-def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path) -> None:
-    run_virtually(Simulation(tmp_path / "run", batches=2).run(), limit=1000)
-    words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
-    config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
-    assert str(describe_extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
-        "this run had finished after 2 batches and continues to batch 5"
-    )
 
 
 def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(

@@ -29,23 +29,6 @@ die_with_parent(int(sys.argv[1]))
 print("ready", flush=True)
 signal.pause()
 """
-CHILD = """
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
-sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")
-def test_the_kernel_tells_when_the_parent_is_killed() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD, GRANDCHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        child.kill()
-        assert child.stdout.readline() == f"told {signal.SIGTERM.value}\n"
-        assert child.stdout.read() == ""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")

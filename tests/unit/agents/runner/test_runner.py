@@ -18,7 +18,6 @@ from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import Experience
 from trinity_mq.messages import RunnerStatus, TaskBody, TaskSlice
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS
-from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartRequested
@@ -484,35 +483,6 @@ async def test_without_an_engine_it_waits_and_that_is_no_failure() -> None:
         await asyncio.sleep(10)
     (result,) = results(world)
     assert (result.outcome, result.runs) == ("finished", [0, 1])
-
-
-@virtually
-async def test_it_asks_the_least_loaded_living_engine() -> None:
-    world = World()
-    runner = make(world)
-
-    def engine(name: str, **more: Any) -> dict[str, Any]:
-        return {"id": name, "url": "u", "name": "m", "role": "rollout", "version": [1, 0], **more}
-
-    await send_slice(world, a_slice())
-    async with world.living(runner):
-        engines = runner.here.models
-        with pytest.raises(EngineLost):
-            engines()
-        await world.beat("engine", "empty", **engine("empty", load=0, version=None))
-        assert engines().id == "empty"
-        await world.beat("engine", "busy", **engine("busy", load=9))
-        await world.beat("engine", "judge", **engine("judge", load=0, role="auxiliary"))
-        await world.beat("engine", "odd", load=0, role="rollout")
-        assert engines().id == "busy"
-        await world.beat("engine", "short", lease=5.0, **engine("short", load=1))
-        assert {engines().id for _ in range(5)} == {"short"}
-        await world.beat("engine", "twin", lease=5.0, **engine("twin", load=6))
-        assert sorted(engines().id for _ in range(4)) == ["short", "short", "twin", "twin"]
-        await asyncio.sleep(6)
-        assert engines().id == "busy"
-        await world.beat("engine", "busy", state="gone", **engine("busy", load=9))
-        assert engines().id == "empty"
 
 
 @virtually

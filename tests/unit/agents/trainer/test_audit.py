@@ -157,7 +157,7 @@ def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
 
 
 TWICE = "2.jsonl should hold progress 3 to 4, each once, in order; "
-FAULTS: list[tuple[Callable[[dict[int, Lines]], object], str]] = [
+FAULTS: list[tuple[Any, ...]] = [
     (
         lambda h: at(h[1], 2).update(uids=at(h[1], 2)["uids"][:1] * 4),
         "experiences: experiences trained on more than once: 2/",
@@ -165,8 +165,8 @@ FAULTS: list[tuple[Callable[[dict[int, Lines]], object], str]] = [
     (
         lambda h: at(h[3], 7).update(uids=at(h[1], 1)["uids"]),
         "experiences: progress 7 is batch 7, but holds others: 1/",
+        "experiences: experiences trained on more than once: 1/",
     ),
-    (lambda h: at(h[3], 7).update(uids=at(h[1], 1)["uids"]), "experiences: experiences trained on more than once: 1/"),
     (lambda h: h[2].remove(at(h[2], 3)), f"{TWICE}missing: 3"),
     (lambda h: h[2].append(at(h[2], 4)), f"{TWICE}double: 4"),
     (lambda h: h.pop(2), "progress: cannot read the history"),
@@ -179,9 +179,6 @@ FAULTS: list[tuple[Callable[[dict[int, Lines]], object], str]] = [
     (
         lambda h: at(h[3], 6).update(ticket="of another run"),
         "the history lists these tickets, and the checkpoint has not consumed them: of another run",
-    ),
-    (
-        lambda h: at(h[3], 6).update(ticket="of another run"),
         "the checkpoint has consumed these tickets, and its history does not list them: ",
     ),
     (lambda h: at(h[3], 6).update(ticket=at(h[3], 5)["ticket"]), "tickets: tickets decided more than once: "),
@@ -206,13 +203,15 @@ FAULTS: list[tuple[Callable[[dict[int, Lines]], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("harm", "wanted"), FAULTS, ids=[wanted for _, wanted in FAULTS])
-def test_a_planted_fault_is_found(run: Path, harm: Callable[[dict[int, Lines]], object], wanted: str) -> None:
+@pytest.mark.parametrize(
+    ("harm", "wanted"), [(harm, wanted) for harm, *wanted in FAULTS], ids=[fault[1] for fault in FAULTS]
+)
+def test_a_planted_fault_is_found(run: Path, harm: Callable[[dict[int, Lines]], object], wanted: list[str]) -> None:
     with changed(run) as history:
         harm(history)
     found = audited(run)
     assert found.has_faults
-    assert wanted in faults(found)
+    assert [text for text in wanted if text not in faults(found)] == []
     assert "fault" in verdict([found])
 
 

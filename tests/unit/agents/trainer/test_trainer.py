@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import random
@@ -45,7 +44,6 @@ from trinity_mq.messages import (
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartRequested
-from trinity_mq.sync.gate.records import Phase
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import (
@@ -713,31 +711,6 @@ async def test_a_sync_is_held_back_for_an_evaluation(tmp_path: Path, held: Held,
     began = now()
     await trainer.loop.evaluation_ended()
     assert now() - began == seconds
-
-
-def test_each_evaluation_of_a_run_is_served_by_one_version_and_delays_the_next_sync(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=6, runner_seconds=lambda one: 20.0 if one.lane == "eval" else 0.1)
-    begun: list[int | None] = []
-
-    async def watch() -> None:
-        await until(lambda: bool(sim.trainers))
-        keeper = sim.trainer.loop.gate
-        while not sim.trainer.loop.finished:
-            await keeper.changed.until(lambda: keeper.machine.phase is not Phase.IDLE)
-            begun.append(sim.explorer.exploration.evaluations.running if sim.explorer.exploration else None)
-            await keeper.changed.until(lambda: keeper.machine.phase is Phase.IDLE)
-
-    async def beside() -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(150.0):
-                await watch()
-
-    run_virtually(sim.run(beside=beside), limit=2000)
-    lows, highs = (dict(sim.values(f"eval/held/version/{end}")) for end in ("min", "max"))
-    assert lows == highs == {0: 0.0, 2: 1.0, 4: 3.0, 6: 6.0}
-    assert begun
-    assert begun[1:] == [None] * (len(begun) - 1), "no try began during an evaluation"
-    assert [event.reason for event in sim.published(SyncEvent) if event.verb == "abort"] == []
 
 
 # -- several batches to a train step
