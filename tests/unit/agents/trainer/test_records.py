@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter, read_metrics
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner
@@ -63,43 +60,6 @@ def numbered(config: Config, count: int) -> RecordSource:
 
 def seen(batch: Any) -> list[int]:
     return [int(one.tokens[-1]) for one in batch.experiences]
-
-
-@pytest.mark.parametrize("selector", ["sequential", "shuffle"])
-async def test_killed_anywhere_each_record_is_trained_on_once_an_epoch(tmp_path: Path, selector: str) -> None:
-    for seed in range(25):
-        dice = random.Random(seed)
-        count, size, epochs = dice.randint(1, 11), dice.randint(1, 6), dice.randint(1, 3)
-        config = config_of(
-            tmp_path, {"path": "x", "selector": selector}, f"seed={seed}", batch_size=size, total_epochs=epochs
-        )
-        source, trained = numbered(config, count), list[int]()
-        saved, at_save = source.state(), 0
-        while source.available():
-            batch = await source.next()
-            assert await source.next() is batch, "the same until it is consumed"
-            if dice.random() < 0.3:
-                source = numbered(config, count)  # killed within the step, or before its checkpoint
-                source.restore(json.loads(json.dumps(saved)))
-                del trained[at_save:]
-                continue
-            trained += seen(batch)
-            source.consumed()
-            if dice.random() < 0.6:
-                saved, at_save = source.state(), len(trained)
-        assert Counter(trained) == Counter(dict.fromkeys(range(count), epochs))
-        assert source.ended == -(-count * epochs // size)
-
-
-def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
-    source = numbered(config_of(tmp_path, {"path": "x"}, total_steps=2), 3)
-    state = source.state()
-    with pytest.raises(FatalError, match="training data 'rows': the records of x have changed since the run"):
-        source.restore({**state, "identity": "other"})
-    with pytest.raises(FatalError, match="belongs to seed 5, and here is 0"):
-        source.restore({**state, "seed": 5})
-    with pytest.raises(FatalError, match="wanted an epoch from 0"):
-        source.restore({**state, "cursor": 9})
 
 
 def codec_of(config: Config) -> TextCodec:
