@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import yaml
 
 from tests import legacy_bodies as old
 from tests.trinity_configs import DPO, GSM8K
-from trinity_mq.cli import main as cli
 from trinity_mq.cli.convert import SHOWN
 from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
@@ -141,14 +138,6 @@ def test_an_earlier_result_is_replaced_or_kept_whole(tmp_path: Path, monkeypatch
     assert list(target.parent.iterdir()) == [target]
     assert main(words) == 0
     assert len(decode(target.read_bytes())) == 2
-
-
-def test_the_command_leads_to_its_function_without_torch() -> None:
-    arguments = cli.argument_parser().parse_args(["convert-experiences", "a", "b", "--out", "c"])
-    assert (arguments.inputs, arguments.compression, arguments.strict) == (["a", "b"], "none", False)
-    assert arguments.function.__module__ == "trinity_mq.cli.convert"
-    code = "import sys, trinity_mq.cli.convert as _\nsys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- trinity-mq migrate: what it writes, what it says, and what it does not overwrite

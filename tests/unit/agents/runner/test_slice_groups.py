@@ -13,7 +13,7 @@ from tests.unit.agents.operator.test_operator import make as make_operator
 from tests.unit.agents.runner.harness import forever, lived, make, parts, results, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill
 from tests.virtual import virtually
-from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, max_encoded_size
+from trinity_agents.runner.result_publisher import SHARED
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import new_ticket
 from trinity_mq.experience import Experience
@@ -233,13 +233,6 @@ def test_experiences_of_a_thousand_tokens_share_messages_and_long_ones_travel_al
         assert max(len(stored.body) for stored in parts(world)) <= SHARED
     else:
         assert all("attempt" in stored.headers for stored in parts(world))
-
-
-def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
-    few = [experience(0, run) for run in range(8)]
-    assert max_encoded_size(few) == 8 * EXPERIENCE_COST == SHARED // 16
-    few[3].teacher_logprobs = [0.0]  # type: ignore[assignment]
-    assert max_encoded_size(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
 
 
 # -- the readers
