@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 from trinity_agents.trainer.sources.records import recorded
@@ -30,6 +29,7 @@ from trinity_mq.launch.exit_codes import closing_line, exit_code
 from trinity_mq.launch.session import RunSession
 from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
 
 
@@ -257,8 +257,7 @@ def test_the_same_command_is_no_advice_where_nothing_is_left_or_it_would_fail_ag
 SENTENCE = "all agents wait for the broker: "
 
 
-@virtually
-async def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Path) -> None:
+async def alarmed(tmp_path: Path) -> None:
     config = load_config({"name": "r", "run_dir": str(tmp_path), "model": {"tiny": {}}})
     shown, broker, topology = io.StringIO(), MemoryBroker(), Topology("r")
     session = RunSession(config, RunFolder(config), PlainDisplay(shown), "amqp://h/", None)
@@ -282,3 +281,7 @@ async def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_pat
     watching.cancel()
     await asyncio.wait([watching])
     await bus.close()
+
+
+def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Path) -> None:
+    run_virtually(alarmed(tmp_path))

@@ -14,7 +14,6 @@ import msgpack
 import pytest
 from structlog.testing import capture_logs
 
-from tests.virtual import virtually
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
@@ -40,8 +39,9 @@ from trinity_mq.runtime.errors import FatalError, RestartRequested, first_leaf
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import CHANGE_GAP, HEARTBEAT_INTERVAL, MEETING_SECONDS, REMEMBERED_LEASES, Peers
 from trinity_mq.runtime.process import mark_run_over
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
+LOOP = VirtualTimeLoop
 CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
 TOPOLOGY = Topology("w")
 
@@ -280,7 +280,6 @@ def alive(peers: Peers, role: Any = "runner") -> list[str]:
     return [each.id for each in peers.alive(role)]
 
 
-@virtually
 async def test_a_peer_lives_as_long_as_its_lease() -> None:
     peers = Peers()
     peers.receive(beat())
@@ -303,7 +302,6 @@ async def test_a_peer_lives_as_long_as_its_lease() -> None:
     assert alive(peers) == []
 
 
-@virtually
 async def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
     peers, woken = Peers(), []
     for seq, incarnation, kept in ((5, "a", 5), (4, "a", 5), (5, "a", 5), (6, "a", 6), (1, "b", 1)):
@@ -316,7 +314,6 @@ async def test_beats_that_overtook_each_other_count_by_number_within_a_life() ->
 
 
 @pytest.mark.parametrize("looked_before", [True, False])
-@virtually
 async def test_a_reconnect_extends_the_leases_that_ran_when_the_connection_broke_and_revives_nobody(
     looked_before: bool,
 ) -> None:
@@ -337,7 +334,6 @@ async def test_a_reconnect_extends_the_leases_that_ran_when_the_connection_broke
     assert alive(peers) == []
 
 
-@virtually
 async def test_an_agent_that_sends_nothing_is_forgotten_after_some_leases() -> None:
     peers = Peers()
     peers.receive(beat("died"))
@@ -368,7 +364,6 @@ def lines_run(function: Callable[[], object]) -> int:
     return lines
 
 
-@virtually
 async def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
     """One id for each process that ever lived: a runner in a container is named after its host."""
     peers = Peers()
@@ -383,7 +378,6 @@ async def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
     assert peers.latest("runner-7") is None
 
 
-@virtually
 async def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() -> None:
     peers = Peers()
     assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
@@ -407,7 +401,6 @@ async def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last
         ("trainer", {"generation": 2, "progress": 7}, {"generation": 0}),
     ],
 )
-@virtually
 async def test_a_process_that_waits_for_the_lock_does_not_replace_its_holder_of_the_same_id(
     role: Any, at_work: dict[str, Any], waiting: dict[str, Any]
 ) -> None:
@@ -425,7 +418,6 @@ async def test_a_process_that_waits_for_the_lock_does_not_replace_its_holder_of_
 # -- how it is woken
 
 
-@virtually
 async def test_everybody_who_waits_is_woken_once_and_asks_after_each_change() -> None:
     notifier, level, asked = Notifier(), [0], []
 
@@ -607,7 +599,6 @@ def test_the_sentence_names_both_and_whom_to_upgrade_first() -> None:
 
 
 @pytest.mark.parametrize("releases", [(FIRST, THIRD), (THIRD, FIRST)], ids=["newer comes", "older comes"])
-@virtually
 async def test_who_comes_refuses_and_who_was_there_goes_on(releases: Sequence[Compatibility]) -> None:
     broker = MemoryBroker()
     here, newcomer = (Taker(broker, f"operator-{n}", one) for n, one in enumerate(releases))
@@ -627,7 +618,6 @@ async def test_who_comes_refuses_and_who_was_there_goes_on(releases: Sequence[Co
     assert [(line["agent"], "operator-1" in line["reason"]) for line in refused] == [("operator-1", True)]
 
 
-@virtually
 async def test_what_an_older_one_cannot_read_is_left_to_a_newer_one() -> None:
     """The body comes before the heartbeat that says whose it is."""
     broker = MemoryBroker()
@@ -646,7 +636,6 @@ async def test_what_an_older_one_cannot_read_is_left_to_a_newer_one() -> None:
         await bus.close()
 
 
-@virtually
 async def test_a_body_of_no_release_is_a_dead_letter_once_everybody_was_heard() -> None:
     broker = MemoryBroker()
     agent = Taker(broker, "operator-0")
@@ -662,7 +651,6 @@ async def test_a_body_of_no_release_is_a_dead_letter_once_everybody_was_heard() 
         await bus.close()
 
 
-@virtually
 async def test_one_that_has_ended_is_no_hindrance() -> None:
     peers = Peers(THIRD)
     ended = Heartbeat(role="runner", id="r", seq=1, incarnation="i", lease=10.0, state="gone")

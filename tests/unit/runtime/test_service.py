@@ -16,7 +16,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.runtime.test_agent import Idler as AnyIdler
-from tests.virtual import virtually
 from trinity_mq.bus.memory.bus import MemoryBroker
 from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
 from trinity_mq.cli.health import check_health, health
@@ -220,7 +219,6 @@ def test_a_long_drain_asks_for_time_but_not_for_ever() -> None:
     assert f"EXTEND_TIMEOUT_USEC={int((EXTENSION + 5) * 1e6)}" in {line for _, lines in manager.told for line in lines}
 
 
-@virtually
 async def test_the_status_names_what_is_wrong_with_the_broker() -> None:
     agent = Idler()
 

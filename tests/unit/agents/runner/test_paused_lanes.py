@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from tests.unit.agents.runner.harness import Does, at_once, lived, make, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, send_slice
-from tests.virtual import virtually
 from trinity_agents.runner.circuit import LONE_ROW, MAX_TRIES, CircuitBreaker, is_infrastructure
 from trinity_mq.config import CircuitBreakerConfig
 from trinity_mq.messages import INFRASTRUCTURE, TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import DeliveryHistory, envelope
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 AWAY = SliceOutcome(message="sandbox: connection refused (my.py:17)", failure_kind="sandbox")
 
@@ -33,7 +35,6 @@ def away_until(end: float, ran: list[tuple[float, TaskSlice]], seconds: float = 
     return work
 
 
-@virtually
 async def test_the_other_lane_goes_on() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     fails = away_until(1000.0, ran)
@@ -51,7 +52,6 @@ async def test_the_other_lane_goes_on() -> None:
     assert unanswered(world) == 8
 
 
-@virtually
 async def test_a_runner_whose_own_sandbox_is_away_leaves_its_slices_to_another() -> None:
     world = World("runner.concurrency=4")
     ill, well = make(world, away_until(1e6, [])), make(world, away_until(0.0, []), name="runner-1")
@@ -63,7 +63,6 @@ async def test_a_runner_whose_own_sandbox_is_away_leaves_its_slices_to_another()
     assert {(each.outcome, each.runner) for each in results(world)} == {("finished", "runner-1")}
 
 
-@virtually
 async def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison() -> None:
     world, ran = World("runner.concurrency=1", "broker.delivery_limit=2"), list[tuple[float, TaskSlice]]()
     for task in range(2):
@@ -77,7 +76,6 @@ async def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison(
     assert results(world) == []
 
 
-@virtually
 async def test_at_the_limit_of_tries_it_fails() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     runner = make(world, away_until(1e6, ran))
@@ -87,7 +85,6 @@ async def test_at_the_limit_of_tries_it_fails() -> None:
     assert runner.apart.ran == [], "the broker took none back"
 
 
-@virtually
 async def test_slices_that_came_in_one_message_are_tried_one_at_a_time() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     await send_slice(world, a_slice(task=100))
@@ -104,7 +101,6 @@ async def test_slices_that_came_in_one_message_are_tried_one_at_a_time() -> None
 
 
 @pytest.mark.parametrize("after", [0.5, 4.0, 6.3, 12.0])
-@virtually
 async def test_drained_while_a_lane_is_paused_it_ends_in_good_order(after: float) -> None:
     world, ran = World("runner.concurrency=4"), list[tuple[float, TaskSlice]]()
     for task in range(12):
@@ -116,7 +112,6 @@ async def test_drained_while_a_lane_is_paused_it_ends_in_good_order(after: float
     assert all(each.deliveries_before == 0 for each in world.stored("tasks.train"))
 
 
-@virtually
 async def test_away_from_the_broker_during_a_pause_it_goes_on_afterwards() -> None:
     world, ran = World(), list[tuple[float, TaskSlice]]()
     runner = make(world, away_until(30.0, ran))
@@ -131,7 +126,6 @@ async def test_away_from_the_broker_during_a_pause_it_goes_on_afterwards() -> No
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_a_slice_that_nobody_waits_for_is_no_evidence() -> None:
     world, ran = World("runner.concurrency=4"), list[tuple[float, TaskSlice]]()
     runner = make(world, away_until(1e6, ran))

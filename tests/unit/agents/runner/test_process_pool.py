@@ -4,7 +4,10 @@ import asyncio
 import os
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,11 +17,13 @@ from tests.unit.rollout.scripted_engine import completion, scripted_engine
 from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_mq.config import Config
+from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody, TaskSlice, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.workflows import Workflow
 
 WORKFLOWS = """
 import ctypes, os, subprocess, sys, time
@@ -409,3 +414,40 @@ async def test_a_process_whose_loop_is_held_ends_and_says_where(does, code):
         _, said = await process.communicate()
     assert process.returncode == code
     assert (b"held_here" in said) == (does == "blocks")
+
+
+# -- in a thread
+
+
+class HoldsItsThread(Workflow):
+    """Synchronous; ends when it is interrupted, and only then."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def run(self) -> list[Experience]:
+        self.threads.append(threading.current_thread())
+        while True:
+            time.sleep(0.002)
+
+
+async def test_a_synchronous_workflow_that_nobody_waits_for_frees_its_slot_and_its_thread() -> None:
+    world = World("runner.concurrency=1")
+    HoldsItsThread.threads.clear()
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
+    body = TaskBody(workflow=f"{__name__}.HoldsItsThread")
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+    async with world.living(runner):
+        await world.beat("engine", "e", **engine)
+        await send_slice(world, a_slice(opened_beat=10, runs=3).model_copy(update={"task": body}))
+        async with asyncio.timeout(10):
+            while len(HoldsItsThread.threads) < 3:
+                await runner.woken.wait(0.02)
+        await world.beat("explorer", "explorer-0", 11, open=[])
+        async with asyncio.timeout(10):
+            while runner.detail().running:
+                await runner.woken.wait(0.02)
+        for thread in HoldsItsThread.threads:
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive()
+    assert results(world) == []
+    assert unanswered(world) == 0

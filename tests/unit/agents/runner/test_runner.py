@@ -10,7 +10,6 @@ import pytest
 
 from tests.unit.agents.runner.harness import forever, lived, make, parts, results, suspected, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from tests.virtual import virtually
 from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_mq.bus import Binding, Queue
@@ -21,12 +20,14 @@ from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartRequested
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
 from trinity_mq.workflows import Workflow
+
+LOOP = VirtualTimeLoop
 
 # -- what comes
 
 
-@virtually
 async def test_a_body_that_does_not_decode_is_parked_and_the_others_go_on() -> None:
     world = World()
     await world.ready()
@@ -44,7 +45,6 @@ async def test_a_body_that_does_not_decode_is_parked_and_the_others_go_on() -> N
     assert last_copy < first_ack
 
 
-@virtually
 async def test_a_body_too_large_for_a_copy_is_moved_by_the_broker() -> None:
     world = World("broker.max_message_bytes=65536")
     await world.ready()
@@ -56,7 +56,6 @@ async def test_a_body_too_large_for_a_copy_is_moved_by_the_broker() -> None:
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_a_copy_is_not_lost_with_the_dead_queue() -> None:
     world = World()
     async with world.living(make(world)):
@@ -69,7 +68,6 @@ async def test_a_copy_is_not_lost_with_the_dead_queue() -> None:
 # -- slices that kill
 
 
-@virtually
 async def test_what_kills_its_process_comes_back_until_the_limit() -> None:
     world = World("broker.delivery_limit=3")
 
@@ -91,7 +89,6 @@ async def test_what_kills_its_process_comes_back_until_the_limit() -> None:
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_with_it() -> None:
     world = World()
     tries: list[int] = []
@@ -113,7 +110,6 @@ async def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_
     assert [result.outcome for result in results(world)] == ["finished"]
 
 
-@virtually
 async def test_the_wait_for_a_free_process_ends() -> None:
     world = World()
     await suspected(world, a_slice(slice_timeout=50.0))
@@ -137,7 +133,6 @@ async def test_the_wait_for_a_free_process_ends() -> None:
         ("explorer-1", 500, False, True),
     ],
 )
-@virtually
 async def test_only_a_beat_that_must_know_the_ticket_can_forget_it(
     explorer: str, seq: int, listed: bool, runs: bool
 ) -> None:
@@ -156,7 +151,6 @@ async def test_only_a_beat_that_must_know_the_ticket_can_forget_it(
 # -- the order that matters
 
 
-@virtually
 async def test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack() -> None:
     world = World("broker.max_message_bytes=65536")
 
@@ -212,7 +206,6 @@ NOTHING = {"experiences": [], "runs": [], "metrics": []}
         ),
     ],
 )
-@virtually
 async def test_what_a_result_says_and_what_cannot_travel_fails_its_slice(
     fields: dict[str, Any], wanted: tuple[str, list[int], int, int], said: str
 ) -> None:
@@ -229,7 +222,6 @@ async def test_what_a_result_says_and_what_cannot_travel_fails_its_slice(
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_results_that_are_too_large_together_travel_in_several_messages() -> None:
     world = World("broker.max_message_bytes=65536", "runner.concurrency=20")
 
@@ -243,7 +235,6 @@ async def test_results_that_are_too_large_together_travel_in_several_messages() 
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_evaluation_sends_no_parts() -> None:
     world = World()
     await lived(world, make(world), a_slice(lane="eval", deliver="none"))
@@ -261,7 +252,6 @@ async def spoken(task_slice: TaskSlice) -> SliceOutcome:
 
 
 @pytest.mark.parametrize("kept", [2**20, 0])
-@virtually
 async def test_results_of_an_evaluation_carry_its_answers(kept: int) -> None:
     world = World(f"monitor.eval_answers_max_bytes={kept}")
     await lived(world, make(world, spoken), a_slice(lane="eval", deliver="none"), a_slice(ticket="t2"))
@@ -270,7 +260,6 @@ async def test_results_of_an_evaluation_carry_its_answers(kept: int) -> None:
     assert all(len(answer) <= MOST_ANSWER for result in results(world) for answer in result.answers)
 
 
-@virtually
 async def test_a_result_that_is_too_large_goes_without_its_answers() -> None:
     world, runs = World("broker.max_message_bytes=65536"), MOST_ANSWERS
     await lived(world, make(world, spoken), a_slice(lane="eval", deliver="none", runs=runs))
@@ -278,7 +267,6 @@ async def test_a_result_that_is_too_large_goes_without_its_answers() -> None:
     assert (result.outcome, result.runs, result.answers) == ("finished", list(range(runs)), [])
 
 
-@virtually
 async def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
     world = World()
 
@@ -298,7 +286,6 @@ async def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
 
 
 @pytest.mark.parametrize("then", ["declared again", "replaced", "no longer open", "out of time"])
-@virtually
 async def test_a_returned_part_is_published_again_while_its_ticket_is_open(then: str) -> None:
     """The owner of a queue that confirms nothing deletes it, and declares it anew."""
     world = World()
@@ -323,7 +310,6 @@ async def test_a_returned_part_is_published_again_while_its_ticket_is_open(then:
 
 
 @pytest.mark.parametrize("slices", [1, 4])
-@virtually
 async def test_a_part_whose_queue_is_gone_is_late(slices: int) -> None:
     world = World()
     for task in range(slices):
@@ -341,7 +327,6 @@ async def test_a_part_whose_queue_is_gone_is_late(slices: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [20, 100])
-@virtually
 async def test_a_connection_lost_mid_slice_costs_no_second_run(seconds: float) -> None:
     """What is done while the broker is away goes out afterwards, once, under the attempt it was done in."""
     world = World()
@@ -361,7 +346,6 @@ async def test_a_connection_lost_mid_slice_costs_no_second_run(seconds: float) -
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
     world = World()
     runner = make(world, taking(10))
@@ -377,7 +361,6 @@ async def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
     assert world.wire.count("acked tasks.train") == 4
 
 
-@virtually
 async def test_duplicates_of_one_that_failed_with_its_process_run_one_after_the_other() -> None:
     world = World()
     at_work, most = 0, 0
@@ -395,7 +378,6 @@ async def test_duplicates_of_one_that_failed_with_its_process_run_one_after_the_
     assert [result.outcome for result in results(world)] == ["poisoned"]
 
 
-@virtually
 async def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
     world = World()
     runner = make(world)
@@ -409,7 +391,6 @@ async def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_it_does_not_remember_for_ever() -> None:
     world = World()
     runner = make(world, remembered=2)
@@ -421,7 +402,6 @@ async def test_it_does_not_remember_for_ever() -> None:
 
 
 @pytest.mark.parametrize("after", range(1, 6))
-@virtually
 async def test_killed_after_any_step_what_counts_is_complete(after: int) -> None:
     """Part sent, part confirmed, result sent, result confirmed, acknowledged."""
     world = World()
@@ -441,7 +421,6 @@ async def test_killed_after_any_step_what_counts_is_complete(after: int) -> None
 # -- the end
 
 
-@virtually
 async def test_the_end_of_the_run_ends_it() -> None:
     world = World()
     runner = make(world)
@@ -469,7 +448,6 @@ class OneExperience(Workflow):
         return [experience()]
 
 
-@virtually
 async def test_without_an_engine_it_waits_and_that_is_no_failure() -> None:
     world = World()
     runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
@@ -485,7 +463,6 @@ async def test_without_an_engine_it_waits_and_that_is_no_failure() -> None:
     assert (result.outcome, result.runs) == ("finished", [0, 1])
 
 
-@virtually
 async def test_its_beat_says_what_it_does() -> None:
     world = World()
     runner = make(world, taking(10))
@@ -510,7 +487,6 @@ async def test_its_beat_says_what_it_does() -> None:
     assert runner.state == "gone"
 
 
-@virtually
 async def test_the_beat_names_the_oldest_slices_in_hand() -> None:
     world = World("runner.concurrency=20")
     runner = make(world, taking(10))
@@ -525,7 +501,6 @@ async def test_the_beat_names_the_oldest_slices_in_hand() -> None:
     assert runner.detail().slices == []
 
 
-@virtually
 async def test_a_result_that_cannot_travel_is_a_failure_and_its_neighbours_arrive() -> None:
     world = World("runner.concurrency=20")
 
@@ -546,7 +521,6 @@ async def test_a_result_that_cannot_travel_is_a_failure_and_its_neighbours_arriv
 # -- attempts and limits
 
 
-@virtually
 async def test_nothing_is_delivered_that_is_not_started_and_a_free_slot_takes_the_next() -> None:
     """What a runner takes down with it counts for all that was delivered, so that is no more than it works on."""
     world = World("runner.concurrency=2")
@@ -569,7 +543,6 @@ async def test_nothing_is_delivered_that_is_not_started_and_a_free_slot_takes_th
 
 
 @pytest.mark.parametrize(("returns", "failed", "outcome"), [(3, 1, "finished"), (4, 1, "poisoned"), (9, 0, "finished")])
-@virtually
 async def test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail(
     returns: int, failed: int, outcome: str
 ) -> None:
@@ -587,7 +560,6 @@ async def test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail(
         assert world.stored("dead")[0].headers["ticket"] == "t1"
 
 
-@virtually
 async def test_the_count_is_judged_first_and_always_ends_in_an_outcome() -> None:
     """Also where nobody seems to wait for the slice: a beat may be wrong about that, a count is not asked twice."""
     world = World()
@@ -612,7 +584,6 @@ async def send_slice_at(world: World, returns: int) -> None:
     dispatch()
 
 
-@virtually
 async def test_each_start_is_an_attempt_of_its_own_and_names_are_derived_from_it() -> None:
     world = World()
     for name in ("runner-0", "runner-1"):
@@ -626,7 +597,6 @@ async def test_each_start_is_an_attempt_of_its_own_and_names_are_derived_from_it
     ]
 
 
-@virtually
 async def test_a_tap_makes_every_part_routable_and_ends_nothing() -> None:
     """``mandatory`` is a hint: the result still goes out, and it is the explorer who knows what is late."""
     world = World()

@@ -6,26 +6,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
-import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from tests.unit.agents.runner.harness import Models, lived, parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from tests.virtual import virtually
 from trinity_agents.runner.agent import MAX_STUCK, STUCK_AFTER, Runner
 from trinity_agents.runner.agent import main as runner_main
 from trinity_agents.runner.slice_executor import STOP_PATIENCE
 from trinity_mq.experience import Experience
-from trinity_mq.messages import ControlEvent, TaskBody, TaskSlice
+from trinity_mq.messages import ControlEvent, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import CrashLog, envelope
 from trinity_mq.runtime.errors import RecycleRequested, RestartRequested, first_leaf
-from trinity_mq.workflows import Workflow
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 
 class Stepwise:
@@ -83,7 +82,6 @@ def cause(task: asyncio.Task[None]) -> BaseException:
 @pytest.mark.parametrize(
     ("keep", "done", "outcome"), [(False, 1, None), (True, 1, "partial"), (True, 0, "cancelled")], ids=str
 )
-@virtually
 async def test_a_running_slice_whose_ticket_is_no_longer_listed_is_cancelled_within_a_second(
     keep: bool, done: int, outcome: str | None, isolated: bool
 ) -> None:
@@ -113,7 +111,6 @@ async def test_a_running_slice_whose_ticket_is_no_longer_listed_is_cancelled_wit
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-@virtually
 async def test_what_was_cut_off_is_published_until_its_ticket_is_closed(is_closed: bool) -> None:
     """The ticket is not listed any more, and still waited for: a returned part is no reason to drop it."""
     world = World()
@@ -134,7 +131,6 @@ async def test_what_was_cut_off_is_published_until_its_ticket_is_closed(is_close
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@virtually
 async def test_a_workflow_that_ignores_its_cancellation_is_left_behind(keep: bool) -> None:
     world = World("runner.concurrency=1")
     does = Stepwise(deaf=30)
@@ -157,7 +153,6 @@ async def test_a_workflow_that_ignores_its_cancellation_is_left_behind(keep: boo
     assert len(results(world)) == int(keep)
 
 
-@virtually
 async def test_a_slice_that_goes_on_after_its_time_is_ended_with_what_it_has() -> None:
     world = World()
     await send_slice(world, a_slice(slice_timeout=20.0))
@@ -170,7 +165,6 @@ async def test_a_slice_that_goes_on_after_its_time_is_ended_with_what_it_has() -
     assert len(results(world)) == 1
 
 
-@virtually
 async def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds() -> None:
     stuck = MAX_STUCK + 1
     world = World("runner.drain_timeout=5", f"runner.concurrency={stuck + 1}")
@@ -194,7 +188,6 @@ async def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@virtually
 async def test_a_preempted_runner_leaves_the_runs_it_has_where_they_are_wanted(keep: bool) -> None:
     world = World("runner.drain_timeout=5")
     runner = make(world, Stepwise())
@@ -204,7 +197,6 @@ async def test_a_preempted_runner_leaves_the_runs_it_has_where_they_are_wanted(k
     assert unanswered(world) == int(not keep)
 
 
-@virtually
 async def test_after_so_many_slices_it_is_started_again() -> None:
     world = World("runner.recycle_after=3", "runner.concurrency=1", "runner.drain_timeout=5")
 
@@ -238,7 +230,6 @@ class Finishes(Stepwise):
 
 
 @pytest.mark.parametrize("ends", ["drained", "restarted"])
-@virtually
 async def test_a_slice_given_back_in_good_order_more_often_than_the_limit_is_not_poisoned(ends: str) -> None:
     world = World("runner.drain_timeout=1", "broker.delivery_limit=2")
     last = Finishes()
@@ -266,7 +257,6 @@ async def test_a_slice_given_back_in_good_order_more_often_than_the_limit_is_not
     assert (last.began, unanswered(world), world.stored("dead")) == (1, 0, [])
 
 
-@virtually
 async def test_a_runner_that_dies_between_giving_back_and_acknowledging_costs_a_second_run_at_most() -> None:
     """Both copies come, under the same message id: a runner that has reported one recognises the other, and of results
     by two runners the explorer takes the first.
@@ -296,7 +286,6 @@ async def test_a_runner_that_dies_between_giving_back_and_acknowledging_costs_a_
     assert (second.detail().duplicates, unanswered(world)) == (1, 0)
 
 
-@virtually
 async def test_a_runner_without_the_broker_leaves_giving_back_to_it() -> None:
     world = World("runner.drain_timeout=1")
     runner = make(world, Stepwise(0))
@@ -311,7 +300,6 @@ async def test_a_runner_without_the_broker_leaves_giving_back_to_it() -> None:
     assert (waiting.deliveries_before, waiting.headers.get("given-back")) == (1, None)
 
 
-@virtually
 async def test_a_slice_that_killed_the_runners_of_an_agent_is_known_to_its_next_process(tmp_path: Path) -> None:
     """Where the process of its own does not contain a crash, the broker's count is no evidence of one: the note is."""
     world = World("broker.delivery_limit=3")
@@ -334,7 +322,6 @@ async def test_a_slice_that_killed_the_runners_of_an_agent_is_known_to_its_next_
 # -- lanes
 
 
-@virtually
 async def test_evaluation_has_slots_of_its_own() -> None:
     world = World("runner.concurrency=2")
     does = Stepwise()
@@ -365,37 +352,3 @@ def test_environment_variables_are_set_before_anything_of_a_workflow_is_imported
     monkeypatch.setattr("trinity_agents.runner.agent.run_daemon", daemon)
     assert runner_main(world.config) == 0
     assert seen == ["set"]
-
-
-class HoldsItsThread(Workflow):
-    """Synchronous; ends when it is interrupted, and only then."""
-
-    threads: ClassVar[list[threading.Thread]] = []
-
-    def run(self) -> list[Experience]:
-        self.threads.append(threading.current_thread())
-        while True:
-            time.sleep(0.002)
-
-
-async def test_a_synchronous_workflow_that_nobody_waits_for_frees_its_slot_and_its_thread() -> None:
-    world = World("runner.concurrency=1")
-    HoldsItsThread.threads.clear()
-    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
-    body = TaskBody(workflow=f"{__name__}.HoldsItsThread")
-    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
-    async with world.living(runner):
-        await world.beat("engine", "e", **engine)
-        await send_slice(world, a_slice(opened_beat=10, runs=3).model_copy(update={"task": body}))
-        async with asyncio.timeout(10):
-            while len(HoldsItsThread.threads) < 3:
-                await runner.woken.wait(0.02)
-        await world.beat("explorer", "explorer-0", 11, open=[])
-        async with asyncio.timeout(10):
-            while runner.detail().running:
-                await runner.woken.wait(0.02)
-        for thread in HoldsItsThread.threads:
-            await asyncio.to_thread(thread.join, 10)
-            assert not thread.is_alive()
-    assert results(world) == []
-    assert unanswered(world) == 0

@@ -12,7 +12,6 @@ from tests.unit.agents.operator.test_operator import close, make_world, manifest
 from tests.unit.agents.operator.test_operator import make as make_operator
 from tests.unit.agents.runner.harness import forever, lived, make, parts, results, taking, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill
-from tests.virtual import virtually
 from trinity_agents.runner.result_publisher import SHARED
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import new_ticket
@@ -20,9 +19,11 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody, TaskResult, TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import shared_part_message
+
+LOOP = VirtualTimeLoop
 
 
 async def send(world: World, slices: Sequence[TaskSlice]) -> None:
@@ -33,7 +34,6 @@ async def send(world: World, slices: Sequence[TaskSlice]) -> None:
     await world.outside.publish(world.topology.exchange("tasks"), "train.1", mail)
 
 
-@virtually
 async def test_each_slice_is_answered_and_the_message_once_after_all_of_them() -> None:
     world = World()
 
@@ -53,7 +53,6 @@ async def test_each_slice_is_answered_and_the_message_once_after_all_of_them() -
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_slices_of_a_message_run_only_as_many_at_a_time_as_there_are_slots() -> None:
     world = World("runner.concurrency=2")
     runner = make(world, taking(1))
@@ -68,7 +67,6 @@ async def test_slices_of_a_message_run_only_as_many_at_a_time_as_there_are_slots
     assert sorted(result.task_id for result in results(world)) == list(range(7))
 
 
-@virtually
 async def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_one_attempt_that_counts() -> None:
     world = World()
     second = make(world, name="runner-1")
@@ -91,7 +89,6 @@ async def test_a_message_of_a_killed_runner_is_taken_apart_and_each_slice_has_on
 
 
 @pytest.mark.parametrize("after", range(1, 9))
-@virtually
 async def test_killed_at_any_step_of_taking_apart_no_slice_is_lost(after: int) -> None:
     world = World()
     await send(world, [a_slice(task=0), a_slice(task=1)])
@@ -105,7 +102,6 @@ async def test_killed_at_any_step_of_taking_apart_no_slice_is_lost(after: int) -
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() -> None:
     world = World("runner.concurrency=1")
     await send(world, [a_slice(task=task) for task in range(3)])
@@ -129,7 +125,6 @@ async def test_a_drain_gives_back_what_waits_at_once_and_finishes_what_runs() ->
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_a_message_without_slices_and_one_that_does_not_decode_hold_nobody_up() -> None:
     world = World()
     await send(world, [])
@@ -141,7 +136,6 @@ async def test_a_message_without_slices_and_one_that_does_not_decode_hold_nobody
     assert unanswered(world) == 0
 
 
-@virtually
 async def test_slices_of_a_message_whose_ticket_is_not_open_are_dropped() -> None:
     world = World()
     runner = make(world)
@@ -249,7 +243,6 @@ async def publish(world: World, mail: Any, ticket: str = "t1") -> None:
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
 
 
-@virtually
 async def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_once() -> None:
     world = make_world()
     await open_batch(world)
@@ -263,7 +256,6 @@ async def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_onc
     assert world.reasons() == []
 
 
-@virtually
 async def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
     world = World()
     ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, deliver="caller", lane="train", time_left=1.0)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.virtual import virtually
 from trinity_agents.trainer.sources.last_batch import LastBatch
 from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource, TapRules
 from trinity_agents.trainer.sources.tap import TapSource
@@ -26,7 +25,10 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import BatchReady, RunEnd
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
 from trinity_mq.transport.ready_stream import SILENCE_SECONDS, Chunk
+
+LOOP = VirtualTimeLoop
 
 
 class Stream:
@@ -89,7 +91,6 @@ async def reading(stream: Stream | None = None) -> AsyncIterator[Stream]:
         task.cancel()
 
 
-@virtually
 async def test_batches_come_in_their_order_and_are_counted() -> None:
     async with reading() as stream:
         for batch in (3, 1, 2):
@@ -99,7 +100,6 @@ async def test_batches_come_in_their_order_and_are_counted() -> None:
         assert stream.source.bytes_since_save > 150
 
 
-@virtually
 async def test_what_cannot_be_read_fails_its_batch_alone_or_is_parked() -> None:
     async with reading() as stream:
         await stream.put("x", Envelope(body=b"TMQX", kind="experience_chunk", content_type=EXPERIENCES))
@@ -115,7 +115,6 @@ async def test_what_cannot_be_read_fails_its_batch_alone_or_is_parked() -> None:
         assert await stream.bus.depth(stream.topology.dead.name) == 2
 
 
-@virtually
 async def test_the_state_names_the_first_offset_that_a_restart_needs_and_leads_there() -> None:
     async with reading() as stream:
         await stream.source.changed.wait()  # our own mark, offset 0
@@ -152,7 +151,6 @@ async def take(source: StreamSource, until: int) -> list[tuple[int, str, list[in
 
 
 @pytest.mark.parametrize("saved_at", [1, 2, 3])
-@virtually
 async def test_a_repaired_batch_goes_along_with_the_first_one_behind_it_also_after_a_restart(saved_at: int) -> None:
     taken = [(1, "failed", []), (2, "ready", []), (3, "ready", [1]), (4, "ready", [])]
     async with reading() as stream:
@@ -168,7 +166,6 @@ async def test_a_repaired_batch_goes_along_with_the_first_one_behind_it_also_aft
 
 
 @pytest.mark.parametrize("in_batch_order", [True, False])
-@virtually
 async def test_a_restart_holds_one_batch_ahead_and_reads_the_others_again(in_batch_order: bool) -> None:
     """All that came after the checkpoint is on the stream when a trainer starts: 38 batches were held in memory."""
     stream = Stream(in_batch_order)
@@ -189,7 +186,6 @@ async def test_a_restart_holds_one_batch_ahead_and_reads_the_others_again(in_bat
             assert await stream.trained(1) == [(number, "ready")]
 
 
-@virtually
 async def test_what_retention_has_cut_is_one_clear_error() -> None:
     async with reading() as stream:
         for batch in range(1, 6):
@@ -206,7 +202,6 @@ async def test_what_retention_has_cut_is_one_clear_error() -> None:
     assert isinstance(caught.value.__cause__, StreamCut)
 
 
-@virtually
 async def test_a_stream_shorter_than_the_offset_is_an_error_after_a_while() -> None:
     stream = Stream()
     await stream.connect()
@@ -215,7 +210,6 @@ async def test_a_stream_shorter_than_the_offset_is_an_error_after_a_while() -> N
         await stream.source.run()
 
 
-@virtually
 async def test_an_outage_while_it_waits_for_its_mark_is_not_taken_for_a_shorter_stream() -> None:
     stream = Stream()
     stream.broker.block()  # the mark itself cannot be published for a while
@@ -237,7 +231,6 @@ async def test_an_outage_while_it_waits_for_its_mark_is_not_taken_for_a_shorter_
 
 
 @pytest.mark.parametrize(("in_batch_order", "order"), [(True, [2, 5, 6]), (False, [6, 2, 5])])
-@virtually
 async def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_restart_knows_what_is_done(
     in_batch_order: bool, order: list[int]
 ) -> None:
@@ -261,7 +254,6 @@ async def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_
 
 @pytest.mark.parametrize("by_release_0_1_0", [False, True])
 @pytest.mark.parametrize("in_batch_order", [True, False])
-@virtually
 async def test_a_long_run_remembers_as_much_as_a_short_one_and_takes_nothing_twice(
     in_batch_order: bool, by_release_0_1_0: bool
 ) -> None:
@@ -285,7 +277,6 @@ async def test_a_long_run_remembers_as_much_as_a_short_one_and_takes_nothing_twi
         assert again.source.state()["consumed"] == {f"t{n}": n for n in range(42, 47)}
 
 
-@virtually
 async def test_a_batch_that_is_late_is_taken_however_many_overtook_it() -> None:
     async with reading(Stream(in_batch_order=False, remembered=5)) as stream:
         for batch in range(2, 40):
@@ -321,7 +312,6 @@ class OtherRun(Stream):
         self.broker.queues[self.topology.ready.name].trim(messages)  # type: ignore[attr-defined]
 
 
-@virtually
 async def test_what_retention_has_cut_from_another_run_is_passed_over() -> None:
     stream = OtherRun()
     await stream.connect()
@@ -333,7 +323,6 @@ async def test_what_retention_has_cut_from_another_run_is_passed_over() -> None:
         assert [(cut.asked, cut.got) for cut in stream.cuts] == [(0, 3)]
 
 
-@virtually
 async def test_a_released_batch_of_another_run_that_retention_has_cut_is_gone_and_the_next_ones_are_not() -> None:
     async with reading(OtherRun()) as stream:
         for batch in range(1, 6):
@@ -346,7 +335,6 @@ async def test_a_released_batch_of_another_run_that_retention_has_cut_is_gone_an
     assert "gone" in states[2:]
 
 
-@virtually
 async def test_tickets_are_forgotten_where_reading_began_in_the_middle_and_where_a_batch_is_missing() -> None:
     stream = OtherRun(lambda ready, _offset: isinstance(ready.batch, int) and ready.batch >= 101, remembered=5)
     missing = 120
@@ -367,7 +355,6 @@ async def test_tickets_are_forgotten_where_reading_began_in_the_middle_and_where
     assert (state["batches"], state["settled"], "ahead" in state) == (151, 146, False)
 
 
-@virtually
 async def test_a_batch_that_is_here_when_it_is_given_up_is_trained_on_and_the_run_ends() -> None:
     async with reading(OtherRun(remembered=5)) as stream:
         order = (1, 3, 4, 5, 6, 7, 8, 2)
@@ -381,7 +368,6 @@ async def test_a_batch_that_is_here_when_it_is_given_up_is_trained_on_and_the_ru
         assert not stream.source.available()
 
 
-@virtually
 async def test_dead_letters_are_those_of_the_run_that_reads() -> None:
     async with reading(OtherRun()) as stream:
         await stream.own_bus.connect()
@@ -527,7 +513,6 @@ def tapped(request: pytest.FixtureRequest, tmp_path: Path) -> Tapped:
 
 
 @pytest.mark.parametrize("run_id", ["run-of-first", None])
-@virtually
 async def test_a_run_that_begins_later_is_trained_on_once(tapped: Tapped, run_id: str | None) -> None:
     first, state = await tapped.life({}, [1, 2], run_id, takes=2)
     assert state["run_id"] == run_id
@@ -536,14 +521,12 @@ async def test_a_run_that_begins_later_is_trained_on_once(tapped: Tapped, run_id
     assert first + second == [1, 2, 3]
 
 
-@virtually
 async def test_what_comes_between_a_checkpoint_without_a_batch_and_the_next_start_is_read(tapped: Tapped) -> None:
     _, state = await tapped.life({}, [], None, takes=0)
     await tapped.publish(1, "run-of-first")
     assert (await tapped.life(state, [2], "run-of-first", takes=2))[0] == [1, 2]
 
 
-@virtually
 async def test_the_run_that_was_met_first_is_kept_to_after_a_restart(tapped: Tapped) -> None:
     first, state = await tapped.life({}, [1], "run-of-first", takes=1)
     second, state = await tapped.life(state, [1, 2], "another run", takes=0)
@@ -573,7 +556,6 @@ def with_broker(folder: Path, broker: Callable[[], None]) -> TapSource:
     return TapSource(config, unused, Topology("second"), "trainer-0", unused, lambda *_: bus)
 
 
-@virtually
 async def test_a_broker_that_ends_while_it_is_connected_to_is_waited_for(tmp_path: Path) -> None:
     url, address, tries = tmp_path / "first" / "broker.url", "amqp://a:b@127.0.0.1:1/%2F", []
 
@@ -596,7 +578,6 @@ async def test_a_broker_that_ends_while_it_is_connected_to_is_waited_for(tmp_pat
     assert tries == [address] * 2
 
 
-@virtually
 async def test_an_address_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     def broker() -> None:
         raise AddressError("the URL begins with http")

@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import Over, failure, leaf
-from tests.virtual import virtually
 from trinity_agents.operator.chain_run import ChainRun
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
@@ -45,7 +44,7 @@ from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 from trinity_mq.training.checkpoints.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
@@ -57,6 +56,8 @@ from trinity_mq.training.checkpoints.checkpoint import (
 )
 from trinity_mq.training.guard import TrainingStopped
 from trinity_mq.training.learner import TorchLearner
+
+LOOP = VirtualTimeLoop
 
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
@@ -380,7 +381,6 @@ def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again
 # -- the gate
 
 
-@virtually
 async def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
     sim = Simulation(tmp_path)
     await sim.record_messages()
@@ -410,7 +410,6 @@ class SlowEngine(FakeEngine):
         self.resumed = asyncio.get_running_loop().time()
 
 
-@virtually
 async def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
     """Else the engine stands still until the lease of the try ends, twice the deadline."""
     engine = SlowEngine(receive_seconds=30.0)
@@ -448,7 +447,6 @@ class TroubledEngine(FakeEngine):
         raise ReceiveFailed("no weights came", 500, "receive", touched=self.kind == "touched")
 
 
-@virtually
 async def test_an_engine_that_always_fails_the_canary_makes_no_busy_loop(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, engine=TroubledEngine(0, "canary"))
     loop = asyncio.get_running_loop()
@@ -521,7 +519,6 @@ def test_a_restarted_trainer_takes_what_it_has_trained_on_before_engines_get_its
 # -- what the trainer and the operator say and acknowledge
 
 
-@virtually
 async def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
     await sim.record_messages()
@@ -604,7 +601,6 @@ def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path) -> None:
     run_virtually(sim.run(beside=look), limit=1000)
 
 
-@virtually
 async def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
     """Whether a stream is the one that the checkpoint knows is certain only then."""
     sim = WatchedSimulation(tmp_path)
@@ -701,7 +697,6 @@ class Held:
         pytest.param(Held(style="fully_async"), 0.0, id="not in other styles"),
     ],
 )
-@virtually
 async def test_a_sync_is_held_back_for_an_evaluation(tmp_path: Path, held: Held, seconds: float) -> None:
     sim = Simulation(tmp_path, (f"synchronizer.sync_style={held.style}", f"explorer.eval_timeout={EVAL_TIMEOUT}"))
     trainer, now = sim.make_trainer(), asyncio.get_running_loop().time
