@@ -96,35 +96,30 @@ class Outside:
         await asyncio.sleep(0.2)
 
 
-def simulate(script: Any, agents: int = 1, kind: type[Idler] = Idler) -> tuple[Outside, list[Idler]]:
+@asynccontextmanager
+async def simulated(agents: int = 1, kind: type[Idler] = Idler) -> AsyncIterator[tuple[Any, ...]]:
+    """Run agents, and drain them at the end; give who hears every beat, and the agents."""
     broker = MemoryBroker()
     outside = Outside(broker)
     idlers = [kind(broker, f"runner-{n}") for n in range(agents)]
-
-    async def main() -> None:
-        listening = asyncio.create_task(outside.listen())
-        await asyncio.sleep(0.1)
-        tasks = [asyncio.create_task(idler.run()) for idler in idlers]
-        await asyncio.sleep(0.4)
-        await script(outside, *idlers)
-        for idler in idlers:
-            idler.drain()
-        await asyncio.sleep(1)
-        listening.cancel()
-        await asyncio.gather(*tasks)
-
-    run_virtually(main())
-    return outside, idlers
+    listening = asyncio.create_task(outside.listen())
+    await asyncio.sleep(0.1)
+    tasks = [asyncio.create_task(idler.run()) for idler in idlers]
+    await asyncio.sleep(0.4)
+    yield outside, *idlers
+    for idler in idlers:
+        idler.drain()
+    await asyncio.sleep(1)
+    listening.cancel()
+    await asyncio.gather(*tasks)
 
 
-def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_goodbye() -> None:
-    async def script(outside: Outside, idler: Idler) -> None:
+async def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_goodbye() -> None:
+    async with simulated() as (outside, idler):
         await asyncio.sleep(20)
         idler.level = 7
         idler.heartbeat_now()
         await asyncio.sleep(0.1)
-
-    outside, (idler,) = simulate(script)
     beats = [beat for _, beat in outside.beats]
     assert [beat.seq for beat in beats] == list(range(1, len(beats) + 1))
     times = [time for time, _ in outside.beats]
@@ -138,8 +133,8 @@ def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_good
     assert {beat.incarnation for beat in beats} == {idler.incarnation}
 
 
-def test_a_change_is_told_at_once_and_many_make_two_beats_a_second_of_which_the_last_tells_the_last() -> None:
-    async def script(outside: Outside, idler: Idler) -> None:
+async def test_a_change_is_told_at_once_and_many_make_two_beats_a_second_of_which_the_last_tells_the_last() -> None:
+    async with simulated() as (outside, idler):
         await asyncio.sleep(CHANGE_GAP)
         idler.set_state("working", "a change")
         await asyncio.sleep(0.01)
@@ -158,8 +153,6 @@ def test_a_change_is_told_at_once_and_many_make_two_beats_a_second_of_which_the_
             await asyncio.sleep(0.001)
         assert len(outside.beats) - before <= 4
 
-    simulate(script)
-
 
 @pytest.mark.parametrize(
     ("own", "heard"),
@@ -172,49 +165,44 @@ def test_a_change_is_told_at_once_and_many_make_two_beats_a_second_of_which_the_
         ("gateway", {"explorer", "trainer", "engine"}),
     ],
 )
-def test_each_role_hears_whom_it_needs(own: Any, heard: set[str]) -> None:
+async def test_each_role_hears_whom_it_needs(own: Any, heard: set[str]) -> None:
     """And no runner hears a runner: of N agents that all hear all, each gets N/2 heartbeats a second."""
 
     class OfRole(Idler):
         role = own
 
-    async def script(outside: Outside, idler: Idler) -> None:
+    async with simulated(kind=OfRole) as (outside, idler):
         for role in get_args(Role):
             beat = Heartbeat(role=role, id=f"another-{role}", seq=1, incarnation="x", lease=10.0, state="working")
             await outside.bus.publish(TOPOLOGY.exchange("telemetry"), f"beat.{role}.another-{role}", envelope(beat))
         await asyncio.sleep(1)
         assert {role for role in get_args(Role) if idler.peers.latest(f"another-{role}")} == heard
 
-    simulate(script, kind=OfRole)
-
 
 @pytest.mark.parametrize(
     ("target", "heard"), [("runner-0", [True, False]), ("runner", [True, True]), ("all", [True, True])]
 )
-def test_a_command_reaches_whom_it_names(target: str, heard: list[bool]) -> None:
-    async def script(outside: Outside, *idlers: Idler) -> None:
+async def test_a_command_reaches_whom_it_names(target: str, heard: list[bool]) -> None:
+    async with simulated(agents=2) as (outside, *idlers):
         await outside.tell("pause", target)
         await outside.tell("pause", "trainer", key=f"pause.{target}")  # its body names another
         assert [bool(idler.heard) for idler in idlers] == heard
         assert all(idler.heard in ([], ["pause"]) for idler in idlers)
 
-    simulate(script, agents=2)
 
-
-def test_told_to_drain_it_ends_and_told_to_restart_it_ends_so_that_it_is_started_again() -> None:
-    async def drain(outside: Outside, idler: Idler) -> None:
+async def test_told_to_drain_it_ends_and_told_to_restart_it_ends_so_that_it_is_started_again() -> None:
+    async with simulated() as (outside, idler):
         await outside.tell("drain", "runner-0")
         await asyncio.sleep(0.5)
         assert idler.state == "gone"
-
-    simulate(drain)
     with pytest.raises(ExceptionGroup) as caught:
-        simulate(lambda outside, _idler: outside.tell("restart", "runner-0"))
+        async with simulated() as (outside, _):
+            await outside.tell("restart", "runner-0")
     assert caught.value.subgroup(RestartRequested) is not None
 
 
-def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
-    async def script(outside: Outside, idler: Idler) -> None:
+async def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
+    async with simulated() as (outside, idler):
         for exchange, key in (("control", "x.all"), ("telemetry", "beat.odd.x")):
             await outside.bus.publish(TOPOLOGY.exchange(exchange), key, Envelope(body=b"\xc1", kind="odd"))
         await asyncio.sleep(0.2)
@@ -223,11 +211,9 @@ def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
         # a command is parked by its one addressee; a beat, which everybody hears, by the explorer alone
         assert await outside.bus.depth(TOPOLOGY.dead.name) == 1
 
-    simulate(script)
 
-
-def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
-    async def script(outside: Outside, idler: Idler) -> None:
+async def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
+    async with simulated() as (outside, idler):
         beat = Heartbeat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
         await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.engine.e", envelope(beat))
         await asyncio.sleep(1)
@@ -241,8 +227,6 @@ def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
         assert len(outside.beats) > before
         async with asyncio.timeout(10.2):  # nobody else is heard, and the end of the lease is noticed
             await idler.woken.until(lambda: not idler.peers.alive("engine"))
-
-    simulate(script)
 
 
 def test_what_fails_beside_it_ends_it() -> None:
