@@ -125,6 +125,9 @@ def test_the_environment_is_taken_out(tmp_path: Path, ears: Ears, is_supervised:
     assert any("STOPPING=1" in lines for lines in heard) == bool(heard) != is_supervised
     assert not health_file.exists()
     assert is_supervised or signs.interval == 1.5
+    with LivenessReporter(ServiceManager(str(tmp_path / "notify"))).ended():
+        pass
+    assert ears.heard() == [["STOPPING=1"]], "also where no agent has said so"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,21 @@ async def test_a_runner_whose_own_sandbox_is_away_leaves_its_slices_to_another()
     assert {(each.outcome, each.runner) for each in results(world)} == {("finished", "runner-1")}
 
 
+async def test_a_task_that_alone_fails_costs_the_others_nothing_and_fails_for_good() -> None:
+    """Its sandbox cannot be made, whatever the others do."""
+    world = World("runner.concurrency=2")
+
+    async def work(task_slice: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(1.0)
+        return AWAY if task_slice.task_id == 3 else an_outcome(task_slice)
+
+    await lived(world, make(world, work), *(a_slice(task=task) for task in range(20)), seconds=30.0)
+    (bad,) = (each for each in results(world) if each.task_id == 3)
+    assert (bad.outcome, bad.failure_kind, bad.message) == ("failed", "sandbox", AWAY.message)
+    assert len(results(world)) == 20
+    assert unanswered(world) == 0
+
+
 async def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison() -> None:
     world, ran = World("runner.concurrency=1", "broker.delivery_limit=2"), list[tuple[float, TaskSlice]]()
     for task in range(2):
