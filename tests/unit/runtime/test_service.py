@@ -210,6 +210,19 @@ def test_not_ready_before_it_is_connected() -> None:
     assert all(any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in lines) for lines in starting)
 
 
+def test_draining_before_the_connection_stands_ends_at_once() -> None:
+    agent = Idler()
+    agent.bus.connect = lambda: asyncio.sleep(1e6)  # type: ignore[method-assign, assignment]
+
+    async def main() -> None:
+        running = asyncio.create_task(agent.run())
+        await asyncio.sleep(5)
+        agent.drain()
+        await asyncio.wait_for(running, 1)
+
+    run_virtually(main())
+
+
 def test_a_long_drain_asks_for_time_but_not_for_ever() -> None:
     manager = Noting(watchdog=20.0)
     live(LivenessReporter(manager), lambda _agent: asyncio.sleep(30), Idler(drain_seconds=LONGEST_DRAIN + 300))
