@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskSource, open_tasksets
-from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.sources.records import recorded
+from trinity_mq.bus import Topology
 from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
 from trinity_mq.data.records import read_records
@@ -23,6 +25,9 @@ from trinity_mq.launch.earlier_start import (
     discard_earlier_run,
     rewind_to_checkpoint,
 )
+from trinity_mq.launch.exit_codes import closing_line, exit_code
+from trinity_mq.launch.session import RunSession
+from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
@@ -50,26 +55,26 @@ def finished_run(folder: Path, batches: int, *settings: str) -> Path:
     return path
 
 
-def test_with_its_settings_it_says_how_to_go_on_and_how_to_begin_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 0, ["this run has finished", "buffer.total_steps=N", "--fresh"]),
+        (
+            ["trainer.save_interval=7"],
+            2,
+            ["finished after 3 batches", "trainer.save_interval: 50 -> 7", "--fresh"],
+        ),
+        (["seed=7"], 2, ["must stay the same: seed: 0 -> 7"]),
+    ],
+    ids=["its settings", "other settings are no silent success", "settings that must stay"],
+)
+def test_in_the_folder_of_a_finished_run_it_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: list[str]
 ) -> None:
     path = finished_run(tmp_path, 3, "buffer.total_steps=3")
-    main(["run", str(path), "buffer.total_steps=3"])
-    out = capsys.readouterr().out
-    assert "this run has finished" in out
-    assert "buffer.total_steps=N" in out
-    assert "--fresh" in out
-
-
-def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
-    assert main(["run", str(path), "buffer.total_steps=3", "trainer.save_interval=7"]) == 2
-    error = capsys.readouterr().err
-    assert "finished after 3 batches" in error
-    assert "trainer.save_interval: 50 -> 7" in error
-    assert "--fresh" in error
-    assert main(["run", str(path), "buffer.total_steps=3", "seed=7"]) == 2
-    assert "must stay the same: seed: 0 -> 7" in capsys.readouterr().err
+    assert main(["run", str(path), "buffer.total_steps=3", *words]) == code
+    captured = capsys.readouterr()
+    assert [text for text in said if text not in captured.out + captured.err] == []
     assert (tmp_path / "run" / "finished").exists()
 
 
@@ -86,15 +91,6 @@ def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tu
     line = describe_extension(config, RunFolder(config).changes())
     assert line is not None
     assert f"finished after 3 batches and continues to batch {total}; the learning rate decays" in line
-
-
-def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path) -> None:
-    run_virtually(Simulation(tmp_path / "run", batches=2).run(), limit=1000)
-    words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
-    config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
-    assert str(describe_extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
-        "this run had finished after 2 batches and continues to batch 5"
-    )
 
 
 def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
@@ -224,3 +220,68 @@ def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> Non
     state = file.load()
     assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])
     assert find_checkpoints(tmp_path / "run" / "checkpoints")[0][0].state.progress == 2
+
+
+# -- the exit code of a run
+
+
+@pytest.mark.parametrize(
+    ("finished", "steps", "code"),
+    [
+        (True, 3, 0),
+        (True, None, 0),  # a trainer elsewhere may have reported to nobody here
+        (True, 0, 4),
+        (False, 3, 3),
+        (False, 0, 4),
+        (False, None, 4),
+    ],
+)
+def test_the_code_tells_what_was_trained(finished: bool, steps: int | None, code: int) -> None:
+    assert exit_code(finished=finished, steps=steps) == code
+    line = closing_line(code, "trinity-mq run x.yaml", finished=finished)
+    assert (line is None) == (code == 0)
+    assert line is None or f"(exit code {code})" in line
+
+
+def test_the_same_command_is_no_advice_where_nothing_is_left_or_it_would_fail_again() -> None:
+    assert "same command" not in str(closing_line(4, "trinity-mq run x.yaml", finished=True))
+    assert "resume with the same command" not in str(closing_line(3, "trinity-mq run x", finished=False, curable=False))
+    assert closing_line(130, "trinity-mq run x.yaml", finished=False) == (
+        "not finished (exit code 130); resume with the same command: trinity-mq run x.yaml"
+    )
+
+
+# -- what a run says on the screen about its broker
+
+
+SENTENCE = "all agents wait for the broker: "
+
+
+async def alarmed(tmp_path: Path) -> None:
+    config = load_config({"name": "r", "run_dir": str(tmp_path), "model": {"tiny": {}}})
+    shown, broker, topology = io.StringIO(), MemoryBroker(), Topology("r")
+    session = RunSession(config, RunFolder(config), PlainDisplay(shown), "amqp://h/", None)
+    bus = MemoryBus(broker, topology, config=config.broker)
+    await bus.connect()
+    await session._tell_broker_trouble(bus, topology)
+    assert shown.getvalue() == ""
+    broker.block()
+    await session._tell_broker_trouble(bus, topology)
+    assert shown.getvalue().count(SENTENCE) == 1
+    assert "alarm" in shown.getvalue()
+    assert "what to do: free memory or disk on the broker" in shown.getvalue()
+    watching = asyncio.create_task(session._depths(bus, topology))
+    await asyncio.sleep(45)
+    session._draw()
+    assert shown.getvalue().count("no progress for 3") == 1
+    assert shown.getvalue().count(SENTENCE) == 2
+    broker.unblock()
+    await asyncio.sleep(10)
+    assert session.state.finding is None
+    watching.cancel()
+    await asyncio.wait([watching])
+    await bus.close()
+
+
+def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Path) -> None:
+    run_virtually(alarmed(tmp_path))

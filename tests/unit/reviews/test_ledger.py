@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from trinity_mq.bus import Bus, QueueGone, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ReviewClosed, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.reviews.ledger import KEPT_CLOSED, ReviewEvent, ReviewLedger, verdict_text
+from trinity_mq.reviews.stream import NoReviews, ReviewStream
 
+TOPOLOGY = Topology("r")
 IDS = [f"{number:016x}" for number in range(2)]
 
 
@@ -27,7 +35,9 @@ def closed(name: str = IDS[0], what: Verdict = "keep", **fields: str) -> ReviewC
 
 def test_the_first_verdict_counts_and_later_ones_are_told_why_not() -> None:
     ledger = ReviewLedger()
-    assert ledger.apply(request(), "r").taken == "new"
+    assert ledger.apply(request(deadline=10.0), "r").taken == "new"
+    assert ledger.apply(request(deadline=99.0), "r").taken == "repeated"
+    assert [one.request.deadline for one in ledger] == [10.0]
     assert [one.request.request for one in ledger.pending()] == [IDS[0]]
     assert ledger.apply(verdict(), "v1").taken == "new"
     assert ledger.apply(verdict(), "v1").taken == "repeated"
@@ -37,28 +47,6 @@ def test_the_first_verdict_counts_and_later_ones_are_told_why_not() -> None:
     assert ledger.apply(closed(what="drop", how="verdict", by="ann"), "c").taken == "new"
     after = ledger.apply(verdict(what="reward"), "v3")
     assert (after.taken, after.reason) == ("refused", "it is closed: drop by ann")
-
-
-def test_the_first_deadline_counts() -> None:
-    ledger = ReviewLedger()
-    ledger.apply(request(deadline=10.0), "r")
-    assert ledger.apply(request(deadline=99.0), "r").taken == "repeated"
-    review = ledger.get(IDS[0])
-    assert review is not None
-    assert review.request.deadline == 10.0
-
-
-def test_a_verdict_and_a_closing_wait_for_a_request_that_retention_has_cut() -> None:
-    ledger = ReviewLedger()
-    assert ledger.apply(verdict(), "v").taken == "unknown"
-    ledger.apply(request(), "r")
-    review = ledger.get(IDS[0])
-    assert review is not None
-    assert review.verdict == verdict()
-    assert ledger.apply(closed(IDS[1]), "c").taken == "unknown"
-    assert ledger.closing(IDS[1]) == closed(IDS[1])
-    ledger.apply(request(IDS[1]), "r1")
-    assert ledger.closing(IDS[1]) == closed(IDS[1])
 
 
 def test_closed_reviews_are_bounded() -> None:
@@ -133,3 +121,38 @@ def test_what_counts_follows_from_the_firsts(events: Events) -> None:
 @given(streams(), st.integers(0, 30))
 def test_a_stream_read_again_from_its_beginning_changes_nothing(events: Events, cut: int) -> None:
     assert state(events) == state(events[:cut] + events)
+
+
+# -- the stream as a reader follows it
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[Bus]:
+    made = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
+    await made.connect()
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("acts", "error", "said"),
+    [
+        pytest.param("", NoReviews, "none of its operators requests reviews", id="nobody asks"),
+        pytest.param("deletes it", QueueGone, TOPOLOGY.review.name, id="the stream is deleted"),
+        pytest.param("fails", KeyError, "mine", id="an error of the block comes out as it is"),
+    ],
+)
+async def test_following_ends(bus: Bus, acts: str, error: type[Exception], said: str) -> None:
+    if acts:
+        await bus.declare(TOPOLOGY.review)
+
+    async def look() -> None:
+        async with ReviewStream(bus, TOPOLOGY).following():
+            if acts == "fails":
+                raise KeyError("mine")
+            if acts:
+                await bus.delete(TOPOLOGY.review.name)
+                await asyncio.Event().wait()
+
+    with pytest.raises(error, match=said):
+        await asyncio.wait_for(look(), 10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
 from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.runtime.processes import chaos_points
-from trinity_mq.runtime.processes.chaos_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
+from trinity_mq.runtime.processes.chaos_points import MarkedPoints, mark_bus
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -71,44 +70,17 @@ def test_it_stops_before_the_acknowledgement_and_the_message_is_still_its_own(tm
     run_virtually(play(), limit=100)
 
 
-def test_points_of_another_role_and_of_another_name_pass_by(tmp_path: Path) -> None:
+def test_points_of_another_role_and_of_another_name_pass_by_and_of_two_agents_one_stops(tmp_path: Path) -> None:
     stops: list[str] = []
-    points = MarkedPoints(tmp_path, "gateway", "gateway-0", lambda: stops.append("stopped"))
+    agents = [MarkedPoints(tmp_path, "gateway", name, lambda name=name: stops.append(name)) for name in ("g-0", "g-1")]
     armed(tmp_path, "result_confirmed")
     armed(tmp_path, "answer_confirmed")
-    points.passed("confirmed task_result")
-    points.passed("confirmed session_opened")
+    for name in ("task_result", "session_opened"):
+        agents[0].passed(f"confirmed {name}")
     assert stops == []
-    points.passed("confirmed session_call")
-    assert stops == ["stopped"]
-
-
-def test_of_two_agents_one_stops(tmp_path: Path) -> None:
-    stops: list[str] = []
-
-    def stops_as(name: str) -> Callable[[], None]:
-        return lambda: stops.append(name)
-
-    agents = [MarkedPoints(tmp_path, "gateway", name, stops_as(name)) for name in ("gateway-0", "gateway-1")]
-    armed(tmp_path, "decision_confirmed")
     for agent in agents:
-        agent.passed("confirmed sessions_decided")
-    assert stops == ["gateway-0"]
-
-
-def test_without_the_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaos_points, "_points", [])
-    monkeypatch.delenv(POINTS_VARIABLE, raising=False)
-
-    async def play() -> None:
-        bus = await connected()
-        marked(bus, "runner", "runner-0")
-        assert "publish" not in vars(bus)
-        monkeypatch.setenv(POINTS_VARIABLE, str(tmp_path))
-        marked(bus, "runner", "runner-0")
-        assert "publish" in vars(bus)
-
-    run_virtually(play(), limit=100)
+        agent.passed("confirmed session_call")
+    assert stops == ["g-0"]
 
 
 async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(tmp_path: Path) -> None:

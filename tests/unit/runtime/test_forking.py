@@ -16,13 +16,7 @@ import pytest
 
 from trinity_mq.runtime.processes.fork_server import ForkRequest
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
-from trinity_mq.runtime.processes.forking import (
-    ForkedProcess,
-    NotForkedError,
-    adopted_orphans,
-    fork,
-    start_forked,
-)
+from trinity_mq.runtime.processes.forking import ForkedProcess, NotForkedError, adopted_orphans, fork, start_forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
@@ -93,34 +87,26 @@ async def test_it_is_what_its_command_line_makes_it(server: ForkServer, folder: 
         name: value for name, value in environment(WITH="value").items() if name != "PWD"
     }
     assert seen["tasks"] == 1
-    server_pid = server.pid
-    assert seen["imported_by"] == server_pid, "nothing was imported anew"
+    assert seen["imported_by"] == server.pid, "nothing was imported anew"
+    await (await started(server, folder / "other", "program")).wait()
+    assert json.loads((folder / "other").read_text().splitlines()[0])["random"] != seen["random"], "its own numbers"
+    with (folder / "plain").open("ab") as file:
+        plain = await start_forked(server)((sys.executable, "-c", "print('plain')"), environment(), file)
+        with pytest.raises(FileNotFoundError):
+            await start_forked(server)(("/no/such/program",), environment(), file)
+    assert await plain.wait() == 0
+    assert (folder / "plain").read_text() == "plain\n", "what is no module is started as it is"
 
 
-async def test_each_draws_its_own_numbers(server: ForkServer, folder: Path) -> None:
-    drawn = set()
-    for number in range(3):
-        process = await started(server, folder / f"{number}", "program")
-        await process.wait()
-        drawn.add(json.loads((folder / f"{number}").read_text().splitlines()[0])["random"])
-    assert len(drawn) == 3
-
-
-async def test_ps_shows_its_command_line(server: ForkServer, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_ps_shows_its_command_line_and_signals_end_it(server: ForkServer, folder: Path, number: int) -> None:
     process = await started(server, folder / "out", "waits", "--id", "mine")
     await said(folder / "out", "up")
     assert " ".join(psutil.Process(process.pid).cmdline()).rstrip() == f"{sys.executable} -m waits --id mine"
-    process.send_signal(signal.SIGTERM)
-    assert await process.wait() == -signal.SIGTERM
+    process.send_signal(number)
+    assert await process.wait() in ({1, -signal.SIGINT} if number == signal.SIGINT else {-signal.SIGTERM})
+    assert ("KeyboardInterrupt" in (folder / "out").read_text()) == (number == signal.SIGINT)
     process.send_signal(signal.SIGTERM)  # it has ended: of no effect
-
-
-async def test_interrupts_reach_python(server: ForkServer, folder: Path) -> None:
-    process = await started(server, folder / "out", "waits")
-    await said(folder / "out", "up")
-    process.send_signal(signal.SIGINT)
-    assert await process.wait() in {1, -signal.SIGINT}
-    assert "KeyboardInterrupt" in (folder / "out").read_text()
 
 
 async def test_a_killed_server_ends_nothing_that_it_has_started(server: ForkServer, folder: Path) -> None:
@@ -138,30 +124,17 @@ async def test_a_killed_server_ends_nothing_that_it_has_started(server: ForkServ
         assert await one.wait() == -signal.SIGKILL
 
 
-async def test_what_is_no_module_is_started_as_it_is(server: ForkServer, folder: Path) -> None:
-    with (folder / "out").open("ab") as file:
-        process = await start_forked(server)((sys.executable, "-c", "print('plain')"), environment(), file)
-    assert await process.wait() == 0
-    assert (folder / "out").read_text() == "plain\n"
-    with pytest.raises(FileNotFoundError):
-        with (folder / "out").open("ab") as file:
-            await start_forked(server)(("/no/such/program",), environment(), file)
-
-
 THREADS = """
 import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 
 
-async def test_a_server_with_threads_refuses(folder: Path) -> None:
+async def test_a_server_with_threads_refuses_and_a_module_that_is_missing_is_left_to_who_needs_it(folder: Path) -> None:
     with ForkServer.start(["threads"]) as server, (folder / "out").open("wb") as null:
         command = (sys.executable, "-m", "waits")
         with pytest.raises(NotForkedError, match="2 threads, wanted 1"):
             await fork(server.path, command, env=environment(), output=null.fileno(), adopted=True)
-
-
-async def test_a_module_that_is_missing_is_left_to_who_needs_it(folder: Path) -> None:
     with ForkServer.start(["no_such_module", "heavy"]) as server:
         process = await started(server, folder / "out", "no_such_module")
         assert await process.wait() == 1
@@ -235,26 +208,25 @@ async def test_rubbish_costs_one_connection(server: ForkServer, folder: Path) ->
 
 
 @pytest.mark.parametrize("number", range(3, 9))
-def test_descriptors_get_their_numbers_whatever_the_server_has_under_them(
+async def test_descriptors_get_their_numbers_and_what_is_not_adopted_leaves_no_zombie(
     server: ForkServer, folder: Path, number: int
 ) -> None:
     reader, writer = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, (folder / "out").open("wb") as out:
+        fds = [1, 2, number]
         request = ForkRequest(
-            module="fds",
-            words=[str(number)],
-            env=dict(os.environ),
-            cwd=str(folder),
-            fds=[1, 2, number],
-            adopted=False,
+            module="fds", words=[str(number)], env=dict(os.environ), cwd=str(folder), fds=fds, adopted=False
         )
         connection.connect(str(server.path))
         socket.send_fds(connection, [request.encode()], [out.fileno(), out.fileno(), writer])
-        connection.recv(1 << 16)
+        pid = json.loads(connection.recv(1 << 16))["pid"]
         connection.send(b"go")
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        assert pipe.read() == b"through the pipe", (folder / "out").read_text()
+        assert await asyncio.to_thread(pipe.read) == b"through the pipe", (folder / "out").read_text()
+    async with asyncio.timeout(20):
+        while psutil.pid_exists(pid):  # noqa: ASYNC110  # not our child
+            await asyncio.sleep(0.01)
 
 
 async def test_one_that_nobody_waits_for_any_more_does_nothing(server: ForkServer, folder: Path) -> None:
@@ -295,19 +267,6 @@ FDS = """
 import os, sys
 os.write(int(sys.argv[1]), b"through the pipe")
 """
-
-
-async def test_one_that_is_not_adopted_has_descriptors_and_leaves_no_zombie(server: ForkServer, folder: Path) -> None:
-    reader, writer = os.pipe()
-    command = (sys.executable, "-m", "fds", str(writer))
-    with (folder / "out").open("ab") as file:
-        pid = await fork(server.path, command, env=environment(), output=file.fileno(), fds=[writer], adopted=False)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        assert await asyncio.to_thread(pipe.read) == b"through the pipe"
-    async with asyncio.timeout(20):
-        while psutil.pid_exists(pid):  # noqa: ASYNC110  # not our child
-            await asyncio.sleep(0.01)
 
 
 def test_the_server_ends_with_who_started_it_and_leaves_no_folder(folder: Path) -> None:

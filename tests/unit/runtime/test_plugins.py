@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trinity_mq.config import OperatorConfig
+from trinity_mq.operators import EXPERIENCE_OPERATORS, create_operators
+from trinity_mq.rewards import REWARD_FUNCTIONS, UnknownNameError, create_reward, parts_of
 from trinity_mq.runtime import plugins
-from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
-from trinity_mq.runtime.plugins import add_plugins, plugin_names
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.plugins import Registry, add_plugins, plugin_names
+from trinity_mq.workflows import WORKFLOWS, load_workflow
 
 
 @pytest.fixture(autouse=True)
@@ -25,27 +29,23 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_modules_of_a_folder_can_be_imported_and_are_not_executed_before(tmp_path: Path) -> None:
-    (tmp_path / "plugin_echo.py").write_text("from plugin_helper import VALUE\nclass Echo:\n    value = VALUE\n")
-    (tmp_path / "plugin_helper.py").write_text("VALUE = 7\n")
-    (tmp_path / "plugin_broken.py").write_text("raise SystemExit('executed')\n")
-    assert add_plugins([str(tmp_path)]) == [tmp_path]
+def test_modules_of_a_folder_can_be_imported_and_are_not_executed_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "plugin_echo.py").write_text(
+        "from plugin_helper import VALUE\nclass Echo:\n    value = VALUE\n"
+    )
+    (tmp_path / "mine" / "plugin_helper.py").write_text("VALUE = 7\n")
+    (tmp_path / "mine" / "plugin_broken.py").write_text("raise SystemExit('executed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert add_plugins(["mine"]) == [tmp_path / "mine"], "relative to where the process was started"
+    add_plugins([str(tmp_path / "mine"), str(tmp_path / "mine" / ".." / "mine")])
     import plugin_echo  # type: ignore[import-not-found]
 
     assert plugin_echo.Echo.value == 7
-    assert sys.path[-1] == str(tmp_path), "behind everything else"
-
-
-def test_adding_twice_changes_nothing(tmp_path: Path) -> None:
-    add_plugins([str(tmp_path)])
-    add_plugins([str(tmp_path), str(tmp_path / ".." / tmp_path.name)])
-    assert sys.path.count(str(tmp_path)) == 1
-
-
-def test_relative_folders_start_where_the_process_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert add_plugins(["mine"]) == [tmp_path / "mine"]
+    assert sys.path[-1] == str(tmp_path / "mine"), "behind everything else"
+    assert sys.path.count(sys.path[-1]) == 1
 
 
 def test_classes_are_listed_without_running_anything(tmp_path: Path) -> None:
@@ -67,18 +67,12 @@ def test_a_missing_folder_is_one_line_that_says_where_it_was_looked_for(tmp_path
         add_plugins([str(tmp_path / "file.py")])
 
 
-@pytest.mark.parametrize("name", ["random", "trinity_mq", "pytest"])
+@pytest.mark.parametrize("name", ["random", "trinity_mq", "pytest", "plugin_same"])
 def test_a_file_that_another_module_hides_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / f"{name}.py").write_text("class Mine: ...\n")
-    with pytest.raises(FatalError, match=rf"another module of the same name .* hides .*{name}\.py"):
-        add_plugins([str(tmp_path)])
-
-
-def test_two_folders_with_one_name_are_refused(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "plugin_same.py").write_text("")
-    with pytest.raises(FatalError, match=r"a/plugin_same\.py.*hides .*b/plugin_same\.py"):
+        (tmp_path / folder / f"{'mine' if folder == 'a' and name != 'plugin_same' else name}.py").write_text("")
+    with pytest.raises(FatalError, match=rf"another module of the same name .* hides .*b/{name}\.py"):
         add_plugins([str(tmp_path / "a"), str(tmp_path / "b")])
 
 
@@ -117,17 +111,105 @@ def test_processes_of_slices_find_them_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "found\n"), done.stderr
 
 
-def test_an_agent_without_its_folder_ends_with_one_line(tmp_path: Path) -> None:
-    text = f"run_dir: {tmp_path / 'run'}\nmodel: {{tiny: {{}}}}\nplugin_dirs: [nowhere]\n"
-    (tmp_path / "config.yaml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", "runner", str(tmp_path / "config.yaml")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-        env={**os.environ, "TRINITY_MQ_BROKER_URL": "amqp://guest:guest@127.0.0.1:9/"},
-    )
-    assert done.returncode == EXIT_FATAL
-    assert "plugin_dirs: there is no folder 'nowhere'" in done.stderr
-    assert "Traceback" not in done.stderr
+# -- plug-ins in the style of Trinity-RFT, registered by decorator in a folder, found by name in every process
+
+
+PLUGINS = """
+from typing import Optional
+
+from trinity_mq.experience import Experience
+from trinity_mq.operators import EXPERIENCE_OPERATORS, ExperienceOperator
+from trinity_mq.rewards import REWARD_FUNCTIONS, RewardFn
+from trinity_mq.workflows import WORKFLOWS, Task, Workflow
+
+
+@WORKFLOWS.register_module("{prefix}_workflow")
+class CountingWorkflow(Workflow):
+    def __init__(self, *, task: Task, model, auxiliary_models=None):
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+
+    def run(self) -> list[Experience]:
+        return []
+
+
+@EXPERIENCE_OPERATORS.register_module("{prefix}_operator")
+class DoublingOperator(ExperienceOperator):
+    def __init__(self, factor: float = 2.0):
+        self.factor = factor
+
+    def process(self, exps):
+        for exp in exps:
+            exp.reward = exp.reward * self.factor
+        return exps, {{"doubled": len(exps)}}
+
+
+@REWARD_FUNCTIONS.register_module("{prefix}_reward")
+class LengthReward(RewardFn):
+    def __call__(self, response: str, prompt: Optional[str] = None, truth: Optional[str] = None, **kwargs):
+        return {{"length": float(len(response)), "right": float(response == truth)}}
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., str]:
+    """Write a plug-in module and add its folder; return the prefix of its names."""
+
+    def write(file: str = "", text: str = PLUGINS) -> str:
+        prefix = f"t{abs(hash(request.node.nodeid)) % 10**8}"
+        (tmp_path / f"{file or prefix}_plugins.py").write_text(text.format(prefix=prefix))
+        add_plugins([str(tmp_path)])
+        return prefix
+
+    return write
+
+
+def test_each_is_found_by_the_name_it_registers(plugin: Callable[..., str]) -> None:
+    plugin("broken", "raise RuntimeError('executed')\n")  # nothing is executed to find a name
+    prefix = plugin()
+    assert load_workflow(f"{prefix}_workflow").__name__ == "CountingWorkflow"
+    (operator,) = create_operators([OperatorConfig(name=f"{prefix}_operator", args={"factor": 3})])
+    assert operator is not None
+    reward = create_reward(f"{prefix}_reward", {})
+    assert parts_of(reward, "abc", "abc", finished=True) == {"length": 3.0, "right": 1.0}
+    assert set(WORKFLOWS) == {name for name in WORKFLOWS if not name.startswith(prefix)}, "the built-in names stay"
+    assert "reward_filter" in EXPERIENCE_OPERATORS
+    assert "math_reward" in REWARD_FUNCTIONS
+    with pytest.raises(UnknownNameError, match=f"did you mean '{prefix}_reward'"):
+        create_reward(f"{prefix}_rewart", {})
+
+
+def test_two_that_register_one_name_are_an_error(plugin: Callable[..., str]) -> None:
+    plugin("first")
+    prefix = plugin("second")
+    with pytest.raises(UnknownNameError, match=r"registered by first_plugins.\w+ and by second_plugins.\w+: rename"):
+        create_reward(f"{prefix}_reward", {})
+
+
+def test_a_registered_name_belongs_to_one_class() -> None:
+    registry = Registry({"known": "a:B"}, "THINGS")
+
+    @registry.register_module("mine")
+    class Mine:
+        pass
+
+    assert registry.find("thing", "mine") is Mine
+    registry.register_module("mine")(Mine)  # a module that is imported again
+    with pytest.raises(ValueError, match="'known' is a:B already"):
+        registry.register_module("known")(Mine)
+    with pytest.raises(ValueError, match=r"'mine' is .*Mine already"):
+        registry.register_module("mine")(int)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response, prompt, truth: {"right": float(response == truth)},
+        lambda **kwargs: {"right": float(kwargs["response"] == kwargs["truth"])},
+        lambda response, truth, *, finished: {"right": float(response == truth)},
+        lambda response, truth=None, prompt=None, **rest: {"right": float(response == truth)},
+    ],
+)
+def test_rewards_are_called_in_the_form_they_take(function: Any) -> None:
+    reward = create_reward(function, {})
+    assert parts_of(reward, "5", "5", finished=True) == {"right": 1.0}
+    assert parts_of(reward, "5", "6", finished=True) == {"right": 0.0}

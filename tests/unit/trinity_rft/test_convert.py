@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests import legacy_bodies as old
-from trinity_mq.cli import main as cli
+from tests.trinity_configs import DPO, GSM8K
 from trinity_mq.cli.convert import SHOWN
 from trinity_mq.cli.main import main
+from trinity_mq.config import load_config
 from trinity_mq.experience import Experience, decode, encode
+
+Capture = pytest.CaptureFixture[str]
 
 GOOD = {"tokens": torch.tensor([1, 2, 3], dtype=torch.int32), "reward": 1.0}
 BAD = GOOD | {"prompt_length": 0, "action_mask": torch.ones(2, dtype=torch.bool)}
@@ -24,7 +26,7 @@ def write(path: Path, body: bytes) -> str:
     return str(path)
 
 
-def test_files_of_each_kind_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_each_kind_into_a_folder(tmp_path: Path, capsys: Capture) -> None:
     bodies = {
         "a.bin": old.trxp(GOOD, GOOD),
         "b.pkl": old.bare(old.Experience([1, 2, 3])),
@@ -55,7 +57,7 @@ def test_one_file_compressed(tmp_path: Path) -> None:
     assert small.stat().st_mode == plain.stat().st_mode == Path(source).stat().st_mode
 
 
-def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: Capture) -> None:
     inputs = [
         write(tmp_path / "a.bin", old.trxp(GOOD, BAD, GOOD, NOT_FOR_A_BODY)),
         write(tmp_path / "b.bin", b"nothing known"),
@@ -78,14 +80,14 @@ def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("first", [old.trxp(GOOD, BAD), old.trxp(GOOD, NOT_FOR_A_BODY), b"nothing known"])
-def test_strict_stops(first: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strict_stops(first: bytes, tmp_path: Path, capsys: Capture) -> None:
     inputs = [write(tmp_path / "a.bin", first), write(tmp_path / "b.bin", old.trxp(GOOD))]
     assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new"), "--strict"]) == 1
     assert not (tmp_path / "new").exists()
     assert "stopped at the first problem" in capsys.readouterr().out
 
 
-def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: Capture) -> None:
     flag = tmp_path / "flag"
     payload = b"\x80\x02cposix\nsystem\n(X" + len(f"touch {flag}").to_bytes(4, "little") + f"touch {flag}".encode()
     inputs = [write(tmp_path / "a.pkl", payload + b"tR."), write(tmp_path / "b.bin", old.sealed(payload + b"tR."))]
@@ -105,9 +107,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFix
         (["b.bin", "b.pkl"], "new", "would both become"),
     ],
 )
-def test_no_input_is_written_over(
-    inputs: list[str], out: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_input_is_written_over(inputs: list[str], out: str, words: str, tmp_path: Path, capsys: Capture) -> None:
     for name in ("a.tmqx", "b.bin", "b.pkl"):
         write(tmp_path / name, old.trxp(GOOD))
     (tmp_path / "linked").symlink_to(tmp_path)
@@ -140,16 +140,92 @@ def test_an_earlier_result_is_replaced_or_kept_whole(tmp_path: Path, monkeypatch
     assert len(decode(target.read_bytes())) == 2
 
 
-def test_the_command_leads_to_its_function_without_torch() -> None:
-    arguments = cli.argument_parser().parse_args(["convert-experiences", "a", "b", "--out", "c"])
-    assert (arguments.inputs, arguments.out, arguments.compression, arguments.strict) == (
-        ["a", "b"],
-        "c",
-        "none",
-        False,
-    )
-    assert arguments.function.__module__ == "trinity_mq.cli.convert"
-    code = (
-        "import sys, trinity_mq.cli.convert as _\nsys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# -- trinity-mq migrate: what it writes, what it says, and what it does not overwrite
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "gsm8k.yaml"
+    path.write_text(yaml.safe_dump(GSM8K))
+    return path
+
+
+def test_a_file_is_written_that_says_what_it_changed_and_lacks(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "ours.yaml"
+    assert main(["migrate", str(source), "-o", str(out)]) == 0
+    text = out.read_text()
+    assert text.startswith("# Written by trinity-mq migrate from gsm8k.yaml, a configuration of Trinity-RFT.\n")
+    assert "# Trinity-RFT's default; here it is 360 s\n  max_timeout: 1800\n" in text
+    assert "# Has no counterpart here:\n#   explorer.rollout_model.dtype: bfloat16 - " in text
+    assert "# Is not needed here:\n" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert load_config(out).buffer.taskset.workflow == "math_workflow"
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "no counterpart: explorer.rollout_model.dtype: bfloat16 - engines sample in `model.dtype`, which is that of "
+        "the trained weights too",
+        f"{out} is valid; next: trinity-mq validate {out}",
+    ]
+
+
+def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "ours.yaml"
+    out.write_text("mine")
+    assert main(["migrate", str(source), "-o", str(out)]) == 2
+    assert f"{out} already exists; give another name, or --force to overwrite it" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main(["migrate", str(source), "-o", str(out), "--force"]) == 0
+    assert "qwen2-5-1-5b-gsm8k" in out.read_text()
+    capsys.readouterr()
+    assert main(["migrate", str(source)]) == 0
+    said = capsys.readouterr()
+    assert load_config(yaml.safe_load(said.out)).name == "qwen2-5-1-5b-gsm8k"
+    assert "the result is valid; next: write it with -o FILE" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gsm8k.yaml", "-o", "none/x.yaml"], "x.yaml cannot be written: No such file or directory; give another file"),
+        (["none.yaml"], "none.yaml: cannot be read"),
+    ],
+)
+def test_files_that_are_not_there(
+    source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    assert main(["migrate", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_not_valid_as_it_stands_is_said(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRINITY_TASKSET_PATH", raising=False)
+    source = tmp_path / "dpo.yaml"
+    source.write_text(yaml.safe_dump(DPO))
+    out = tmp_path / "ours.yaml"
+    assert main(["migrate", str(source), "-o", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"{out} needs an edit:\n  buffer.trainer_input.experience_buffer.path: environment variable" in said
+    monkeypatch.setenv("TRINITY_TASKSET_PATH", "pairs.jsonl")
+    assert load_config(out).algorithm.algorithm_type == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a\n", "holds a list, wanted sections"),
+        ("a: [", "is not YAML"),
+        ("name: x\n", "is not a configuration of Trinity-RFT"),
+        ("model: {}\nstages: 3\n", "stages: wanted a list"),
+        ("model: 5\n", "is not a configuration of Trinity-RFT"),
+        ("model: {}\nbuffer: [1]\n", "model"),
+    ],
+)
+def test_rubbish_is_an_error_and_no_crash(text: str, words: str, tmp_path: Path, capsys: Capture) -> None:
+    source = tmp_path / "bad.yaml"
+    source.write_text(text)
+    assert main(["migrate", str(source)]) in {1, 2}
+    assert words in capsys.readouterr().err

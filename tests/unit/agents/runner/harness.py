@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.unit.agents.world import World, a_slice, an_outcome, send_slice
+from tests.unit.agents.world import World, an_outcome, send_slice
 from trinity_agents.runner.agent import Runner
 from trinity_mq.messages import TaskResult, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.testing.virtual_time import run_virtually
 
 Does = Callable[[TaskSlice], Awaitable[SliceOutcome]]
 Models = Callable[[], InferenceModel]
@@ -79,29 +78,19 @@ def make(
     return ScriptedRunner(world, Scripted(does), Scripted(isolated), name, **limits)
 
 
-def run_slices(
-    world: World, runner: Runner, *slices: TaskSlice, seconds: float = 1, returned: int = 0, failed: int = 0
-) -> None:
-    """Send slices, a default slice if none is given, and run the runner for ``seconds``.
+async def lived(world: World, runner: Runner, *slices: TaskSlice, seconds: float = 1) -> None:
+    """Send slices, and run the runner for ``seconds`` of virtual time."""
+    for task_slice in slices:
+        await send_slice(world, task_slice)
+    async with world.living(runner):
+        await asyncio.sleep(seconds)
 
-    Args:
-        world: The broker.
-        runner: The runner.
-        slices: The slices.
-        seconds: Virtual time until the runner is drained.
-        returned: Number of earlier deliveries of the slices.
-        failed: Number of attempts that were seen to fail.
-    """
 
-    async def main() -> None:
-        for task_slice in slices or (a_slice(),):
-            await send_slice(world, task_slice)
-        if returned:
-            world.held_back("tasks.train", returned, failed=failed)
-        async with world.living(runner):
-            await asyncio.sleep(seconds)
-
-    run_virtually(main())
+async def suspected(world: World, *slices: TaskSlice, returned: int = 1, failed: int = 0) -> None:
+    """Send slices that came back so often, after so many attempts that were seen to fail."""
+    for task_slice in slices:
+        await send_slice(world, task_slice)
+    world.held_back("tasks.train", returned, failed=failed)
 
 
 def results(world: World) -> list[TaskResult]:

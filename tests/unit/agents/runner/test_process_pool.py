@@ -1,23 +1,34 @@
+from __future__ import annotations
+
 import asyncio
 import os
-import signal
 import socket
 import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from tests.unit.agents.runner.harness import parts, results, unanswered
+from tests.unit.agents.world import World, a_slice, send_slice
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
+from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_mq.config import Config
+from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody, TaskSlice, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.workflows import Workflow
 
 WORKFLOWS = """
-import os, signal, subprocess, sys, time
+import ctypes, os, subprocess, sys, time
 from pathlib import Path
+from trinity_mq.experience import Experience
 from trinity_mq.workflows import SandboxFailed, Workflow
 
 HERE = Path(__file__).parent
@@ -32,14 +43,6 @@ class Asks(Workflow):
         return experiences
     def before(self):
         pass
-
-class Exits(Asks):
-    def before(self):
-        os._exit(3)
-
-class Segfaults(Asks):
-    def before(self):
-        os.kill(os.getpid(), signal.SIGSEGV)
 
 class SandboxAway(Asks):
     def before(self):
@@ -71,17 +74,6 @@ class HoldsOnToTheLoop(HoldsOn):
     async def run_async(self):
         return self.run()
 
-class Eats(Asks):
-    def before(self):
-        eaten = []
-        while True:
-            eaten.append(bytearray(16 * 2**20))
-
-class PointsNowhere(Asks):
-    def before(self):
-        import ctypes
-        ctypes.string_at(0)
-
 class Unsendable(Asks):
     async def run_async(self):
         experiences = await super().run_async()
@@ -91,6 +83,45 @@ class Unsendable(Asks):
 class Raises(Asks):
     def before(self):
         sys.exit("no")
+
+class Fine(Workflow):
+    is_async = True
+    async def run_async(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Blocks(Workflow):
+    def run(self):
+        return [Experience(tokens=[1, 2, 3], prompt_length=1, reward=1.0)]
+
+class Exits(Fine):
+    async def run_async(self):
+        os._exit(1)
+
+class PointsNowhere(Fine):
+    async def run_async(self):
+        ctypes.string_at(0)
+
+class Eats(Fine):
+    async def run_async(self):
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 * 2**20))
+
+class Ignores(Fine):
+    async def run_async(self):
+        while True:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+
+class BlockingExits(Workflow):
+    def run(self):
+        os._exit(1)
+
+class BlockingHangs(Workflow):
+    def run(self):
+        time.sleep(3600)
 """
 
 
@@ -105,10 +136,6 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def config(tmp_path):
     return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run")})
-
-
-def changed(tmp_path, **runner):
-    return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run"), "runner": runner})
 
 
 @pytest.fixture
@@ -173,32 +200,10 @@ async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, en
     assert sorted(seeds[:2]) == sorted(seeds[2:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "said", "exitcode"),
-    [
-        ("Exits", "ended with exit code 3 before it had an outcome", 3),
-        ("Segfaults", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
-        ("PointsNowhere", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
-    ],
-)
-async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
-    neighbour = asyncio.ensure_future(pool.run(task_slice("Asks"), config, lambda: engine.model))
-    with pytest.raises(ChildDied, match=said) as caught:
-        await pool.run(task_slice(kind), config, lambda: engine.model)
-    assert caught.value.exitcode == exitcode
-    assert (await neighbour).runs == [6, 7]
-
-
-async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid):
-    with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
-        await pool.run(task_slice("Hangs", slice_timeout=0.5), config, lambda: engine.model)
-    assert caught.value.overdue
-    await ends(await pid)
-
-
 @pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
-async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, kind):
-    config = changed(tmp_path, concurrent_mode="sequential")
+async def test_runs_that_are_finished_outlive_what_hangs(here, pool, config, engine, kind):
+    sequential = config.runner.model_copy(update={"concurrent_mode": "sequential"})
+    config = config.model_copy(update={"runner": sequential})
     answers = [completion("hang"), completion("8"), completion("7")]
     engine.script = lambda body: answers.pop() if answers else completion("hang")
     results = RunResults()
@@ -213,40 +218,6 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, e
     assert len(outcome.runs) == len(outcome.experiences) == len(outcome.metrics) == 2
     assert {each.response_text for each in outcome.experiences} == {"7", "8"}
     assert outcome.version_min == (1, 3)
-
-
-async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, engine):
-    config = changed(tmp_path, memory_limit=200 * 2**20)
-    outcome = await pool.run(task_slice("Eats", runs=1), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "MemoryError" in outcome.message
-    outcome = await pool.run(task_slice("Asks", runs=1), config, lambda: engine.model)
-    assert (outcome.runs, outcome.message) == ([6], None)
-
-
-async def test_the_kind_of_a_failure_and_that_it_is_final_come_out_of_the_process(here, pool, config, engine):
-    outcome = await pool.run(task_slice("SandboxAway", runs=1), config, lambda: engine.model)
-    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], "environment", False)
-    assert outcome.message.startswith("environment: connection refused (")
-
-
-async def test_the_process_tells_which_engine_did_not_answer(here, pool, config, engine):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
-
-    class Models:
-        def __init__(self):
-            self.left, self.told = [engine.model, gone], []
-
-        def __call__(self):
-            return self.left.pop() if len(self.left) > 1 else self.left[0]
-
-        def lost(self, model):
-            self.told.append(model)
-
-    models = Models()
-    outcome = await pool.run(task_slice("Asks", runs=1), config, models)
-    assert (outcome.runs, models.told) == ([6], [gone])
 
 
 async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
@@ -273,29 +244,41 @@ async def test_what_a_slice_has_started_dies_with_it(here, pool, config, engine,
     await ends(await pid)
 
 
-async def test_the_process_asks_which_engine_to_use(here, pool, config, engine):
+async def test_the_process_asks_which_engine_to_use_and_tells_which_did_not_answer(here, pool, config, engine):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        lost = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
-    answers = [engine.model, lost, EngineNotReady("waits", 0.01), EngineLost("none")]
+        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
 
-    def models():
-        answer = answers.pop() if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    class Models:
+        def __init__(self):
+            self.answers, self.told = [engine.model, gone, EngineNotReady("waits", 0.01), EngineLost("none")], []
 
+        def __call__(self):
+            answer = self.answers.pop() if len(self.answers) > 1 else self.answers[0]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def lost(self, model):
+            self.told.append(model)
+
+    models = Models()
     outcome = await pool.run(task_slice("Asks", runs=1), config, models)
-    assert (outcome.runs, outcome.message) == ([6], None)
-    assert answers == [engine.model]
+    assert (outcome.runs, outcome.message, models.told) == ([6], None, [gone])
+    assert models.answers == [engine.model]
 
 
-async def test_failures_come_back_as_outcomes(here, pool, config, engine):
-    outcome = await pool.run(task_slice("Raises"), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "called sys.exit('no')" in outcome.message
-    outcome = await pool.run(task_slice("Unsendable"), config, lambda: engine.model)
-    assert outcome.runs == []
-    assert "do not encode" in outcome.message
+@pytest.mark.parametrize(
+    ("kind", "said", "failure", "retryable"),
+    [
+        ("Raises", "called sys.exit('no')", "workflow", True),
+        ("Unsendable", "do not encode", "workflow", True),
+        ("SandboxAway", "environment: connection refused (", "environment", False),
+    ],
+)
+async def test_failures_come_back_as_outcomes(here, pool, config, engine, kind, said, failure, retryable):
+    outcome = await pool.run(task_slice(kind), config, lambda: engine.model)
+    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], failure, retryable)
+    assert said in outcome.message
 
 
 async def test_no_more_processes_at_a_time_than_allowed(here, config, engine, pid):
@@ -336,3 +319,135 @@ async def test_the_process_does_not_outlive_its_runner(here, config, pid):
     runner.kill()
     await runner.wait()
     await ends(await pid)
+
+
+# -- a runner and slices that kill, hang or eat: each costs itself only
+
+
+def poison(kind: str, task: int, **fields: object) -> TaskSlice:
+    limits = {"max_timeout": 20.0, "slice_timeout": 20.0, "max_retry_times": 0, **fields}
+    body = TaskBody(workflow=f"isolated_workflows.{kind}", raw_task={"n": 0})
+    return a_slice(task=task, runs=1, **limits).model_copy(update={"task": body})
+
+
+async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: int) -> dict[int, str]:
+    """Have one runner do the slices, which have come back ``returns`` times; return how they ended."""
+    for each in task_slices:
+        await send_slice(world, each)
+    if returns:
+        world.held_back("tasks.train", returns)
+    pool = ProcessPool(2, grace=0.3)
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0", isolated=pool)
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+    async with world.living(runner), asyncio.timeout(50):
+        await world.beat("engine", "e", lease=100.0, **engine)
+        while len(results(world)) < wanted or unanswered(world):
+            await runner.woken.wait(0.05)
+    return {result.task_id: result.outcome for result in results(world)}
+
+
+async def test_each_poisonous_slice_costs_itself_only(here: Path, tmp_path: Path) -> None:
+    world = World("broker.delivery_limit=3", "runner.memory_limit=200000000", f"run_dir={tmp_path / 'run'}")
+    task_slices = [
+        poison("Fine", 0),
+        poison("Exits", 1),
+        poison("PointsNowhere", 2),
+        poison("Eats", 3),
+        poison("Ignores", 4, slice_timeout=1.0),
+        poison("Fine", 5),
+    ]
+    ended = await outcomes(world, 6, *task_slices, returns=1)
+    assert ended == {0: "finished", 1: "poisoned", 2: "poisoned", 3: "failed", 4: "failed", 5: "finished"}
+    messages = {result.task_id: str(result.message) for result in results(world)}
+    assert "killed its process; 3 attempts failed or were lost" in messages[1]
+    assert "SIGSEGV" in messages[2]
+    assert "MemoryError" in messages[3]
+    assert "was killed" in messages[4]
+    assert len(parts(world)) == 2
+    dead = world.stored("dead")
+    assert [(each.headers["returned"], each.headers["failed-tries"]) for each in dead] == [(1, 2)] * 2
+    for letter in dead:
+        lines = letter.headers["failures"].split("\n")
+        assert [line.split(" of ")[0][:19] for line in lines] == ["delivery 2: attempt", "delivery 3: attempt"]
+        assert all(" of runner-0: it killed its process: " in line for line in lines)
+
+
+async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(here: Path, tmp_path: Path) -> None:
+    world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
+    task_slices = [
+        poison("Blocks", 0),
+        poison("BlockingExits", 1),
+        poison("BlockingHangs", 2, slice_timeout=1.0),
+    ]
+    ended = await outcomes(world, 3, *task_slices, returns=0)
+    assert ended == {0: "finished", 1: "poisoned", 2: "failed"}
+
+
+# -- the watchdog
+
+
+SCRIPT = """
+import asyncio, sys, time
+from trinity_agents.runner import agent
+watchdog.TICK = 0.05
+
+async def main():
+    watching = asyncio.ensure_future(watchdog.Watchdog(0.5).run())
+    await asyncio.sleep(0.8)
+    if sys.argv[1] == "blocks":
+        def held_here():
+            time.sleep(30)
+        held_here()
+    await asyncio.sleep(0.1)
+    watching.cancel()
+    await asyncio.wait([watching])
+    time.sleep(0.8)  # nobody watches any more
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("does", "code"), [("blocks", 75), ("ticks", 0)])
+async def test_a_process_whose_loop_is_held_ends_and_says_where(does, code):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SCRIPT, does, stderr=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(45):  # the child imports what a runner imports
+        _, said = await process.communicate()
+    assert process.returncode == code
+    assert (b"held_here" in said) == (does == "blocks")
+
+
+# -- in a thread
+
+
+class HoldsItsThread(Workflow):
+    """Synchronous; ends when it is interrupted, and only then."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def run(self) -> list[Experience]:
+        self.threads.append(threading.current_thread())
+        while True:
+            time.sleep(0.002)
+
+
+async def test_a_synchronous_workflow_that_nobody_waits_for_frees_its_slot_and_its_thread() -> None:
+    world = World("runner.concurrency=1")
+    HoldsItsThread.threads.clear()
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
+    body = TaskBody(workflow=f"{__name__}.HoldsItsThread")
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+    async with world.living(runner):
+        await world.beat("engine", "e", **engine)
+        await send_slice(world, a_slice(opened_beat=10, runs=3).model_copy(update={"task": body}))
+        async with asyncio.timeout(10):
+            while len(HoldsItsThread.threads) < 3:
+                await runner.woken.wait(0.02)
+        await world.beat("explorer", "explorer-0", 11, open=[])
+        async with asyncio.timeout(10):
+            while runner.detail().running:
+                await runner.woken.wait(0.02)
+        for thread in HoldsItsThread.threads:
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive()
+    assert results(world) == []
+    assert unanswered(world) == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.records import Records, RecordSource, open_records
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config import Config, load_config
+from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter, read_metrics
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner
@@ -63,49 +60,6 @@ def numbered(config: Config, count: int) -> RecordSource:
 
 def seen(batch: Any) -> list[int]:
     return [int(one.tokens[-1]) for one in batch.experiences]
-
-
-@pytest.mark.parametrize("selector", ["sequential", "shuffle"])
-async def test_killed_anywhere_each_record_is_trained_on_once_an_epoch(tmp_path: Path, selector: str) -> None:
-    for seed in range(25):
-        dice = random.Random(seed)
-        count, size, epochs = dice.randint(1, 11), dice.randint(1, 6), dice.randint(1, 3)
-        config = config_of(
-            tmp_path, {"path": "x", "selector": selector}, f"seed={seed}", batch_size=size, total_epochs=epochs
-        )
-        source, trained = numbered(config, count), list[int]()
-        saved, at_save = source.state(), 0
-        while source.available():
-            batch = await source.next()
-            assert await source.next() is batch, "the same until it is consumed"
-            if dice.random() < 0.3:
-                source = numbered(config, count)  # killed within the step, or before its checkpoint
-                source.restore(json.loads(json.dumps(saved)))
-                del trained[at_save:]
-                continue
-            trained += seen(batch)
-            source.consumed()
-            if dice.random() < 0.6:
-                saved, at_save = source.state(), len(trained)
-        assert Counter(trained) == Counter(dict.fromkeys(range(count), epochs))
-        assert source.ended == -(-count * epochs // size)
-
-
-async def test_ids_tell_apart_what_comes_twice_in_one_batch(tmp_path: Path) -> None:
-    source = numbered(config_of(tmp_path, {"path": "x"}, batch_size=7, total_steps=2), 3)
-    batch = await source.next()
-    assert len(set(batch.experiences.ids("uid"))) == 7
-
-
-def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
-    source = numbered(config_of(tmp_path, {"path": "x"}, total_steps=2), 3)
-    state = source.state()
-    with pytest.raises(FatalError, match="training data 'rows': the records of x have changed since the run"):
-        source.restore({**state, "identity": "other"})
-    with pytest.raises(FatalError, match="belongs to seed 5, and here is 0"):
-        source.restore({**state, "seed": 5})
-    with pytest.raises(FatalError, match="wanted an epoch from 0"):
-        source.restore({**state, "cursor": 9})
 
 
 def codec_of(config: Config) -> TextCodec:
@@ -162,24 +116,60 @@ async def test_experiences_that_were_recorded_are_read_from_a_folder(tmp_path: P
         open_records(empty, codec_of(config))
 
 
+RECORDS = [f"{key}={json.dumps(value)}" for key, value in SFT.items()] + [
+    'buffer.trainer_input.experience_buffer={"storage_type": "file", "schema_type": "sft", "path": "x"}'
+]
+REPLAY = ["buffer.trainer_input.replay.share=0.34"]
+EXPERTS = {"solved": {"storage_type": "synthetic", "path": "max3", "schema_type": "sft"}}
+MIX = [
+    "algorithm={algorithm_type: mix, repeat_times: 2}",
+    f"buffer.trainer_input.auxiliary_buffers={json.dumps(EXPERTS)}",
+]
+TWO = ["trainer.batches_per_step=2"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("settings", "said"),
     [
-        (["buffer.trainer_input={}"], "mode is train and .*storage_type stream"),
-        (["mode=both"], "storage_type is file and mode both"),
-        (["trainer.batches_per_step=2"], "trainer.batches_per_step is 2 in mode train"),
-        (["algorithm.algorithm_type=grpo"], "schema_type is sft, and algorithm_type grpo has no loss for it.*sft_is"),
-        (["buffer.trainer_input.experience_buffer.path=''"], "needs a path"),
-        (["buffer.trainer_input.experience_buffer.storage_type=stream"], "schema_type is sft and storage_type stream"),
+        ([*RECORDS, "buffer.trainer_input={}"], "mode is train and .*storage_type stream"),
+        ([*RECORDS, "mode=both"], "storage_type is file and mode both"),
+        ([*RECORDS, *TWO], "trainer.batches_per_step is 2 in mode train"),
         (
-            ["buffer.trainer_input.experience_buffer={storage_type: synthetic, path: ops3}"],
+            [*RECORDS, "algorithm.algorithm_type=grpo"],
+            "schema_type is sft, and algorithm_type grpo has no loss for it.*sft_is",
+        ),
+        ([*RECORDS, "buffer.trainer_input.experience_buffer.path=''"], "needs a path"),
+        (
+            [*RECORDS, "buffer.trainer_input.experience_buffer.storage_type=stream"],
+            "schema_type is sft and storage_type stream",
+        ),
+        (
+            [*RECORDS, "buffer.trainer_input.experience_buffer={storage_type: synthetic, path: ops3}"],
             "schema_type experience reads .tmqx files",
         ),
+        ([*REPLAY, "mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
+        (
+            [*REPLAY, "algorithm.algorithm_type=gpg"],
+            "algorithm_type gpg does not compare the policy with the policy that sampled",
+        ),
+        ([*REPLAY, "algorithm.anchor=old"], "data may be 16 train steps old"),
+        (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
+        ([*REPLAY, "buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
+        ([*MIX, "algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
+        ([*MIX, "mode=explore"], "in mode explore, and experts are added to rollouts"),
+        ([*MIX, "buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"], "'solved' has schema_type dpo"),
+        (
+            [*MIX, "buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
+            "solved, more, wanted at most one",
+        ),
+        ([*TWO, "synchronizer.sync_interval=3"], "does not divide synchronizer.sync_interval 3"),
+        ([*TWO, "synchronizer.sync_style=fully_async", "synchronizer.pipeline_depth=0"], "Raise pipeline_depth to 1"),
     ],
+    ids=str,
 )
-def test_settings_that_contradict_each_other_say_so(tmp_path: Path, changes: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        config_of(tmp_path, {"path": "x"}, *changes)
+def test_settings_of_training_data_that_contradict_each_other_say_so(settings: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"model": {"tiny": {}}}, settings)
 
 
 class Remembering(FakeLearner):

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.unit.agents.trainer.lives import begun_at, lived
-from trinity_agents.simulation import Simulation
-from trinity_agents.trainer import loop
+from trinity_agents.simulation import Simulation, killed, until
+from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
 from trinity_agents.trainer.sources.base import ExperiencesLost
-from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, _with_advantage, replayed_groups_per_step
+from trinity_agents.trainer.sources.mix import MixSource, experts_per_step
+from trinity_agents.trainer.sources.records import Records, RecordSource
+from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, replayed_groups_per_step
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
-from trinity_mq.config import ConfigError, ReplayConfig, load_config
-from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.config import ExperienceBufferConfig, ReplayConfig, load_config
+from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
@@ -72,38 +74,6 @@ def test_the_capacity_keeps_those_of_the_highest_priority() -> None:
     assert known.tickets == ["t3"]
 
 
-def test_chance_follows_from_the_seed_and_the_step() -> None:
-    def chosen(seed: int, step: int) -> list[str]:
-        known = ReplayIndex(ReplayConfig(share=0.5, sigma=3.0, max_age=99), seed)
-        known.add([str(n) for n in range(50)], "t", [1], 1)
-        return names(known.choose(10, step))
-
-    assert chosen(0, 2) == chosen(0, 2)
-    assert len({tuple(chosen(seed, step)) for seed in (0, 1) for step in (2, 3)}) == 4
-
-
-def test_the_state_is_json_and_goes_on_alike() -> None:
-    known, other = index(sigma=1.0), index(sigma=1.0)
-    for step in (1, 2, 3):
-        known.add([f"{step}/a", f"{step}/b"], f"t{step}", [step, step + 1], step)
-        known.use(known.choose(1, step + 1), step + 1)
-    other.restore(json.loads(json.dumps(known.state())))
-    assert other.state() == known.state()
-    assert names(other.choose(4, 5)) == names(known.choose(4, 5))
-    assert other.offsets("t3") == [3, 4]
-
-
-def test_groups_without_any_advantage_teach_nothing_and_are_not_kept() -> None:
-    def one(task: int, run: int, advantage: list[float] | None) -> Experience:
-        given = None if advantage is None else torch.tensor(advantage)
-        return Experience(eid=EID(1, task, run=run), tokens=[1, 2, 3], prompt_length=1, advantages=given)
-
-    batch = ExperienceBatch.of(
-        [one(0, 0, [0.0, 0.0]), one(0, 1, [0.0, 0.0]), one(1, 0, [0.0, 0.0]), one(1, 1, [0.0, -0.5]), one(2, 0, None)]
-    )
-    assert _with_advantage(batch) == ["1/1", "1/2"]
-
-
 class Remembering(FakeLearner):
     """Notes the groups of each step: those of its batch, and others."""
 
@@ -152,6 +122,10 @@ def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None
     assert [entry.get("replayed", []) for entry in entries] == [learner.replayed[step] for step in range(1, 10)]
     uids = [uid for entry in entries for uid in entry["uids"]]
     assert len(set(uids)) == len(uids) == 9 * 4, "what is fresh is recorded once"
+    with_failures = replayed(
+        tmp_path / "failures", spoil=lambda task_slice: "failed" if task_slice.batch in {2, 5} else None
+    )[1]
+    assert [len(with_failures.replayed[step]) for step in range(1, 8)] == [0] + [1] * 6
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -178,14 +152,6 @@ def test_the_uses_of_replayed_groups_are_counted(tmp_path: Path) -> None:
     assert not known & uses.keys(), "what was used as often as it may be is forgotten"
 
 
-def test_a_batch_without_rollouts_replays_nothing(tmp_path: Path) -> None:
-    def spoil(task_slice: Any) -> str | None:
-        return "failed" if task_slice.batch in {2, 5} else None
-
-    _, learner = replayed(tmp_path, spoil=spoil)
-    assert [len(learner.replayed[step]) for step in range(1, 8)] == [0] + [1] * 6
-
-
 def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def lost(self: Any, offsets: Sequence[int]) -> ExperienceBatch:
         raise ExperiencesLost(f"nothing is at offset {offsets[0]}")
@@ -196,48 +162,6 @@ def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monke
     assert sorted(learner.fresh) == list(range(1, 10))
     assert not any(learner.replayed.values())
     assert sum(values.get("replay/lost_groups", 0) for _, values in sim.reports) == 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (["mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
-        (
-            ["algorithm.algorithm_type=gpg"],
-            "algorithm_type gpg does not compare the policy with the policy that sampled",
-        ),
-        (["algorithm.anchor=old"], "data may be 16 train steps old"),
-        (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
-        (["buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
-    ],
-)
-def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config({"model": {"tiny": {}}}, [SHARE, *changes])
-
-
-def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
-    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=3"))
-    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
-    kept = set(state["replay"]["offsets"])
-    assert kept
-    assert kept < set(state["consumed"])
-    assert _consumed_tickets(state) == set(state["consumed"]) - kept
-    assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
-
-
-def test_a_ticket_that_may_be_replayed_is_remembered_after_those_of_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "REMEMBERED", 1)
-    settings = (SHARE, "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1")
-    replayed(tmp_path, settings=(*settings, "buffer.trainer_input.replay.max_age=4"))
-    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
-    batches = {entry["ticket"]: entry["batch"] for entry in lineage(tmp_path / "history", 1, 9)}
-    kept = set(state["replay"]["offsets"])
-    assert state["settled"] == state["batches"] - 3
-    assert min(batches[ticket] for ticket in kept) <= state["settled"]
-    assert kept < set(state["consumed"]) < set(batches)
 
 
 def test_a_ticket_that_may_be_replayed_is_remembered_when_fewer_others_are(tmp_path: Path) -> None:
@@ -251,3 +175,124 @@ def test_a_ticket_that_may_be_replayed_is_remembered_when_fewer_others_are(tmp_p
     source.restore(state)
     assert kept <= set(source.state()["consumed"])
     assert source.state()["settled"] == state["batches"] - 1
+
+
+def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
+    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=3"))
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    kept = set(state["replay"]["offsets"])
+    assert set() < kept < set(state["consumed"])
+    assert _consumed_tickets(state) == set(state["consumed"]) - kept
+    assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
+
+
+# -- expert answers beside rollouts: a fixed number a step, each once an epoch
+
+
+EXPERTS = {"solved": {"storage_type": "synthetic", "path": "max3", "schema_type": "sft"}}
+MIX = (
+    "algorithm={algorithm_type: mix, repeat_times: 2}",
+    f"buffer.trainer_input.auxiliary_buffers={json.dumps(EXPERTS)}",
+    "trainer.save_interval=3",
+)
+COUNT = 7
+
+
+def experts(size: int) -> RecordSource:
+    def rows(indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
+        return [Experience(tokens=[0, index], prompt_length=1, index=index) for index in indexes], {}
+
+    data = ExperienceBufferConfig(storage_type="file", path="x", schema_type="sft", selector="sequential")
+    return RecordSource(data, Records(COUNT, "numbers", rows), seed=0, size=size, batches=1 << 40)
+
+
+class RememberingExperts(FakeLearner):
+    """Notes the experts of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.experts: dict[int, list[int]] = {}
+        self.rollouts: dict[int, int] = {}
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        marked = [one for one in experiences if one.info.get("is_expert")]
+        experts = [one.index or 0 for one in marked]
+        assert self.experts.setdefault(step_number, experts) == experts, "a step made again has the same ones"
+        self.rollouts[step_number] = len(experiences) - len(marked)
+        return await super().step(experiences, step_number)
+
+
+def mixed(folder: Path, seed: int | None = None, **options: Any) -> tuple[Simulation, RememberingExperts]:
+    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never."""
+    sim, learner = Simulation(folder, MIX, batches=9, **options), RememberingExperts()
+
+    def trainer() -> Any:
+        made = sim.make_trainer(learner=learner)
+        source = made.loop.source
+        made.loop.source = MixSource(source, experts(experts_per_step(sim.config)))
+        return made
+
+    async def run() -> None:
+        if seed is None:
+            await trainer().run()
+        else:
+            await lived(sim, trainer, seed)
+
+    run_virtually(sim.run(trainer=run), limit=5000)
+    return sim, learner
+
+
+def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) -> None:
+    sim, learner = mixed(tmp_path)
+    assert experts_per_step(sim.config) == 1, "a fifth of a step with four rollouts"
+    assert learner.rollouts == dict.fromkeys(range(1, 10), 4)
+    assert [learner.experts[step] for step in range(1, 10)] == [[n % COUNT] for n in range(9)]
+    newest = find_checkpoints(tmp_path / "checkpoints")[0][0].state
+    uids = [uid for entry in lineage(tmp_path / "history", newest.generation, 9) for uid in entry["uids"]]
+    assert len(set(uids)) == len(uids) == 9 * 5
+
+
+def test_killed_anywhere_each_expert_comes_once_an_epoch(tmp_path: Path) -> None:
+    for seed in range(5):
+        sim, learner = mixed(tmp_path / str(seed), seed)
+        first, *again = begun_at(sim)
+        assert first is None
+        assert all(again), f"each life goes on from a checkpoint, not from {again}"
+        trained = [learner.experts[step] for step in sorted(learner.experts)]
+        assert trained == [[n % COUNT] for n in range(9)]
+
+
+def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
+    def spoil(task_slice: Any) -> str | None:
+        return "failed" if task_slice.batch in {2, 5} else None
+
+    _, learner = mixed(tmp_path, spoil=spoil)
+    assert Counter(index for step in learner.experts.values() for index in step) == Counter(range(COUNT))
+
+
+# -- lives of a trainer in a simulated run, each killed behind a checkpoint
+
+
+KILLED_AT = (4, 6, 8)
+"""Progress at which lives of a run of nine batches end: each behind a checkpoint, with one every three batches."""
+
+
+async def lived(sim: Simulation, make: Callable[[], Trainer], seed: int, ends: Sequence[int] = KILLED_AT) -> None:
+    """Run trainers one after another, each killed within a step's time of reaching the next progress in ``ends``, and
+    one until it ends by itself.
+    """
+    dice = random.Random(seed)
+    for end in ends:
+        trainer = make()
+        life = asyncio.create_task(trainer.run())
+        await until(lambda: trainer.loop.progress >= end)  # noqa: B023  # awaited here
+        await asyncio.sleep(dice.uniform(0.0, 1.0))
+        assert await killed(life), f"it ended before it was killed at progress {end}"
+    await make().run()
+
+
+def begun_at(sim: Simulation) -> list[int | None]:
+    """Return the progress of the checkpoint from which each life went on, None where it was at the first step."""
+    files = sorted((sim.folder / "history").glob("*.jsonl"), key=lambda path: int(path.stem))
+    origins = [json.loads(path.read_text().splitlines()[0])["resumed_from"] for path in files]
+    return [origin and origin["progress"] for origin in origins]
