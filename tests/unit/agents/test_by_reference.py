@@ -12,6 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
+from tests.virtual import virtually
 from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
@@ -171,30 +172,27 @@ def reasons(world: World) -> str:
 # -- the way it should go
 
 
-def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(disk: Disk) -> None:
+@virtually
+async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(disk: Disk) -> None:
     world = make_world(disk)
-
-    async def main() -> TrainBatch:
-        await send_slice(world, a_slice())
-        async with world.living(runner(world), operator(world)):
-            await asyncio.sleep(1)
-            (result,) = results(world)
-            assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 2)
-            small, large = world.stored(QUEUE)
-            assert (small.content_type, large.content_type) == (EXPERIENCES, REFERENCE)
-            assert large.headers["kind"] == "experience_part"
-            assert large.headers["policy_version"] == "1.3"
-            assert len(large.body) < 1000
-            assert [path.name for path in disk.blobs("batch")] == [f"{result.attempt}-1.tmqx"]
-            await close(world, (result.attempt, 2))
-            await asyncio.sleep(0.5)
-            assert len(disk.blobs("batch")) == 1  # its queue still exists
-            await asyncio.sleep(2)
-        assert disk.blobs("batch") == []
-        assert world.count(QUEUE) is None
-        return await trained(world, disk)
-
-    batch = run_virtually(main())
+    await send_slice(world, a_slice())
+    async with world.living(runner(world), operator(world)):
+        await asyncio.sleep(1)
+        (result,) = results(world)
+        assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 2)
+        small, large = world.stored(QUEUE)
+        assert (small.content_type, large.content_type) == (EXPERIENCES, REFERENCE)
+        assert large.headers["kind"] == "experience_part"
+        assert large.headers["policy_version"] == "1.3"
+        assert len(large.body) < 1000
+        assert [path.name for path in disk.blobs("batch")] == [f"{result.attempt}-1.tmqx"]
+        await close(world, (result.attempt, 2))
+        await asyncio.sleep(0.5)
+        assert len(disk.blobs("batch")) == 1  # its queue still exists
+        await asyncio.sleep(2)
+    assert disk.blobs("batch") == []
+    assert world.count(QUEUE) is None
+    batch = await trained(world, disk)
     (decided,) = ready(world)
     assert (decided.state, decided.chunks, decided.experiences) == ("ready", 2, 2)
     assert decided.metrics["experience_pipeline/chunks_by_reference"] == 1.0
@@ -205,7 +203,8 @@ def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(disk: Di
     assert world.reasons() == []
 
 
-def test_the_blob_is_there_before_its_reference_is_sent(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+@virtually
+async def test_the_blob_is_there_before_its_reference_is_sent(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(disk)
     put = BlobStore.put
 
@@ -215,22 +214,19 @@ def test_the_blob_is_there_before_its_reference_is_sent(disk: Disk, monkeypatch:
         return reference
 
     monkeypatch.setattr(BlobStore, "put", noted)
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(runner(world), operator(world)):
-            await asyncio.sleep(1)
-            await close(world, (results(world)[0].attempt, 2))
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await send_slice(world, a_slice())
+    async with world.living(runner(world), operator(world)):
+        await asyncio.sleep(1)
+        await close(world, (results(world)[0].attempt, 2))
+        await asyncio.sleep(3)
     runners, operators = world.wire[: world.wire.index("acked tasks.train") + 1], world.wire
     part = ["sent experience_part", "confirmed experience_part"]
     assert runners == ["stored batch", *part * 2, "sent task_result", "confirmed task_result", "acked tasks.train"]
     assert operators.index("stored ready") < operators.index("sent experience_chunk")
 
 
-def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
+@virtually
+async def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
     def filled(length: int) -> Experience:
         return experience(info={"fill": b"x" * length})
 
@@ -243,35 +239,29 @@ def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
         async def run_slice(self, task_slice: TaskSlice, models: Any, results: Any = None) -> SliceOutcome:
             return an_outcome(task_slice, experiences=[filled(70_000 + self.extra)])
 
-    async def main() -> None:
-        exact = Exact()
-        async with world.living(runner(world, work=exact)):
-            for ticket, extra in (("t1", 0), ("t2", 8)):
-                exact.extra = extra
-                await send_slice(world, a_slice(ticket))
-                await asyncio.sleep(1)
-
-    run_virtually(main())
+    exact = Exact()
+    async with world.living(runner(world, work=exact)):
+        for ticket, extra in (("t1", 0), ("t2", 8)):
+            exact.extra = extra
+            await send_slice(world, a_slice(ticket))
+            await asyncio.sleep(1)
     (fits,), (not_any_more,) = world.stored(QUEUE), world.stored("batch.t2")
     assert (len(fits.body), fits.content_type) == (size, EXPERIENCES)
     assert not_any_more.content_type == REFERENCE
     assert decode(not_any_more.body, ExperienceReference).bytes == size + 8
 
 
-def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None:
+@virtually
+async def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None:
     world = make_world(disk, "broker.compression=zstd")
-
-    async def main() -> TrainBatch:
-        await send_slice(world, a_slice())
-        async with world.living(runner(world), operator(world)):
-            await asyncio.sleep(1)
-            (result,) = results(world)
-            assert result.parts == 1  # arange and zeros: both are small now
-            await close(world, (result.attempt, 1))
-            await asyncio.sleep(3)
-        return await trained(world, None)
-
-    batch = run_virtually(main())
+    await send_slice(world, a_slice())
+    async with world.living(runner(world), operator(world)):
+        await asyncio.sleep(1)
+        (result,) = results(world)
+        assert result.parts == 1  # arange and zeros: both are small now
+        await close(world, (result.attempt, 1))
+        await asyncio.sleep(3)
+    batch = await trained(world, None)
     assert [len(one.tokens) for one in batch.experiences] == [4, LARGE]
     assert disk.blobs("ready") == []
 
@@ -279,102 +269,87 @@ def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None:
 # -- the runner
 
 
-def test_a_store_that_is_away_delays_a_slice(disk: Disk) -> None:
+@virtually
+async def test_a_store_that_is_away_delays_a_slice(disk: Disk) -> None:
     world = make_world(disk)
     disk.down()
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(runner(world)):
-            await asyncio.sleep(STORE_PATIENCE / 2)
-            assert world.wire == []
-            disk.up()
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await send_slice(world, a_slice())
+    async with world.living(runner(world)):
+        await asyncio.sleep(STORE_PATIENCE / 2)
+        assert world.wire == []
+        disk.up()
+        await asyncio.sleep(30)
     assert [result.outcome for result in results(world)] == ["finished"]
     assert len(world.stored(QUEUE)) == 2
     assert world.count("tasks.train") == 0
 
 
-def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> None:
+@virtually
+async def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> None:
     world = make_world(disk, "broker.delivery_limit=3")
     disk.down()
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        async with world.living(runner(world)):
-            await asyncio.sleep(2.5 * STORE_PATIENCE)
-            assert results(world) == []
-            await asyncio.sleep(STORE_PATIENCE)
-
-    run_virtually(main())
+    await send_slice(world, a_slice())
+    async with world.living(runner(world)):
+        await asyncio.sleep(2.5 * STORE_PATIENCE)
+        assert results(world) == []
+        await asyncio.sleep(STORE_PATIENCE)
     (result,) = results(world)
     assert (result.outcome, result.parts) == ("poisoned", 0)
     assert "its experiences could not be stored; 3 attempts failed or were lost" in str(result.message)
     assert world.stored(QUEUE) == []
 
 
-def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_go(
+@virtually
+async def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_go(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(disk)
     put, written = BlobStore.put, []
+    await send_slice(world, a_slice())
+    first = asyncio.create_task(runner(world).run())
 
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        first = asyncio.create_task(runner(world).run())
+    def dies(self: BlobStore, name: str, body: bytes) -> ExperienceReference:
+        reference = put(self, name, body)
+        if not written:
+            first.cancel()
+        written.append(name)
+        return reference
 
-        def dies(self: BlobStore, name: str, body: bytes) -> ExperienceReference:
-            reference = put(self, name, body)
-            if not written:
-                first.cancel()
-            written.append(name)
-            return reference
-
-        monkeypatch.setattr(BlobStore, "put", dies)
-        await asyncio.wait([first])
-        assert world.stored(QUEUE) == []
-        async with world.living(runner(world, "runner-1"), operator(world)):
-            await asyncio.sleep(1)
-            (result,) = results(world)
-            assert len(set(written)) == 2
-            assert len(disk.blobs("batch")) == 2
-            await close(world, (result.attempt, 2))
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    monkeypatch.setattr(BlobStore, "put", dies)
+    await asyncio.wait([first])
+    assert world.stored(QUEUE) == []
+    async with world.living(runner(world, "runner-1"), operator(world)):
+        await asyncio.sleep(1)
+        (result,) = results(world)
+        assert len(set(written)) == 2
+        assert len(disk.blobs("batch")) == 2
+        await close(world, (result.attempt, 2))
+        await asyncio.sleep(3)
     assert [decided.experiences for decided in ready(world)] == [2]
     assert disk.blobs("batch") == []
 
 
-def test_a_late_attempt_takes_its_own_blobs_away(disk: Disk) -> None:
+@virtually
+async def test_a_late_attempt_takes_its_own_blobs_away(disk: Disk) -> None:
     world = make_world(disk)
-
-    async def main() -> None:
-        await send_slice(world, a_slice())
-        await send(world, disk, "other")
-        await world.outside.delete(world.topology.batch_queue(1, "t1").name)
-        async with world.living(runner(world)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await send_slice(world, a_slice())
+    await send(world, disk, "other")
+    await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+    async with world.living(runner(world)):
+        await asyncio.sleep(1)
     assert [result.outcome for result in results(world)] == ["late"]
     assert [path.name for path in disk.blobs("batch")] == ["other-0.tmqx"]
 
 
 @pytest.mark.parametrize("ticket", ["../../t", "a/../../b", ".t"])
-def test_a_ticket_that_leads_elsewhere_fails_its_slice_only(disk: Disk, ticket: str) -> None:
+@virtually
+async def test_a_ticket_that_leads_elsewhere_fails_its_slice_only(disk: Disk, ticket: str) -> None:
     world = make_world(disk)
-
-    async def main() -> None:
-        await send_slice(world, a_slice(ticket))
-        async with world.living(runner(world)):
-            await asyncio.sleep(1)
-            await send_slice(world, a_slice())
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await send_slice(world, a_slice(ticket))
+    async with world.living(runner(world)):
+        await asyncio.sleep(1)
+        await send_slice(world, a_slice())
+        await asyncio.sleep(1)
     assert [result.outcome for result in results(world)] == ["failed", "finished"]
     assert {path.parent.name for path in disk.root.rglob("*.tmqx")} == {"t1"}
 
@@ -403,22 +378,19 @@ def spoil(disk: Disk, reference: ExperienceReference) -> None:
     ],
     ids=["missing", "damaged", "size", "huge", "path", "scheme"],
 )
-def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_is_processed(
+@virtually
+async def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_is_processed(
     disk: Disk, harm: Callable[[Disk, ExperienceReference], None] | None, changes: dict[str, Any], reason: str
 ) -> None:
     world = make_world(disk)
-
-    async def main() -> None:
-        await open_batch(world)
-        reference = await send(world, disk, "a", **changes)
-        await send(world, disk, "b", 1)
-        if harm is not None:
-            harm(disk, reference)
-        await close(world, ("a", 1), ("b", 1))
-        async with world.living(operator(world)):
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await open_batch(world)
+    reference = await send(world, disk, "a", **changes)
+    await send(world, disk, "b", 1)
+    if harm is not None:
+        harm(disk, reference)
+    await close(world, ("a", 1), ("b", 1))
+    async with world.living(operator(world)):
+        await asyncio.sleep(5)
     (decided,) = ready(world)
     assert (decided.state, decided.experiences) == ("ready", 1)
     (told,) = world.reasons()
@@ -427,37 +399,31 @@ def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_is_proc
     assert disk.blobs("batch") == []
 
 
-def test_without_a_store_a_reference_is_parked_with_the_setting_it_lacks(disk: Disk) -> None:
+@virtually
+async def test_without_a_store_a_reference_is_parked_with_the_setting_it_lacks(disk: Disk) -> None:
     world = make_world(disk, "broker.blob_store=null")
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        async with world.living(operator(world)):
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    async with world.living(operator(world)):
+        await asyncio.sleep(5)
     assert [decided.state for decided in ready(world)] == ["empty"]
     assert "broker.blob_store is not set here" in reasons(world)
 
 
 @pytest.mark.parametrize("how", ["down", "unmounted"])
-def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(disk: Disk, how: str) -> None:
+@virtually
+async def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(disk: Disk, how: str) -> None:
     world = make_world(disk, "broker.delivery_limit=3")
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        getattr(disk, how)()
-        async with world.living(operator(world)):
-            await asyncio.sleep(1.5 * STORE_PATIENCE)
-            assert ready(world) == []
-            getattr(disk, {"down": "up", "unmounted": "mounted"}[how])()
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    getattr(disk, how)()
+    async with world.living(operator(world)):
+        await asyncio.sleep(1.5 * STORE_PATIENCE)
+        assert ready(world) == []
+        getattr(disk, {"down": "up", "unmounted": "mounted"}[how])()
+        await asyncio.sleep(30)
     (decided,) = ready(world)
     assert (decided.state, decided.experiences) == ("ready", 1)
     assert Slow.seen == [1]
@@ -465,41 +431,35 @@ def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(disk: Disk, how:
     assert disk.blobs("batch") == []
 
 
-def test_a_store_that_is_away_when_chunks_are_written_costs_a_batch_nothing(disk: Disk) -> None:
+@virtually
+async def test_a_store_that_is_away_when_chunks_are_written_costs_a_batch_nothing(disk: Disk) -> None:
     world = make_world(disk)
     Slow.seconds = 10.0
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        async with world.living(operator(world)):
-            await asyncio.sleep(5)
-            disk.down()
-            await asyncio.sleep(60)
-            assert ready(world) == []
-            disk.up()
-            await asyncio.sleep(30)
-        assert (await trained(world, disk)).state == "ready"
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    async with world.living(operator(world)):
+        await asyncio.sleep(5)
+        disk.down()
+        await asyncio.sleep(60)
+        assert ready(world) == []
+        disk.up()
+        await asyncio.sleep(30)
+    assert (await trained(world, disk)).state == "ready"
     assert Slow.seen == [1]
 
 
-def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(disk: Disk) -> None:
+@virtually
+async def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(disk: Disk) -> None:
     world = make_world(disk, "broker.delivery_limit=2")
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        disk.unmounted()
-        async with world.living(operator(world)):
-            await asyncio.sleep(3 * STORE_PATIENCE)
-            disk.mounted()
-            await asyncio.sleep(2 * GRACE)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    disk.unmounted()
+    async with world.living(operator(world)):
+        await asyncio.sleep(3 * STORE_PATIENCE)
+        disk.mounted()
+        await asyncio.sleep(2 * GRACE)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "is it mounted?" in str(decided.reason)
@@ -507,7 +467,8 @@ def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(di
     assert len(disk.blobs("batch")) == 1
 
 
-def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_parks_nothing(disk: Disk) -> None:
+@virtually
+async def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_parks_nothing(disk: Disk) -> None:
     world = make_world(disk)
     late = operator(world)
     read = late._reader.read
@@ -518,81 +479,68 @@ def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_parks_noth
         return parts
 
     late._reader.read = held_up  # type: ignore[method-assign]
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        async with world.living(late):
-            await asyncio.sleep(5)
-            await close(world, ("a", 1))  # announced again
-            async with world.living(operator(world, "operator-1")):
-                await asyncio.sleep(30)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    async with world.living(late):
+        await asyncio.sleep(5)
+        await close(world, ("a", 1))  # announced again
+        async with world.living(operator(world, "operator-1")):
+            await asyncio.sleep(30)
     assert [decided.state for decided in ready(world)] == ["ready", "gone"]
     assert world.reasons() == []
 
 
-def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
+@virtually
+async def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
     world = make_world(disk, "broker.max_batch_bytes=1048576")
-
-    async def main() -> None:
-        await open_batch(world)
-        for run in range(7):
-            await send(world, disk, f"a{run}", run)
-        await close(world, *((f"a{run}", 1) for run in range(7)))
-        async with world.living(operator(world)):
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await open_batch(world)
+    for run in range(7):
+        await send(world, disk, f"a{run}", run)
+    await close(world, *((f"a{run}", 1) for run in range(7)))
+    async with world.living(operator(world)):
+        await asyncio.sleep(5)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "over broker.max_batch_bytes" in str(decided.reason)
 
 
-def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(disk: Disk) -> None:
+@virtually
+async def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(disk: Disk) -> None:
     world = make_world(disk)
     mine = Queue(name="amq.gen-mine", kind="exclusive")
-
-    async def main() -> None:
-        await open_batch(world)
-        await world.outside.declare(mine)
-        await send(world, disk, "a")
-        await close(world, ("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c")])
-        async with world.living(operator(world)):
-            await asyncio.sleep(5)
-            assert world.count(QUEUE) is None
-            got = (await world.outside.consume(mine)).get_nowait()
-            assert got is not None
-            assert (got.content_type, got.correlation_id) == (REFERENCE, "c")
-            await asyncio.sleep(GRACE - SWEEP_INTERVAL)
-            (one,) = Experience.deserialize_many(disk.store.get(decode(got.body, ExperienceReference)))
-            assert len(one.tokens) == LARGE
-            await asyncio.sleep(4 * SWEEP_INTERVAL)
-
-    run_virtually(main())
+    await open_batch(world)
+    await world.outside.declare(mine)
+    await send(world, disk, "a")
+    await close(world, ("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c")])
+    async with world.living(operator(world)):
+        await asyncio.sleep(5)
+        assert world.count(QUEUE) is None
+        got = (await world.outside.consume(mine)).get_nowait()
+        assert got is not None
+        assert (got.content_type, got.correlation_id) == (REFERENCE, "c")
+        await asyncio.sleep(GRACE - SWEEP_INTERVAL)
+        (one,) = Experience.deserialize_many(disk.store.get(decode(got.body, ExperienceReference)))
+        assert len(one.tokens) == LARGE
+        await asyncio.sleep(4 * SWEEP_INTERVAL)
     assert disk.blobs("batch") == []
 
 
-def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(disk: Disk) -> None:
+@virtually
+async def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(disk: Disk) -> None:
     world = make_world(disk)
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, disk, "a")
-        await close(world, ("a", 1))
-        first = asyncio.create_task(operator(world).run())
-        await asyncio.sleep(0.7)
-        await kill(first)
-        assert [decided.state for decided in ready(world)] == ["ready"]
-        await world.outside.delete(world.topology.batch_queue(1, "t1").name)
-        async with world.living(operator(world, "operator-1")):
-            await asyncio.sleep(GRACE - SWEEP_INTERVAL)
-            assert len(disk.blobs("batch")) == 1
-            await asyncio.sleep(4 * SWEEP_INTERVAL)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, disk, "a")
+    await close(world, ("a", 1))
+    first = asyncio.create_task(operator(world).run())
+    await asyncio.sleep(0.7)
+    await kill(first)
+    assert [decided.state for decided in ready(world)] == ["ready"]
+    await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+    async with world.living(operator(world, "operator-1")):
+        await asyncio.sleep(GRACE - SWEEP_INTERVAL)
+        assert len(disk.blobs("batch")) == 1
+        await asyncio.sleep(4 * SWEEP_INTERVAL)
     assert disk.blobs("batch") == []
 
 
@@ -609,41 +557,37 @@ async def processed(world: World, disk: Disk) -> None:
     assert len(disk.blobs("ready")) == 1
 
 
-def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_loses_no_batch(disk: Disk) -> None:
+@virtually
+async def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_loses_no_batch(disk: Disk) -> None:
     world = make_world(disk)
-
-    async def main() -> TrainBatch:
-        loop = asyncio.get_running_loop()
-        await processed(world, disk)
-        disk.down()
-        started = loop.time()
-        with pytest.raises(RestartRequested, match="batch 1 cannot be read now"):
-            await trained(world, disk)
-        assert loop.time() - started >= STORE_PATIENCE
-        later = asyncio.create_task(trained(world, disk))
-        await asyncio.sleep(30)
-        assert not later.done()
-        disk.up()
-        return await later
-
-    batch = run_virtually(main())
+    loop = asyncio.get_running_loop()
+    await processed(world, disk)
+    disk.down()
+    started = loop.time()
+    with pytest.raises(RestartRequested, match="batch 1 cannot be read now"):
+        await trained(world, disk)
+    assert loop.time() - started >= STORE_PATIENCE
+    later = asyncio.create_task(trained(world, disk))
+    await asyncio.sleep(30)
+    assert not later.done()
+    disk.up()
+    batch = await later
     assert (batch.state, len(batch.experiences)) == ("ready", 1)
 
 
 @pytest.mark.parametrize(("spoiled", "reason"), [(True, "another SHA-256"), (False, "does not exist")])
-def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(disk: Disk, spoiled: bool, reason: str) -> None:
+@virtually
+async def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(
+    disk: Disk, spoiled: bool, reason: str
+) -> None:
     world = make_world(disk)
-
-    async def main() -> TrainBatch:
-        await processed(world, disk)
-        (path,) = disk.blobs("ready")
-        if spoiled:
-            path.write_bytes(path.read_bytes()[:-1] + b"!")
-        else:
-            path.unlink()
-        return await trained(world, disk)
-
-    batch = run_virtually(main())
+    await processed(world, disk)
+    (path,) = disk.blobs("ready")
+    if spoiled:
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    else:
+        path.unlink()
+    batch = await trained(world, disk)
     assert (batch.state, len(batch.experiences)) == ("failed", 0)
     assert reason in str(batch.reason)
 

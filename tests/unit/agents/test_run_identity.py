@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import RECORDED, Simulation, killed, until
 from trinity_agents.trainer.history import lineage
@@ -57,19 +58,15 @@ async def cut_off(sim: Simulation, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["at its end", "between two batches", "with a manifest waiting"])
-def test_a_new_run_under_an_old_name_trains_on_its_own_tickets_alone(tmp_path: Path, moment: str) -> None:
+@virtually
+async def test_a_new_run_under_an_old_name_trains_on_its_own_tickets_alone(tmp_path: Path, moment: str) -> None:
     first = Simulation(tmp_path / "first", SETTINGS, batches=BATCHES)
     second = Simulation(tmp_path / "second", SETTINGS, batches=BATCHES, broker=first.broker)
     earlier = 0
-
-    async def scene() -> None:
-        nonlocal earlier
-        await cut_off(first, moment)
-        await asyncio.sleep(LEASES)
-        earlier = len(recorded(first))
-        await second.run()
-
-    run_virtually(scene(), limit=20_000)
+    await cut_off(first, moment)
+    await asyncio.sleep(LEASES)
+    earlier = len(recorded(first))
+    await second.run()
     assert trained(second) == manifests(second)
     assert len(trained(second)) == BATCHES
     assert not set(trained(second)) & set(trained(first))
@@ -144,26 +141,24 @@ def test_a_trainer_that_lives_on_ends_when_the_explorer_begins_another_run(tmp_p
     assert not second.published(BatchClosed) or second.state().closed == 0
 
 
-def test_runners_and_operators_that_live_on_serve_the_new_run(tmp_path: Path) -> None:
+@virtually
+async def test_runners_and_operators_that_live_on_serve_the_new_run(tmp_path: Path) -> None:
     first = Simulation(tmp_path / "first", SETTINGS, batches=BATCHES)
     second = Simulation(tmp_path / "second", SETTINGS, batches=BATCHES, broker=first.broker)
 
-    async def scene() -> None:
-        async def explorer() -> None:
-            task = asyncio.get_running_loop().create_task(first.make_explorer().run())
-            await until(lambda: bool(first.trainers) and first.trainer.loop.progress == 1)
-            await killed(task)
-            await second.make_explorer().run()
+    async def explorer() -> None:
+        task = asyncio.get_running_loop().create_task(first.make_explorer().run())
+        await until(lambda: bool(first.trainers) and first.trainer.loop.progress == 1)
+        await killed(task)
+        await second.make_explorer().run()
 
-        async def trainer() -> None:
-            task = asyncio.get_running_loop().create_task(first.make_trainer().run())
-            await until(lambda: bool(second.explorers))
-            await killed(task)
-            await second.make_trainer().run()
+    async def trainer() -> None:
+        task = asyncio.get_running_loop().create_task(first.make_trainer().run())
+        await until(lambda: bool(second.explorers))
+        await killed(task)
+        await second.make_trainer().run()
 
-        await first.run(explorer=explorer, trainer=trainer)
-
-    run_virtually(scene(), limit=20_000)
+    await first.run(explorer=explorer, trainer=trainer)
     assert trained(second) == manifests(second)
     assert len(trained(second)) == BATCHES
 
@@ -194,36 +189,34 @@ class Stopped(FakeEngine):
         self.stopped = True
 
 
-def test_a_host_of_engines_that_lives_on_stops_them_and_starts_anew(tmp_path: Path) -> None:
+@virtually
+async def test_a_host_of_engines_that_lives_on_stops_them_and_starts_anew(tmp_path: Path) -> None:
     """They hold weights of the earlier run, under version numbers that the new one uses again."""
     first = Simulation(tmp_path / "first", SETTINGS, batches=BATCHES)
     second = Simulation(tmp_path / "second", SETTINGS, batches=BATCHES, broker=first.broker)
     engine, errors = Stopped("far-engine"), []
 
-    async def scene() -> None:
-        async def host() -> None:
-            bus, topology = first.bus(), first.topology
-            try:
-                await EngineHosting(first.config, bus=bus, topology=topology, agent_id="far", engines=[engine]).run()
-            except ExceptionGroup as group:
-                errors.append(group.subgroup(RestartRequested))
+    async def host() -> None:
+        bus, topology = first.bus(), first.topology
+        try:
+            await EngineHosting(first.config, bus=bus, topology=topology, agent_id="far", engines=[engine]).run()
+        except ExceptionGroup as group:
+            errors.append(group.subgroup(RestartRequested))
 
-        async def explorer() -> None:
-            task = asyncio.get_running_loop().create_task(first.make_explorer().run())
-            await until(lambda: bool(engine.served) and bool(first.trainers) and first.trainer.loop.progress == 1)
-            assert not engine.stopped
-            await killed(task)
-            await second.make_explorer().run()
+    async def explorer() -> None:
+        task = asyncio.get_running_loop().create_task(first.make_explorer().run())
+        await until(lambda: bool(engine.served) and bool(first.trainers) and first.trainer.loop.progress == 1)
+        assert not engine.stopped
+        await killed(task)
+        await second.make_explorer().run()
 
-        async def trainer() -> None:
-            task = asyncio.get_running_loop().create_task(first.make_trainer().run())
-            await until(lambda: bool(second.explorers))
-            await killed(task)
-            await second.make_trainer().run()
+    async def trainer() -> None:
+        task = asyncio.get_running_loop().create_task(first.make_trainer().run())
+        await until(lambda: bool(second.explorers))
+        await killed(task)
+        await second.make_trainer().run()
 
-        await first.run(explorer=explorer, trainer=trainer, beside=host)
-
-    run_virtually(scene(), limit=20_000)
+    await first.run(explorer=explorer, trainer=trainer, beside=host)
     assert errors != [None]
     assert len(errors) == 1
     assert engine.stopped

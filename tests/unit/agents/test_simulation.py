@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import failure
+from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
@@ -103,17 +104,14 @@ def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after
 
 
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven", "fully_async"])
-def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches(tmp_path: Path, style: str) -> None:
+@virtually
+async def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches(tmp_path: Path, style: str) -> None:
     settings = (f"synchronizer.sync_style={style}", "synchronizer.sync_interval=2")
     first = Simulation(tmp_path, settings, batches=3)
     more = Simulation(tmp_path, settings, batches=7, broker=first.broker)
-
-    async def scene() -> None:
-        await first.run()
-        await asyncio.sleep(60.0)
-        await more.run()
-
-    run_virtually(scene(), limit=3000)
+    await first.run()
+    await asyncio.sleep(60.0)
+    await more.run()
     entries = lineage(tmp_path / "history", more.trainer.loop.generation, 7)
     assert sorted(entry["batch"] for entry in entries) == list(range(1, 8))
     assert [entry["progress"] for entry in entries] == list(range(1, 8))
@@ -123,15 +121,12 @@ def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches(tmp_p
     assert (more.trainer.loop.finished, more.trainer.loop.progress) == (True, 7)
 
 
-def test_a_finished_run_that_is_started_again_as_it_was_has_nothing_to_do(tmp_path: Path) -> None:
+@virtually
+async def test_a_finished_run_that_is_started_again_as_it_was_has_nothing_to_do(tmp_path: Path) -> None:
     first = Simulation(tmp_path, batches=2)
     again = Simulation(tmp_path, batches=2, broker=first.broker)
-
-    async def scene() -> None:
-        await first.run()
-        await asyncio.sleep(60.0)
-        await again.run()
-
-    run_virtually(scene(), limit=300)
+    await first.run()
+    await asyncio.sleep(60.0)
+    await again.run()
     assert again.learners[0].steps == []
     assert again.state().opened == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.test_run_identity import trained
+from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
@@ -134,26 +135,23 @@ def test_an_operator_leaves_the_manifests_of_another_run_to_that_run(tmp_path: P
     assert len(trained(first)) == BATCHES
 
 
-def test_a_manifest_of_another_run_is_not_dropped_while_no_explorer_is_heard(tmp_path: Path) -> None:
+@virtually
+async def test_a_manifest_of_another_run_is_not_dropped_while_no_explorer_is_heard(tmp_path: Path) -> None:
     """The other run's explorer may be about to come back."""
     first, second = two(tmp_path)
-
-    async def scene() -> None:
-        await first.record_messages()
-        client = await first.client()
-        client.run_id = "of-the-first-run"
-        manifest = BatchClosed(batch=1, ticket="t1", accepted=[], outcomes={}, repeat_times=1)
-        await client.publish(first.topology.exchange("batches"), "closed", envelope(manifest, message_id="closed-t1"))
-        operator = in_folder(second, second.make_operator())
-        work: Coroutine[Any, Any, None] = operator.run()
-        task = asyncio.get_running_loop().create_task(work)
-        await asyncio.sleep(5 * HEARTBEAT_LEASE)
-        assert operator.bus.foreign == 0
-        operator.drain()
-        await task
-        await client.close()
-
-    run_virtually(scene(), limit=1000)
+    await first.record_messages()
+    client = await first.client()
+    client.run_id = "of-the-first-run"
+    manifest = BatchClosed(batch=1, ticket="t1", accepted=[], outcomes={}, repeat_times=1)
+    await client.publish(first.topology.exchange("batches"), "closed", envelope(manifest, message_id="closed-t1"))
+    operator = in_folder(second, second.make_operator())
+    work: Coroutine[Any, Any, None] = operator.run()
+    task = asyncio.get_running_loop().create_task(work)
+    await asyncio.sleep(5 * HEARTBEAT_LEASE)
+    assert operator.bus.foreign == 0
+    operator.drain()
+    await task
+    await client.close()
     assert [stored.message_id for stored in first.waiting_in("closed")] == ["closed-t1"]
     assert first.published(BatchReady) == []
 

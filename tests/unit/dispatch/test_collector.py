@@ -11,12 +11,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, experience
+from tests.virtual import virtually
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Mark, TaskBody, TaskResult
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable
 from trinity_mq.transport.experience_parts import part_message
 
@@ -74,81 +74,66 @@ class Scene:
         return [len(one.tokens) for one in taken]
 
 
-def test_the_caller_gets_them_and_blobs_go_with_the_queue(tmp_path: Path) -> None:
+@virtually
+async def test_the_caller_gets_them_and_blobs_go_with_the_queue(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def main() -> None:
-        collector = await scene.collector()
-        deleting = asyncio.create_task(collector.run())
-        assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
-        collector.forget(scene.ticket)
-        assert scene.store.folders("batch") == [scene.ticket.ticket]
-        await asyncio.sleep(2)
-        assert scene.world.count(f"batch.{scene.ticket.ticket}") is None
-        assert scene.store.folders("batch") == []
-        deleting.cancel()
-
-    run_virtually(main())
+    collector = await scene.collector()
+    deleting = asyncio.create_task(collector.run())
+    assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
+    collector.forget(scene.ticket)
+    assert scene.store.folders("batch") == [scene.ticket.ticket]
+    await asyncio.sleep(2)
+    assert scene.world.count(f"batch.{scene.ticket.ticket}") is None
+    assert scene.store.folders("batch") == []
+    deleting.cancel()
 
 
-def test_a_mark_of_the_queues_owner_is_passed_over(tmp_path: Path) -> None:
+@virtually
+async def test_a_mark_of_the_queues_owner_is_passed_over(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def main() -> None:
-        world, ticket = scene.world, scene.ticket.ticket
-        await world.ready()
-        await world.outside.declare(world.topology.batch_queue(1, ticket))
-        key = world.topology.batch_routing_key(1, ticket)
-        assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
-        collector = await scene.collector()
-        assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
-        await collector.close()
-
-    run_virtually(main())
+    world, ticket = scene.world, scene.ticket.ticket
+    await world.ready()
+    await world.outside.declare(world.topology.batch_queue(1, ticket))
+    key = world.topology.batch_routing_key(1, ticket)
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+    collector = await scene.collector()
+    assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
+    await collector.close()
     assert scene.world.reasons() == []
 
 
-def test_a_store_that_is_away_for_a_moment_delays_them(tmp_path: Path) -> None:
+@virtually
+async def test_a_store_that_is_away_for_a_moment_delays_them(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def main() -> None:
-        collector = await scene.collector()
-        scene.down()
-        taking = asyncio.create_task(collector.take(scene.ticket, scene.results))
-        await asyncio.sleep(30)
-        scene.up()
-        assert scene.lengths(await taking) == [20_000]
-
-    run_virtually(main())
+    collector = await scene.collector()
+    scene.down()
+    taking = asyncio.create_task(collector.take(scene.ticket, scene.results))
+    await asyncio.sleep(30)
+    scene.up()
+    assert scene.lengths(await taking) == [20_000]
 
 
 @pytest.mark.parametrize(("timeout", "error"), [(300, StoreUnavailable), (20, TimeoutError)])
-def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
+@virtually
+async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: int, error: type[Exception]
 ) -> None:
     monkeypatch.setattr("trinity_mq.config.bus.PUBLISH_TIMEOUT", timeout)
     scene = Scene(tmp_path)
-
-    async def main() -> None:
-        collector = await scene.collector()
-        scene.down()
-        with pytest.raises(error):
-            await collector.take(scene.ticket, scene.results)
-        scene.up()
-        assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
-
-    run_virtually(main())
+    collector = await scene.collector()
+    scene.down()
+    with pytest.raises(error):
+        await collector.take(scene.ticket, scene.results)
+    scene.up()
+    assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
 
 
-def test_one_that_is_damaged_is_parked_with_the_reason(tmp_path: Path) -> None:
+@virtually
+async def test_one_that_is_damaged_is_parked_with_the_reason(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def main() -> None:
-        collector = await scene.collector()
-        (path,) = (tmp_path / "blobs").rglob("*.tmqx")
-        path.write_bytes(b"short")
-        assert await collector.take(scene.ticket, scene.results) == []
-
-    run_virtually(main())
+    collector = await scene.collector()
+    (path,) = (tmp_path / "blobs").rglob("*.tmqx")
+    path.write_bytes(b"short")
+    assert await collector.take(scene.ticket, scene.results) == []
     (reason,) = scene.world.reasons()
     assert "has 5 bytes" in reason

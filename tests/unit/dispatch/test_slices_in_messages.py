@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
@@ -190,22 +191,19 @@ def test_a_task_that_cannot_travel_fails_alone(value: object, problem: str) -> N
     assert problem in str(result.message)
 
 
-def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
+@virtually
+async def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
     desk = Desk()
     submission = SubmissionRef(submission_id="s", reply_to="amq.gen-x")
     outcome = SubmissionOutcome(submission_id="s", batch=1, ticket="t", outcome="finished", completed_runs=10**30)
     manifest = BatchClosed(batch=1, ticket="t", outcomes={"finished": 10**30})
-
-    async def main() -> list[Any]:
-        await desk.bus.connect()
-        await desk.bus.declare(*desk.topology.durable)
-        await desk.dispatcher.answer(submission, outcome)
-        await desk.dispatcher.announce(manifest)
-        published = list(desk.broker.queues[desk.topology.ready.name].messages)
-        await desk.bus.close()
-        return published
-
-    (message,) = run_virtually(main(), limit=60)
+    await desk.bus.connect()
+    await desk.bus.declare(*desk.topology.durable)
+    await desk.dispatcher.answer(submission, outcome)
+    await desk.dispatcher.announce(manifest)
+    published = list(desk.broker.queues[desk.topology.ready.name].messages)
+    await desk.bus.close()
+    (message,) = published
     tomb = decode(message.body, BatchReady)
     assert (tomb.ticket, tomb.state) == ("t", "failed")
     assert "an integer of 100 bits" in str(tomb.reason)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_agents.explorer.training_batches import TrainingBatches
@@ -204,35 +205,32 @@ def test_what_is_given_back_when_a_batch_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("gone", True), ("failed", True), ("trained", False), ("empty", False)])
-def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(outcome: Any, told: bool) -> None:
+@virtually
+async def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(outcome: Any, told: bool) -> None:
     desk = Desk()
     wants = {"reply_to": "tmq.cut.replies.submit.test", "correlation_id": "c", "want_experiences": True}
     ticket = desk.ticket(2, submissions=[SubmissionRef(submission_id=str(n), task_id=n, **wants) for n in range(2)])
     done(ticket, 0)
     done(ticket, 1)
     answers: list[SubmissionOutcome] = []
-
-    async def main() -> None:
-        await desk.bus.connect()
-        await desk.bus.declare(*desk.topology.durable, Queue(name="tmq.cut.replies.submit.test"))
+    await desk.bus.connect()
+    await desk.bus.declare(*desk.topology.durable, Queue(name="tmq.cut.replies.submit.test"))
+    await desk.batches.close_complete()
+    assert not desk.batches.needs_attention()
+    again = ExplorerState.model_validate(desk.state.model_dump())
+    desk.state.following = again.following  # over a restart
+    for _ in range(2):
+        desk.batches.on_progress(
+            Progress(progress=1, generation=1, step=0, batch=1, ticket=ticket.ticket, outcome=outcome)
+        )
+        assert desk.batches.needs_attention() is (told and not answers)
         await desk.batches.close_complete()
-        assert not desk.batches.needs_attention()
-        again = ExplorerState.model_validate(desk.state.model_dump())
-        desk.state.following = again.following  # over a restart
-        for _ in range(2):
-            desk.batches.on_progress(
-                Progress(progress=1, generation=1, step=0, batch=1, ticket=ticket.ticket, outcome=outcome)
-            )
-            assert desk.batches.needs_attention() is (told and not answers)
-            await desk.batches.close_complete()
-            async with await desk.bus.consume(Queue(name="tmq.cut.replies.submit.test")) as feed:
-                await asyncio.sleep(0.1)
-                while (delivery := feed.get_nowait()) is not None:
-                    assert delivery.correlation_id == "c"
-                    answers.append(decode(delivery.body, SubmissionOutcome))
-                    await delivery.ack()
-
-    run_virtually(main())
+        async with await desk.bus.consume(Queue(name="tmq.cut.replies.submit.test")) as feed:
+            await asyncio.sleep(0.1)
+            while (delivery := feed.get_nowait()) is not None:
+                assert delivery.correlation_id == "c"
+                answers.append(decode(delivery.body, SubmissionOutcome))
+                await delivery.ack()
     assert [(one.submission_id, one.outcome, one.experiences) for one in answers[:2]] == [
         ("0", "finished", 1),
         ("1", "finished", 1),
@@ -280,75 +278,67 @@ def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(second
 # -- what runners hear
 
 
-def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
+@virtually
+async def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
     desk = Desk()
     beats: list[tuple[float, Heartbeat]] = []
+    loop = asyncio.get_running_loop()
+    other = MemoryBus(desk.broker, desk.topology, config=desk.config.broker)
+    for bus in (desk.bus, other):
+        await bus.connect()
+    ears = desk.topology.listener("ears", "x", "telemetry", "beat.scheduler.#")
+    await other.declare(ears)
+    scheduler = Scheduler(desk.config, bus=desk.bus)
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        other = MemoryBus(desk.broker, desk.topology, config=desk.config.broker)
-        for bus in (desk.bus, other):
-            await bus.connect()
-        ears = desk.topology.listener("ears", "x", "telemetry", "beat.scheduler.#")
-        await other.declare(ears)
-        scheduler = Scheduler(desk.config, bus=desk.bus)
+    async def hears() -> None:
+        async with await other.consume(ears) as feed:
+            async for delivery in feed:
+                beat = decode_any(delivery.body)
+                assert isinstance(beat, Heartbeat)
+                beats.append((loop.time(), beat))
 
-        async def hears() -> None:
-            async with await other.consume(ears) as feed:
-                async for delivery in feed:
-                    beat = decode_any(delivery.body)
-                    assert isinstance(beat, Heartbeat)
-                    beats.append((loop.time(), beat))
-
-        hearing = asyncio.ensure_future(hears())
-        await scheduler.start()
-        ticket = scheduler.schedule([Task(), Task()], 1)
-        await asyncio.sleep(5.0)
-        aborted = loop.time()
-        await scheduler.abort_batch(1)
-        await asyncio.sleep(0.5)
-        async with await other.consume(desk.topology.tasks_train) as feed:
-            task_slice = decode((await anext(feed)).body, TaskSlice)
-        listing = [
-            (when, beat)
-            for when, beat in beats
-            if beat.id == task_slice.explorer and beat.seq >= task_slice.opened_beat
-        ]
-        before = [beat.detail.open for when, beat in listing if when < aborted]
-        assert len(before) >= 2, "every two seconds"
-        assert all(listed == [ticket] for listed in before)
-        when, beat = next(one for one in listing if one[0] >= aborted)
-        assert when - aborted < 0.2
-        assert (beat.role, beat.detail.open) == ("scheduler", [])
-        assert task_slice.explorer.startswith("scheduler-")
-        assert task_slice.keep_partial
-        await scheduler.stop()
-        hearing.cancel()
-
-    run_virtually(main(), limit=100)
+    hearing = asyncio.ensure_future(hears())
+    await scheduler.start()
+    ticket = scheduler.schedule([Task(), Task()], 1)
+    await asyncio.sleep(5.0)
+    aborted = loop.time()
+    await scheduler.abort_batch(1)
+    await asyncio.sleep(0.5)
+    async with await other.consume(desk.topology.tasks_train) as feed:
+        task_slice = decode((await anext(feed)).body, TaskSlice)
+    listing = [
+        (when, beat) for when, beat in beats if beat.id == task_slice.explorer and beat.seq >= task_slice.opened_beat
+    ]
+    before = [beat.detail.open for when, beat in listing if when < aborted]
+    assert len(before) >= 2, "every two seconds"
+    assert all(listed == [ticket] for listed in before)
+    when, beat = next(one for one in listing if one[0] >= aborted)
+    assert when - aborted < 0.2
+    assert (beat.role, beat.detail.open) == ("scheduler", [])
+    assert task_slice.explorer.startswith("scheduler-")
+    assert task_slice.keep_partial
+    await scheduler.stop()
+    hearing.cancel()
 
 
-def test_deadlines_stand_still_while_the_broker_is_away() -> None:
+@virtually
+async def test_deadlines_stand_still_while_the_broker_is_away() -> None:
     desk = Desk()
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        await desk.bus.connect()
-        clock = UsableClock(desk.bus)
-        started = loop.time()
-        loop.call_later(1.0, lambda: desk.broker.drop(desk.bus, delay=20.0))
-        with pytest.raises(TimeoutError):
-            async with clock.timeout(5.0):
-                await asyncio.sleep(1000)
-        assert 25.0 <= loop.time() - started < 25.5
-        desk.broker.drop(desk.bus, delay=7.0)
-        started = loop.time()
-        with pytest.raises(TimeoutError):
-            async with clock.timeout(1.0):
-                await asyncio.sleep(1000)
-        assert 8.0 <= loop.time() - started < 8.5, "also one that begins meanwhile"
+    loop = asyncio.get_running_loop()
+    await desk.bus.connect()
+    clock = UsableClock(desk.bus)
+    started = loop.time()
+    loop.call_later(1.0, lambda: desk.broker.drop(desk.bus, delay=20.0))
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(5.0):
+            await asyncio.sleep(1000)
+    assert 25.0 <= loop.time() - started < 25.5
+    desk.broker.drop(desk.bus, delay=7.0)
+    started = loop.time()
+    with pytest.raises(TimeoutError):
         async with clock.timeout(1.0):
-            await asyncio.sleep(0.5)
-        await asyncio.sleep(2.0)
-
-    run_virtually(main(), limit=500)
+            await asyncio.sleep(1000)
+    assert 8.0 <= loop.time() - started < 8.5, "also one that begins meanwhile"
+    async with clock.timeout(1.0):
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(2.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
@@ -17,7 +18,6 @@ from trinity_mq.messages import Heartbeat, PausedLane, Progress, RunnerStatus, T
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.testing.virtual_time import run_virtually
 
 
 class Desk:
@@ -97,61 +97,57 @@ def test_batches_that_the_trainer_skips_are_not_empty() -> None:
         desk.batches.check()
 
 
-def test_what_the_next_batch_waits_for_in_order() -> None:
-    async def scene() -> None:
-        desk = Desk("explorer.max_open_batches=1")
-        batches = desk.batches
-        assert "connect" in str(batches.blocked_reason(True))
-        await desk.bus.connect()
-        assert batches.blocked_reason(False) == "an engine to take the weights"
-        assert batches.blocked_reason(True) == "a trainer"
-        desk.peers.receive(Heartbeat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
-        desk.state.opened = 1
-        assert batches.blocked_reason(True) == "weights of progress 1 (committed: 0)"
-        batches.update_counters(1, progress=1, committed=1)
-        assert batches.blocked_reason(True) == NO_TASKS
-        desk.state.pending.append(PendingTask(task=TaskBody()))
-        assert batches.blocked_reason(True) is None
-        desk.follow(1)
-        assert batches.blocked_reason(True) == "one of 1 open batches to be consumed"
-        await desk.bus.close()
-
-    run_virtually(scene(), limit=10)
+@virtually
+async def test_what_the_next_batch_waits_for_in_order() -> None:
+    desk = Desk("explorer.max_open_batches=1")
+    batches = desk.batches
+    assert "connect" in str(batches.blocked_reason(True))
+    await desk.bus.connect()
+    assert batches.blocked_reason(False) == "an engine to take the weights"
+    assert batches.blocked_reason(True) == "a trainer"
+    desk.peers.receive(Heartbeat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
+    desk.state.opened = 1
+    assert batches.blocked_reason(True) == "weights of progress 1 (committed: 0)"
+    batches.update_counters(1, progress=1, committed=1)
+    assert batches.blocked_reason(True) == NO_TASKS
+    desk.state.pending.append(PendingTask(task=TaskBody()))
+    assert batches.blocked_reason(True) is None
+    desk.follow(1)
+    assert batches.blocked_reason(True) == "one of 1 open batches to be consumed"
+    await desk.bus.close()
 
 
-def test_a_batchs_time_stands_still_while_all_runners_have_paused_its_lane() -> None:
+@virtually
+async def test_a_batchs_time_stands_still_while_all_runners_have_paused_its_lane() -> None:
     paused = PausedLane(lane="train", failures=8, kind="sandbox", reason="sandbox: refused", pause=10.0)
 
     def runner(name: str, seq: int, *lanes: PausedLane) -> Heartbeat:
         detail = RunnerStatus(paused=list(lanes), pauses=1).as_map()
         return Heartbeat(role="runner", id=name, seq=seq, incarnation=name, lease=10, state="idle", detail=detail)
 
-    async def scene() -> None:
-        desk = Desk()
-        train, held_out = (
-            desk.dispatcher.make_ticket([TaskBody()], batch, deliver="none", lane=lane)
-            for batch, lane in ((1, "train"), ("1/held", "eval"))
-        )
-        for ticket in (train, held_out):
-            desk.dispatcher.tickets[ticket.ticket] = ticket
-        left = [train.time_left, held_out.time_left]
+    desk = Desk()
+    train, held_out = (
+        desk.dispatcher.make_ticket([TaskBody()], batch, deliver="none", lane=lane)
+        for batch, lane in ((1, "train"), ("1/held", "eval"))
+    )
+    for ticket in (train, held_out):
+        desk.dispatcher.tickets[ticket.ticket] = ticket
+    left = [train.time_left, held_out.time_left]
 
-        async def passed() -> list[float]:
-            before = [train.time_left, held_out.time_left]
-            await desk.batches.tick(1.0)
-            return [before[0] - train.time_left, before[1] - held_out.time_left]
+    async def passed() -> list[float]:
+        before = [train.time_left, held_out.time_left]
+        await desk.batches.tick(1.0)
+        return [before[0] - train.time_left, before[1] - held_out.time_left]
 
-        assert await passed() == [1.0, 1.0], "without runners the caller says that nothing moves"
-        desk.peers.receive(runner("a", 1, paused))
-        assert await passed() == [0.0, 1.0]
-        assert list(desk.batches.paused_lanes()) == ["train"]
-        desk.peers.receive(runner("b", 1))
-        assert await passed() == [1.0, 1.0], "one of them works on"
-        desk.peers.receive(runner("b", 2, paused, paused.model_copy(update={"lane": "eval"})))
-        assert await passed() == [0.0, 1.0]
-        assert desk.batches.paused_lanes() == {"train": paused.line()}
-        desk.peers.receive(runner("a", 2))
-        assert await passed() == [1.0, 1.0]
-        assert (train.time_left, held_out.time_left) == (left[0] - 3.0, left[1] - 5.0)
-
-    run_virtually(scene())
+    assert await passed() == [1.0, 1.0], "without runners the caller says that nothing moves"
+    desk.peers.receive(runner("a", 1, paused))
+    assert await passed() == [0.0, 1.0]
+    assert list(desk.batches.paused_lanes()) == ["train"]
+    desk.peers.receive(runner("b", 1))
+    assert await passed() == [1.0, 1.0], "one of them works on"
+    desk.peers.receive(runner("b", 2, paused, paused.model_copy(update={"lane": "eval"})))
+    assert await passed() == [0.0, 1.0]
+    assert desk.batches.paused_lanes() == {"train": paused.line()}
+    desk.peers.receive(runner("a", 2))
+    assert await passed() == [1.0, 1.0]
+    assert (train.time_left, held_out.time_left) == (left[0] - 3.0, left[1] - 5.0)

@@ -7,11 +7,11 @@ import random
 
 from tests.unit.agents.gateway.test_sessions import state
 from tests.unit.agents.gateway.world import RUN, World, config, until
+from tests.virtual import virtually
 from trinity_agents.gateway.agent import Gateway
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.messages import SessionEnd, SessionReward
-from trinity_mq.testing.virtual_time import run_virtually
 
 
 async def holds(agent: Gateway, acts: bool) -> None:
@@ -44,7 +44,8 @@ async def test_a_gateway_acts_only_while_no_other_one_holds_the_lock() -> None:
         await other.close()
 
 
-def test_what_is_carried_over_retention_says_where_its_first_copy_was() -> None:
+@virtually
+async def test_what_is_carried_over_retention_says_where_its_first_copy_was() -> None:
     """Readers order events by it: of two rewards the later one counts, whichever was carried."""
     first: dict[str, int] = {}
     copies: list[tuple[str, object]] = []
@@ -58,19 +59,16 @@ def test_what_is_carried_over_retention_says_where_its_first_copy_was() -> None:
                 if first.setdefault(name, delivery.offset or 0) != delivery.offset:
                     copies.append((name, delivery.headers.get("origin")))
 
-    async def story() -> None:
-        world, draw = World(sessions_max_bytes=40_000), random.Random(0)
-        async with world.running(), world.gateway() as store:
-            reading = asyncio.create_task(read(world))
-            await world.session(store, "old", calls=3)
-            await store.report(SessionReward(session="old", reward=draw.random()), "r-old")
-            for number in range(60):  # several times what the stream keeps
-                await world.session(store, f"s{number}", size=100)
-                await store.report(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
-                await until(store, lambda name=f"s{number}": state(store, name) == "trained")  # type: ignore[misc]
-            reading.cancel()
-
-    run_virtually(story())
+    world, draw = World(sessions_max_bytes=40_000), random.Random(0)
+    async with world.running(), world.gateway() as store:
+        reading = asyncio.create_task(read(world))
+        await world.session(store, "old", calls=3)
+        await store.report(SessionReward(session="old", reward=draw.random()), "r-old")
+        for number in range(60):  # several times what the stream keeps
+            await world.session(store, f"s{number}", size=100)
+            await store.report(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
+            await until(store, lambda name=f"s{number}": state(store, name) == "trained")  # type: ignore[misc]
+        reading.cancel()
     carried = [(name, origin) for name, origin in copies if "old" in name or name.startswith("call-")]
     assert {"r-old"} <= {name for name, _ in carried}
     assert all(origin == first[name] for name, origin in carried), carried

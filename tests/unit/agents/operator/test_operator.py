@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, experience, kill
+from tests.virtual import virtually
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.experience import Experience
@@ -24,7 +25,6 @@ from trinity_mq.operators.base import Processed
 from trinity_mq.runtime.deliveries import CrashLog, envelope
 from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import part_message
 
 THIS = __name__
@@ -133,16 +133,15 @@ def complete(world: World, decided: BatchReady) -> bool:
 # -- the way it should go
 
 
-def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_queue_lives_a_second_more() -> None:
+@virtually
+async def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_queue_lives_a_second_more() -> (
+    None
+):
     world = make_world("broker.max_message_bytes=65536")
     Scripted.grows = 40_000
-
-    async def main() -> None:
-        await batch_of(world, "a", "b", "c")
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b", "c")
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert (decided.state, decided.chunks, decided.experiences) == ("ready", 3, 3)
     assert runs_of(world, decided.op) == [0, 1, 2]
@@ -156,74 +155,62 @@ def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_q
     assert world.reasons() == []
 
 
-def test_a_mark_of_the_queues_owner_is_passed_over() -> None:
+@virtually
+async def test_a_mark_of_the_queues_owner_is_passed_over() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        key = world.topology.batch_routing_key(1, "t1")
-        assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
-        await send(world, "a")
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    key = world.topology.batch_routing_key(1, "t1")
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+    await send(world, "a")
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert (decided.state, decided.experiences) == ("ready", 1)
     assert world.reasons() == []
 
 
-def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
+@virtually
+async def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        world.loses_confirm_of = "experience_chunk"
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    world.loses_confirm_of = "experience_chunk"
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     kinds = [each.headers["kind"] for each in world.stored("ready")]
     assert kinds == ["experience_chunk", "experience_chunk", "batch_ready"]
 
 
-def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> None:
+@virtually
+async def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        queue = world.topology.batch_queue(1, "t1")
-        await send(world, "loser", 0, run=9)
-        await send(world, "a", 0, run=0)
-        await send(world, "a", 0, run=0)  # its confirm was lost
-        await send(world, "a", 2, run=8)  # over what is listed
-        await close(world, manifest(("a", 2), ("b", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(20)
-            await world.outside.declare(queue)
-            await send(world, "b", 0, run=2)
-            await asyncio.sleep(20)
-            assert world.stream("ready") == []
-            await send(world, "a", 1, run=1)
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    queue = world.topology.batch_queue(1, "t1")
+    await send(world, "loser", 0, run=9)
+    await send(world, "a", 0, run=0)
+    await send(world, "a", 0, run=0)  # its confirm was lost
+    await send(world, "a", 2, run=8)  # over what is listed
+    await close(world, manifest(("a", 2), ("b", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(20)
+        await world.outside.declare(queue)
+        await send(world, "b", 0, run=2)
+        await asyncio.sleep(20)
+        assert world.stream("ready") == []
+        await send(world, "a", 1, run=1)
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert decided.experiences == 3
     assert runs_of(world, decided.op) == [0, 1, 2]  # in the manifest's order, not that of arrival
 
 
-def test_a_batch_without_experiences_is_empty() -> None:
+@virtually
+async def test_a_batch_without_experiences_is_empty() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await close(world, manifest(metrics={"rollout/x": 1.0}))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    await close(world, manifest(metrics={"rollout/x": 1.0}))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert (decided.state, decided.chunks, decided.metrics["rollout/x"]) == ("empty", 0, 1.0)
     assert decided.reason is not None
@@ -232,123 +219,105 @@ def test_a_batch_without_experiences_is_empty() -> None:
     assert (world.count("closed"), world.count(QUEUE)) == (0, None)
 
 
-def test_submitters_get_the_parts_they_wanted() -> None:
+@virtually
+async def test_submitters_get_the_parts_they_wanted() -> None:
     world = make_world()
+    await open_batch(world)
+    from trinity_mq.bus.topology import Queue
 
-    async def main() -> None:
-        await open_batch(world)
-        from trinity_mq.bus.topology import Queue
-
-        await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
-        for part in range(2):
-            await send(world, "a", part, run=part)
-        await send(world, "b", 0, run=5)
-        wanted = [
-            Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c7"),
-            Wanted(task_id=1, reply_to="amq.gen-nobody", correlation_id="c8"),
-        ]
-        await close(world, manifest(("a", 2), ("b", 1), wanted=wanted))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-        feed = await world.outside.consume(Queue(name="amq.gen-mine", kind="exclusive"))
-        got = [feed.get_nowait() for _ in range(2)]
-        assert feed.get_nowait() is None
-        assert [each.correlation_id for each in got] == ["c7", "c7"]
-        assert [each.headers["part"] for each in got] == [0, 1]
-        assert [Experience.deserialize_many(each.body)[0].eid.run for each in got] == [0, 1]
-
-    run_virtually(main())
+    await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
+    for part in range(2):
+        await send(world, "a", part, run=part)
+    await send(world, "b", 0, run=5)
+    wanted = [
+        Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c7"),
+        Wanted(task_id=1, reply_to="amq.gen-nobody", correlation_id="c8"),
+    ]
+    await close(world, manifest(("a", 2), ("b", 1), wanted=wanted))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
+    feed = await world.outside.consume(Queue(name="amq.gen-mine", kind="exclusive"))
+    got = [feed.get_nowait() for _ in range(2)]
+    assert feed.get_nowait() is None
+    assert [each.correlation_id for each in got] == ["c7", "c7"]
+    assert [each.headers["part"] for each in got] == [0, 1]
+    assert [Experience.deserialize_many(each.body)[0].eid.run for each in got] == [0, 1]
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_parts_go_to_no_other_queue_than_a_reply_queue() -> None:
+@virtually
+async def test_parts_go_to_no_other_queue_than_a_reply_queue() -> None:
     world = make_world()
     others = [world.topology.dead.name, world.topology.closed.name, world.topology.ready.name, "tmq.other.dead"]
+    from trinity_mq.bus.topology import Queue
 
-    async def main() -> None:
-        from trinity_mq.bus.topology import Queue
-
-        await open_batch(world)
-        await world.outside.declare(Queue(name=others[-1]))
-        await send(world, "a", 0, run=0)
-        wanted = [Wanted(task_id=0, reply_to=name, correlation_id="c") for name in others]
-        await close(world, manifest(("a", 1), wanted=wanted))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-        assert await world.outside.depth(world.topology.dead.name) == 0
-        assert await world.outside.depth(others[-1]) == 0
-
-    run_virtually(main())
+    await open_batch(world)
+    await world.outside.declare(Queue(name=others[-1]))
+    await send(world, "a", 0, run=0)
+    wanted = [Wanted(task_id=0, reply_to=name, correlation_id="c") for name in others]
+    await close(world, manifest(("a", 1), wanted=wanted))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
+    assert await world.outside.depth(world.topology.dead.name) == 0
+    assert await world.outside.depth(others[-1]) == 0
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
+@virtually
+async def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
     world = make_world("broker.max_message_bytes=65536")
+    await open_batch(world)
+    world.outside.max_message_bytes = 1 << 20  # somebody with a higher limit
+    body = Experience.serialize_many([experience(run=run, length=4000) for run in range(4)])
+    await send(world, "a", 0, body=body)
+    from trinity_mq.bus.topology import Queue
 
-    async def main() -> None:
-        await open_batch(world)
-        world.outside.max_message_bytes = 1 << 20  # somebody with a higher limit
-        body = Experience.serialize_many([experience(run=run, length=4000) for run in range(4)])
-        await send(world, "a", 0, body=body)
-        from trinity_mq.bus.topology import Queue
-
-        await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
-        await close(world, manifest(("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine")]))
-        operator = make(world)
-        async with world.living(operator):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
+    await close(world, manifest(("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine")]))
+    operator = make(world)
+    async with world.living(operator):
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_a_queue_that_cannot_be_deleted_is_left_to_expire() -> None:
+@virtually
+async def test_a_queue_that_cannot_be_deleted_is_left_to_expire() -> None:
     world = make_world("broker.connect_timeout=5")
     operator = make(world)
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(operator):
-            await asyncio.sleep(0.5)
-            assert world.wire[-1] == "acked closed"
-            world.broker.drop(operator.bus, delay=20)
-            await asyncio.sleep(30)
-            await world.outside.declare(world.topology.batch_queue(2, "t2"))
-            again = manifest(ticket="t2", batch=2)
-            mail = envelope(again, message_id="closed-t2")
-            await world.outside.publish(world.topology.exchange("batches"), "closed", mail)
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(operator):
+        await asyncio.sleep(0.5)
+        assert world.wire[-1] == "acked closed"
+        world.broker.drop(operator.bus, delay=20)
+        await asyncio.sleep(30)
+        await world.outside.declare(world.topology.batch_queue(2, "t2"))
+        again = manifest(ticket="t2", batch=2)
+        mail = envelope(again, message_id="closed-t2")
+        await world.outside.publish(world.topology.exchange("batches"), "closed", mail)
+        await asyncio.sleep(3)
     assert [decided.ticket for decided in ready(world)] == ["t1", "t2"]
     assert world.count(QUEUE) == 1
 
 
-def test_metrics_are_written(tmp_path: Path) -> None:
+@virtually
+async def test_metrics_are_written(tmp_path: Path) -> None:
     world = make_world()
     writer = MetricsWriter(tmp_path, "operator", "operator-0", tensorboard=False)
-
-    async def main() -> None:
-        await batch_of(world, "a", "b")
-        async with world.living(make(world, metrics=writer)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b")
+    async with world.living(make(world, metrics=writer)):
+        await asyncio.sleep(3)
     (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["experience_pipeline/experience_count"], line["role"]) == (1, 2.0, "operator")
     assert "time/operators" in line
     assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
 
 
-def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> None:
+@virtually
+async def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> None:
     world = World("algorithm.min_group_runs=2")
-
-    async def main() -> None:
-        await batch_of(world, "a", "b")
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b")
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     found = [exp for chunk in chunks(world, decided.op) for exp in Experience.deserialize_many(chunk.body)]
     assert all(exp.advantages is not None for exp in found)
@@ -358,46 +327,37 @@ def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> None:
 # -- batches that end otherwise
 
 
-def test_a_queue_that_is_gone_is_told_and_acknowledged() -> None:
+@virtually
+async def test_a_queue_that_is_gone_is_told_and_acknowledged() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await world.ready()
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(1)
-
-    run_virtually(main())
+    await world.ready()
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(1)
     assert [decided.state for decided in ready(world)] == ["gone"]
     assert world.wire == ["sent batch_ready", "confirmed batch_ready", "acked closed"]
     assert world.reasons() == []
 
 
-def test_a_queue_that_goes_while_it_waits_is_told() -> None:
+@virtually
+async def test_a_queue_that_goes_while_it_waits_is_told() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(9)
-            await world.outside.delete(world.topology.batch_queue(1, "t1").name)
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(9)
+        await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["gone"]
     assert world.count("closed") == 0
 
 
-def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
+@virtually
+async def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await batch_of(world, "a", deliveries=4, failed=1)
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", deliveries=4, failed=1)
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert (decided.state, decided.chunks) == ("failed", 0)
     assert Scripted.tries == []
@@ -408,17 +368,14 @@ def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
     assert "confirmed batch_closed" in world.wire
 
 
-def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_at_the_limit() -> None:
+@virtually
+async def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_at_the_limit() -> None:
     world = make_world("broker.delivery_limit=4")
     Scripted.fails = 100
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        operator = make(world)
-        async with world.living(operator):
-            await asyncio.sleep(60)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    operator = make(world)
+    async with world.living(operator):
+        await asyncio.sleep(60)
     assert len(Scripted.tries) == 4
     gaps = [after - before for before, after in zip(Scripted.tries, Scripted.tries[1:], strict=False)]
     assert all(low <= gap < low * 2 + 0.1 for gap, low in zip(gaps, (0.5, 1.0, 2.0), strict=True))
@@ -430,67 +387,55 @@ def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_at_the
     assert world.count("closed") == 0
 
 
-def test_a_chain_that_recovers_makes_one_set() -> None:
+@virtually
+async def test_a_chain_that_recovers_makes_one_set() -> None:
     world = make_world()
     Scripted.fails = 2
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(30)
     assert [decided.state for decided in ready(world)] == ["ready"]
     assert world.reasons() == []
 
 
-def test_a_chain_that_never_ends_is_a_failure() -> None:
+@virtually
+async def test_a_chain_that_never_ends_is_a_failure() -> None:
     world = make_world("operator.timeout=100", "broker.delivery_limit=2")
     Scripted.seconds = 1e6
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(250)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(250)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "operator.timeout" in str(decided.reason)
 
 
-def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_operator() -> None:
+@virtually
+async def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_operator() -> None:
     world = make_world("broker.max_message_bytes=65536", "broker.delivery_limit=2")
     Scripted.grows = 100_000
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(30)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "max_message_bytes" in str(decided.reason)
 
 
-def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_processed() -> None:
+@virtually
+async def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_processed() -> None:
     world = make_world()
     Scripted.fails = 1
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, "a", 0, run=0)
-        await send(world, "b", 0, body=b"no experiences")
-        anonymous = Envelope(body=b"?", kind="experience_part", headers={"attempt": "a"})
-        key = world.topology.batch_routing_key(1, "t1")
-        await world.outside.publish(world.topology.exchange("experiences"), key, anonymous)
-        await send(world, "c", 0, run=2)
-        await close(world, manifest(("a", 1), ("b", 1), ("c", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, "a", 0, run=0)
+    await send(world, "b", 0, body=b"no experiences")
+    anonymous = Envelope(body=b"?", kind="experience_part", headers={"attempt": "a"})
+    key = world.topology.batch_routing_key(1, "t1")
+    await world.outside.publish(world.topology.exchange("experiences"), key, anonymous)
+    await send(world, "c", 0, run=2)
+    await close(world, manifest(("a", 1), ("b", 1), ("c", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(30)
     (decided,) = ready(world)
     assert runs_of(world, decided.op) == [0, 2]
     assert Counter(reason.partition(":")[0] for reason in world.reasons()) == {
@@ -503,187 +448,157 @@ def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_processed() -
     assert bad.routing_key == world.topology.batch_routing_key(1, "t1")
 
 
-def test_a_batch_that_is_too_large_fails_and_is_kept() -> None:
+@virtually
+async def test_a_batch_that_is_too_large_fails_and_is_kept() -> None:
     world = make_world("broker.max_batch_bytes=1048576")
-
-    async def main() -> None:
-        await open_batch(world)
-        for part in range(3):
-            await send(world, "a", part, body=b"x" * 400_000)
-        await close(world, manifest(("a", 3)))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    for part in range(3):
+        await send(world, "a", part, body=b"x" * 400_000)
+    await close(world, manifest(("a", 3)))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "max_batch_bytes" in str(decided.reason)
     assert (world.count(QUEUE), world.count("closed"), len(world.reasons())) == (3, 0, 1)
 
 
-def test_what_is_not_listed_does_not_make_a_batch_too_large() -> None:
+@virtually
+async def test_what_is_not_listed_does_not_make_a_batch_too_large() -> None:
     world = make_world("broker.max_batch_bytes=1048576")
-
-    async def main() -> None:
-        await open_batch(world)
-        for part in range(3):
-            await send(world, "loser", part, body=b"x" * 400_000)
-        await send(world, "a", 0)
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    for part in range(3):
+        await send(world, "loser", part, body=b"x" * 400_000)
+    await send(world, "a", 0)
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_a_manifest_that_does_not_decode_is_parked_and_the_next_is_done() -> None:
+@virtually
+async def test_a_manifest_that_does_not_decode_is_parked_and_the_next_is_done() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await world.ready()
-        await world.put("closed", b"{}")
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await world.ready()
+    await world.put("closed", b"{}")
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["ready"]
     assert len(world.reasons()) == 1
 
 
-def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready() -> None:
+@virtually
+async def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready() -> None:
     world = make_world()
     Scripted.seconds = 1.0
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        task = asyncio.create_task(make(world).run())
-        await asyncio.sleep(0.5)
-        await world.outside.delete(world.topology.ready.name)
-        await asyncio.wait([task])
-        error = task.exception()
-        assert isinstance(error, ExceptionGroup)
-        assert error.subgroup(RestartRequested) is not None
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    task = asyncio.create_task(make(world).run())
+    await asyncio.sleep(0.5)
+    await world.outside.delete(world.topology.ready.name)
+    await asyncio.wait([task])
+    error = task.exception()
+    assert isinstance(error, ExceptionGroup)
+    assert error.subgroup(RestartRequested) is not None
     assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
 
 
 # -- parts that do not come
 
 
-def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
+@virtually
+async def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, "a", 0)
-        await close(world, manifest(("a", 1), ("b", 1)))
-        async with world.living(make(world)):
-            await asyncio.sleep(58)
-            assert ready(world) == []
-            await asyncio.sleep(5)
-            assert [decided.state for decided in ready(world)] == ["failed"]
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, "a", 0)
+    await close(world, manifest(("a", 1), ("b", 1)))
+    async with world.living(make(world)):
+        await asyncio.sleep(58)
+        assert ready(world) == []
+        await asyncio.sleep(5)
+        assert [decided.state for decided in ready(world)] == ["failed"]
     assert "1 of 2 parts did not arrive within 60 s" in str(ready(world)[0].reason)
     assert world.count(QUEUE) == 1
 
 
-def test_each_part_starts_the_deadline_anew() -> None:
+@virtually
+async def test_each_part_starts_the_deadline_anew() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await close(world, manifest(*((attempt, 1) for attempt in "abcd")))
-        async with world.living(make(world)):
-            for run, attempt in enumerate("abcd"):
-                await asyncio.sleep(40)
-                await world.outside.declare(world.topology.batch_queue(1, "t1"))
-                await send(world, attempt, run=run)
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await open_batch(world)
+    await close(world, manifest(*((attempt, 1) for attempt in "abcd")))
+    async with world.living(make(world)):
+        for run, attempt in enumerate("abcd"):
+            await asyncio.sleep(40)
+            await world.outside.declare(world.topology.batch_queue(1, "t1"))
+            await send(world, attempt, run=run)
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_when_nothing_comes_it_asks_whether_the_queue_still_exists() -> None:
+@virtually
+async def test_when_nothing_comes_it_asks_whether_the_queue_still_exists() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            del world.broker.queues[world.topology.batch_queue(1, "t1").name]  # its consumer is not told
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await open_batch(world)
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        del world.broker.queues[world.topology.batch_queue(1, "t1").name]  # its consumer is not told
+        await asyncio.sleep(5)
     assert [decided.state for decided in ready(world)] == ["gone"]
 
 
 @pytest.mark.parametrize("trouble", ["disconnected", "blocked"])
-def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str) -> None:
+@virtually
+async def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str) -> None:
     world = make_world()
     operator = make(world)
-
-    async def main() -> None:
-        await open_batch(world)
-        await close(world, manifest(("a", 1)))
-        async with world.living(operator):
-            await asyncio.sleep(20)
-            if trouble == "blocked":
-                world.broker.block()
-                await asyncio.sleep(200)
-                world.broker.unblock()
-            else:
-                world.broker.drop(operator.bus, delay=200)
-                await asyncio.sleep(201)
-            await asyncio.sleep(30)
-            assert ready(world) == []
-            await world.outside.declare(world.topology.batch_queue(1, "t1"))
-            await send(world, "a", 0)
-            await asyncio.sleep(10)
-
-    run_virtually(main())
+    await open_batch(world)
+    await close(world, manifest(("a", 1)))
+    async with world.living(operator):
+        await asyncio.sleep(20)
+        if trouble == "blocked":
+            world.broker.block()
+            await asyncio.sleep(200)
+            world.broker.unblock()
+        else:
+            world.broker.drop(operator.bus, delay=200)
+            await asyncio.sleep(201)
+        await asyncio.sleep(30)
+        assert ready(world) == []
+        await world.outside.declare(world.topology.batch_queue(1, "t1"))
+        await send(world, "a", 0)
+        await asyncio.sleep(10)
     assert [decided.state for decided in ready(world)][:1] == ["ready"]
     assert world.reasons() == []
 
 
-def test_the_deadline_stands_still_while_another_operator_receives_the_parts() -> None:
+@virtually
+async def test_the_deadline_stands_still_while_another_operator_receives_the_parts() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, "a", 0)
-        queue = world.topology.batch_queue(1, "t1")
-        other = await world.outside.consume(queue)  # the single active consumer
-        await close(world, manifest(("a", 1)))
-        async with world.living(make(world)):
-            for _ in range(50):
-                await world.beat("operator", "operator-1", ticket="t1")
-                await asyncio.sleep(2)
-            assert ready(world) == []
-            await other.close()
+    await open_batch(world)
+    await send(world, "a", 0)
+    queue = world.topology.batch_queue(1, "t1")
+    other = await world.outside.consume(queue)  # the single active consumer
+    await close(world, manifest(("a", 1)))
+    async with world.living(make(world)):
+        for _ in range(50):
+            await world.beat("operator", "operator-1", ticket="t1")
             await asyncio.sleep(2)
-
-    run_virtually(main())
+        assert ready(world) == []
+        await other.close()
+        await asyncio.sleep(2)
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_other() -> None:
+@virtually
+async def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_other() -> None:
     world = make_world()
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, "a", 0)
-        closed = manifest(("a", 1), ("b", 1))
-        await close(world, closed)
-        await close(world, closed)
-        async with world.living(make(world), make(world, "operator-1")):
-            await asyncio.sleep(70)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, "a", 0)
+    closed = manifest(("a", 1), ("b", 1))
+    await close(world, closed)
+    await close(world, closed)
+    async with world.living(make(world), make(world, "operator-1")):
+        await asyncio.sleep(70)
     assert [decided.state for decided in ready(world)] == ["failed", "failed"]
     assert world.count("closed") == 0
 
@@ -692,25 +607,22 @@ def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_other() ->
 
 
 @pytest.mark.parametrize("after", [0.205, 0.3, 0.705, *range(1, 11)])
-def test_killed_anywhere_a_second_one_completes(after: float) -> None:
+@virtually
+async def test_killed_anywhere_a_second_one_completes(after: float) -> None:
     """Killed while it gathers or in the chain (seconds), or after so many things went over the wire."""
     world = make_world("broker.max_message_bytes=65536")
     Scripted.grows, Scripted.seconds = 40_000, 0.5
-
-    async def main() -> None:
-        await batch_of(world, "a", "b", "c")
-        first = asyncio.create_task(make(world).run())
-        if isinstance(after, int):
-            world.kill_after = (after, first)
-            await asyncio.wait([first], timeout=10)
-        else:
-            await asyncio.sleep(after)
-        await kill(first)
-        assert first.cancelled()
-        async with world.living(make(world, "operator-1")):
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b", "c")
+    first = asyncio.create_task(make(world).run())
+    if isinstance(after, int):
+        world.kill_after = (after, first)
+        await asyncio.wait([first], timeout=10)
+    else:
+        await asyncio.sleep(after)
+    await kill(first)
+    assert first.cancelled()
+    async with world.living(make(world, "operator-1")):
+        await asyncio.sleep(5)
     decided = ready(world)
     assert decided
     assert decided[0].state == "ready"
@@ -722,23 +634,20 @@ def test_killed_anywhere_a_second_one_completes(after: float) -> None:
     assert "confirmed batch_ready" in world.wire[: world.wire.index("acked closed")]
 
 
-def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
+@virtually
+async def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
     world = make_world()
     frozen, other = make(world), make(world, "operator-1")
-
-    async def main() -> None:
-        await open_batch(world)
-        await send(world, "a", 0)
-        await close(world, manifest(("a", 1), ("b", 1)))
-        async with world.living(frozen, other):
-            await asyncio.sleep(5)
-            world.broker.drop(frozen.bus, delay=20)
-            await asyncio.sleep(5)
-            await world.outside.declare(world.topology.batch_queue(1, "t1"))
-            await send(world, "b", 0, run=1)
-            await asyncio.sleep(60)
-
-    run_virtually(main())
+    await open_batch(world)
+    await send(world, "a", 0)
+    await close(world, manifest(("a", 1), ("b", 1)))
+    async with world.living(frozen, other):
+        await asyncio.sleep(5)
+        world.broker.drop(frozen.bus, delay=20)
+        await asyncio.sleep(5)
+        await world.outside.declare(world.topology.batch_queue(1, "t1"))
+        await send(world, "b", 0, run=1)
+        await asyncio.sleep(60)
     states = [decided.state for decided in ready(world)]
     assert states[0] == "ready"
     assert complete(world, ready(world)[0])
@@ -746,17 +655,14 @@ def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
     assert (world.count("closed"), world.count(QUEUE)) == (0, None)
 
 
-def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own() -> None:
+@virtually
+async def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own() -> None:
     world = make_world()
     Scripted.seconds = 5.0
-
-    async def main() -> None:
-        await batch_of(world, "a", "b")
-        await close(world, manifest(("a", 1), ("b", 1)))  # published again: nobody was seen at work
-        async with world.living(make(world), make(world, "operator-1")):
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b")
+    await close(world, manifest(("a", 1), ("b", 1)))  # published again: nobody was seen at work
+    async with world.living(make(world), make(world, "operator-1")):
+        await asyncio.sleep(30)
     decided = ready(world)
     assert decided[0].state == "ready"
     assert all(complete(world, each) and each.experiences == 2 for each in decided if each.state == "ready")
@@ -767,97 +673,85 @@ def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own() -> N
 # -- the end
 
 
-def test_draining_finishes_the_batch_at_work_and_its_queue_and_takes_no_other() -> None:
+@virtually
+async def test_draining_finishes_the_batch_at_work_and_its_queue_and_takes_no_other() -> None:
     world = make_world()
     Scripted.seconds = 3.0
     operator = make(world)
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(operator):
-            await asyncio.sleep(1)
-            await world.outside.publish(
-                world.topology.exchange("batches"), "closed", envelope(manifest(ticket="t2"), message_id="closed-t2")
-            )
-            operator.drain()
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(operator):
+        await asyncio.sleep(1)
+        await world.outside.publish(
+            world.topology.exchange("batches"), "closed", envelope(manifest(ticket="t2"), message_id="closed-t2")
+        )
+        operator.drain()
     assert [(each.ticket, each.state) for each in ready(world)] == [("t1", "ready")]
     assert (world.count("closed"), world.count(QUEUE)) == (1, None)
 
 
-def test_draining_gives_back_what_takes_too_long() -> None:
+@virtually
+async def test_draining_gives_back_what_takes_too_long() -> None:
     world = make_world("runner.drain_timeout=5")
     Scripted.seconds = 1000.0
     operator = make(world)
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(operator):
-            await asyncio.sleep(1)
-        assert asyncio.get_running_loop().time() < 10
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(operator):
+        await asyncio.sleep(1)
+    assert asyncio.get_running_loop().time() < 10
     assert ready(world) == []
     assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
 
 
-def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_processed() -> None:
+@virtually
+async def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_processed() -> None:
     world = make_world("runner.drain_timeout=1", "broker.delivery_limit=2")
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        Scripted.seconds = 60.0
-        for number in range(5):
-            async with world.living(make(world)):
-                await asyncio.sleep(1)
-            (waiting,) = world.stored("closed")
-            assert (waiting.message_id, waiting.deliveries_before) == ("closed-t1", 0)
-            assert waiting.headers["given-back"] == number + 1
-        restarted = make(world)
-        task = asyncio.create_task(restarted.run())
-        await asyncio.sleep(1)
-        restarted.restart(RestartRequested("a rolling restart"))
-        await asyncio.wait([task], timeout=10)
-        error = task.exception()
-        assert error is not None
-        assert isinstance(first_leaf(error), RestartRequested)
-        Scripted.seconds = 0.0
+    await batch_of(world, "a")
+    Scripted.seconds = 60.0
+    for number in range(5):
         async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+            await asyncio.sleep(1)
+        (waiting,) = world.stored("closed")
+        assert (waiting.message_id, waiting.deliveries_before) == ("closed-t1", 0)
+        assert waiting.headers["given-back"] == number + 1
+    restarted = make(world)
+    task = asyncio.create_task(restarted.run())
+    await asyncio.sleep(1)
+    restarted.restart(RestartRequested("a rolling restart"))
+    await asyncio.wait([task], timeout=10)
+    error = task.exception()
+    assert error is not None
+    assert isinstance(first_leaf(error), RestartRequested)
+    Scripted.seconds = 0.0
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["ready"]
     assert (world.stored("dead"), world.count("closed"), world.count(QUEUE)) == ([], 0, None)
 
 
-def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes_no_second_set_count() -> None:
+@virtually
+async def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes_no_second_set_count() -> None:
     world = make_world("runner.drain_timeout=1")
     first = make(world)
+    await batch_of(world, "a")
+    Scripted.seconds = 60.0
+    publish = first.bus.publish
 
-    async def main() -> None:
-        await batch_of(world, "a")
-        Scripted.seconds = 60.0
-        publish = first.bus.publish
+    async def publish_and_die(exchange: str, key: str, envelope: Any, **how: Any) -> bool:
+        stored = await publish(exchange, key, envelope, **how)
+        if envelope.kind == "batch_closed":
+            first.bus.disconnect("killed")
+        return stored
 
-        async def publish_and_die(exchange: str, key: str, envelope: Any, **how: Any) -> bool:
-            stored = await publish(exchange, key, envelope, **how)
-            if envelope.kind == "batch_closed":
-                first.bus.disconnect("killed")
-            return stored
-
-        first.bus.publish = publish_and_die  # type: ignore[method-assign]
-        task = asyncio.create_task(first.run())
-        await asyncio.sleep(1)
-        first.drain()
-        await asyncio.sleep(2)
-        assert [each.message_id for each in world.stored("closed")] == ["closed-t1"] * 2
-        Scripted.seconds = 0.0
-        async with world.living(make(world, "operator-1")):
-            await asyncio.sleep(10)
-        await kill(task)
-
-    run_virtually(main())
+    first.bus.publish = publish_and_die  # type: ignore[method-assign]
+    task = asyncio.create_task(first.run())
+    await asyncio.sleep(1)
+    first.drain()
+    await asyncio.sleep(2)
+    assert [each.message_id for each in world.stored("closed")] == ["closed-t1"] * 2
+    Scripted.seconds = 0.0
+    async with world.living(make(world, "operator-1")):
+        await asyncio.sleep(10)
+    await kill(task)
     decided, *later = ready(world)
     assert (decided.state, decided.experiences) == ("ready", 1)
     assert complete(world, decided)
@@ -865,74 +759,62 @@ def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes_no_se
     assert world.count("closed") == 0
 
 
-def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_process_is(tmp_path: Path) -> None:
+@virtually
+async def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_process_is(tmp_path: Path) -> None:
     world = make_world("broker.delivery_limit=2")
     notes = tmp_path / "operator-0.at-work.json"
-
-    async def main() -> None:
-        await batch_of(world, "a", deliveries=9)
-        Scripted.seconds = 60.0
-        killed = asyncio.create_task(make(world, crash_notes=CrashLog(notes)).run())
-        await asyncio.sleep(1)
-        assert len(Scripted.tries) == 1, "nine lost connections fail no batch"
-        left = notes.read_bytes()
-        await kill(killed)
-        notes.write_bytes(left)  # a process that dies leaves it as it is
-        async with world.living(make(world, crash_notes=CrashLog(notes))):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", deliveries=9)
+    Scripted.seconds = 60.0
+    killed = asyncio.create_task(make(world, crash_notes=CrashLog(notes)).run())
+    await asyncio.sleep(1)
+    assert len(Scripted.tries) == 1, "nine lost connections fail no batch"
+    left = notes.read_bytes()
+    await kill(killed)
+    notes.write_bytes(left)  # a process that dies leaves it as it is
+    async with world.living(make(world, crash_notes=CrashLog(notes))):
+        await asyncio.sleep(3)
     assert [decided.state for decided in ready(world)] == ["failed"]
     assert len(Scripted.tries) == 1
     assert not notes.exists()
 
 
-def test_draining_does_not_wait_for_the_next_try() -> None:
+@virtually
+async def test_draining_does_not_wait_for_the_next_try() -> None:
     world = make_world()
     Scripted.fails = 100
     operator = make(world)
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        world.held_back("closed", 3)
-        async with world.living(operator):
-            await asyncio.sleep(1)
-        assert asyncio.get_running_loop().time() < 2
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    world.held_back("closed", 3)
+    async with world.living(operator):
+        await asyncio.sleep(1)
+    assert asyncio.get_running_loop().time() < 2
     assert (len(Scripted.tries), world.count("closed")) == (1, 1)
 
 
-def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> None:
+@virtually
+async def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> None:
     world = make_world()
     Scripted.seconds = 5.0
     operator = make(world)
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        task = asyncio.create_task(operator.run())
-        await asyncio.sleep(1)
-        assert operator.detail().ticket == "t1"
-        await asyncio.sleep(6)
-        assert operator.detail().ticket is None
-        await world.beat("explorer", "explorer-0", finished=True)
-        await asyncio.sleep(2)
-        assert task.done()
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    task = asyncio.create_task(operator.run())
+    await asyncio.sleep(1)
+    assert operator.detail().ticket == "t1"
+    await asyncio.sleep(6)
+    assert operator.detail().ticket is None
+    await world.beat("explorer", "explorer-0", finished=True)
+    await asyncio.sleep(2)
+    assert task.done()
     assert operator.state == "finished"
 
 
-def test_a_reason_of_any_characters_travels() -> None:
+@virtually
+async def test_a_reason_of_any_characters_travels() -> None:
     world = make_world("broker.delivery_limit=1")
     Scripted.fails, Scripted.words = 9, "no file \udcff"
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(30)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(30)
     (decided,) = ready(world)
     assert decided.state == "failed"
     assert "no file ?" in str(decided.reason)

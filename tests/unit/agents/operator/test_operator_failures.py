@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.operator.test_operator import QUEUE, batch_of, close, make, make_world, manifest, ready, send
 from tests.unit.agents.world import World
+from tests.virtual import virtually
 from trinity_agents.operator.agent import Operator
 from trinity_mq.experience import Experience
 from trinity_mq.operators import ExperienceOperatorV1, ThreadedOperator
 from trinity_mq.operators.base import Processed
 from trinity_mq.runtime.errors import RestartRequested, first_leaf
-from trinity_mq.testing.virtual_time import run_virtually
 
 THIS = __name__
 
@@ -63,50 +63,41 @@ def a_world(*overrides: str, kind: str = "Choosy") -> World:
     return World(chain, "algorithm.min_group_runs=1", "broker.delivery_limit=2", *overrides)
 
 
-def test_the_dead_letter_names_the_operator_and_given_back_to_a_repaired_one_it_is_done() -> None:
+@virtually
+async def test_the_dead_letter_names_the_operator_and_given_back_to_a_repaired_one_it_is_done() -> None:
     world = a_world()
-
-    async def main() -> None:
-        await batch_of(world, "a", "b")
-        async with world.living(make(world), make(world, "operator-1")):
-            await asyncio.sleep(10)
-            (letter,) = world.stored("dead")
-            assert letter.headers["operator"] == "1_Choosy"
-            assert "operator 1_Choosy: ArithmeticError: not this one" in str(letter.headers["dead-reason"])
-            assert [decided.state for decided in ready(world)] == ["failed"]
-            assert world.count(QUEUE) == 2
-            Choosy.repaired = True
-            await close(world, manifest(("a", 1), ("b", 1)))
-            await asyncio.sleep(5)
-
-    run_virtually(main())
+    await batch_of(world, "a", "b")
+    async with world.living(make(world), make(world, "operator-1")):
+        await asyncio.sleep(10)
+        (letter,) = world.stored("dead")
+        assert letter.headers["operator"] == "1_Choosy"
+        assert "operator 1_Choosy: ArithmeticError: not this one" in str(letter.headers["dead-reason"])
+        assert [decided.state for decided in ready(world)] == ["failed"]
+        assert world.count(QUEUE) == 2
+        Choosy.repaired = True
+        await close(world, manifest(("a", 1), ("b", 1)))
+        await asyncio.sleep(5)
     assert [(decided.state, decided.experiences) for decided in ready(world)] == [("failed", 0), ("ready", 2)]
     assert world.count(QUEUE) is None
 
 
-def test_a_chain_that_takes_too_long_names_who_was_at_work() -> None:
+@virtually
+async def test_a_chain_that_takes_too_long_names_who_was_at_work() -> None:
     world = a_world("operator.timeout=100")
     Choosy.seconds = 1e6
-
-    async def main() -> None:
-        await batch_of(world, "a")
-        async with world.living(make(world)):
-            await asyncio.sleep(250)
-
-    run_virtually(main())
+    await batch_of(world, "a")
+    async with world.living(make(world)):
+        await asyncio.sleep(250)
     assert [str(letter.headers["operator"]) for letter in world.stored("dead")] == ["1_Choosy"]
     assert "1_Choosy: the chain was not done within 100 s (operator.timeout)" in world.reasons()[0]
 
 
-def test_what_is_not_an_operators_fault_names_none() -> None:
+@virtually
+async def test_what_is_not_an_operators_fault_names_none() -> None:
     world = make_world("broker.delivery_limit=2")
-
-    async def main() -> None:
-        await batch_of(world, "a", deliveries=1, failed=1)
-        async with world.living(make(world)):
-            await asyncio.sleep(3)
-
-    run_virtually(main())
+    await batch_of(world, "a", deliveries=1, failed=1)
+    async with world.living(make(world)):
+        await asyncio.sleep(3)
     assert ["operator" in letter.headers for letter in world.stored("dead")] == [False]
 
 
@@ -127,13 +118,10 @@ async def test_a_computation_that_does_not_end_costs_the_process_not_the_batch()
     assert (world.count("closed"), world.reasons()) == (1, [])
 
 
-def test_operators_are_handed_the_auxiliary_models_by_name() -> None:
+@virtually
+async def test_operators_are_handed_the_auxiliary_models_by_name() -> None:
     models = '[{"name": "judge", "engine": "external", "url": "http://127.0.0.1:9/v1"}]'
     world = a_world(f"explorer.auxiliary_models={models}")
-
-    async def main() -> None:
-        operator: Operator = make(world)
-        async with world.living(operator):
-            assert Choosy.seen == ["judge: 1"]
-
-    run_virtually(main())
+    operator: Operator = make(world)
+    async with world.living(operator):
+        assert Choosy.seen == ["judge: 1"]
