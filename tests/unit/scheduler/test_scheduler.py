@@ -81,8 +81,9 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_all_results_of_a_batch_each_once() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_all_results_of_a_batch_each_once() -> None:
+    async with Stage().up() as scheduler:
         scheduler.schedule(tasks(3, repeat=2), 7)
         assert scheduler.has_step(7)
         statuses, experiences = await scheduler.get_results(7)
@@ -92,11 +93,10 @@ def test_all_results_of_a_batch_each_once() -> None:
         assert not scheduler.has_step(7)
         assert await scheduler.get_results(7) == ([], [])
 
-    play(Stage(), scene)
 
-
-def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_others_are_run() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_others_are_run() -> None:
+    async with Stage("broker.max_message_bytes=65536").up() as scheduler:
         large = Task(repeat_times=2, raw_task={"n": 9, "image": b"x" * 100_000})
         scheduler.schedule([*tasks(2), large], 1)
         statuses, experiences = await scheduler.get_results(1)
@@ -106,22 +106,20 @@ def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_others_are_r
         assert "over broker.max_message_bytes (65536)" in str(failed.message)
         assert len(experiences) == 2
 
-    play(Stage("broker.max_message_bytes=65536"), scene)
 
-
-def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
+    async with Stage().up() as scheduler:
         started = now()
         assert await scheduler.get_results("9/none") == ([], [])
         assert scheduler.schedule([], 1) is None
         assert await scheduler.get_results(1) == ([], [])
         assert now() - started < 0.1
 
-    play(Stage(), scene)
 
-
-def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> None:
+    async with Stage(seconds=by_number({2: 5.0, 3: 9.0})).up() as scheduler:
         scheduler.schedule(tasks(4), 1)
         started = now()
         statuses, experiences = await scheduler.get_results(1, min_num=2)
@@ -132,11 +130,10 @@ def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> None:
         assert len(rest) == len(more) == 2
         assert sorted(one.eid.task for one in experiences + more) == [0, 1, 2, 3]
 
-    play(Stage(seconds=by_number({2: 5.0, 3: 9.0})), scene)
 
-
-def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
+    async with Stage().up() as scheduler:
         scheduler.schedule(tasks(2), 1)
         with structlog.testing.capture_logs() as logs:
             statuses, _ = await scheduler.get_results(1, min_num=5)
@@ -144,11 +141,11 @@ def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
         (warning,) = (line for line in logs if line["event"] == "min_num_clamped")
         assert (warning["min_num"], warning["tasks"]) == (5, 2)
 
-    play(Stage(), scene)
 
-
-def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
+    overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
+    async with Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})).up() as scheduler:
         scheduler.schedule(tasks(3), 1)
         started = now()
         statuses, _ = await scheduler.get_results(1, min_num=1, timeout=10.0)
@@ -156,13 +153,11 @@ def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
         assert len(statuses) == 2, "one more was done in time"
         assert not scheduler.has_step(1), "the rest was cut off"
 
-    overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
-    play(Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})), scene)
-
 
 @pytest.mark.parametrize("clear", [True, False])
-def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(clear: bool) -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(clear: bool) -> None:
+    async with Stage(seconds=by_number({2: 8.0})).up() as scheduler:
         scheduler.schedule(tasks(3), 1)
         started = now()
         statuses, experiences = await scheduler.get_results(1, timeout=4.0, clear_timeout_tasks=clear)
@@ -174,23 +169,20 @@ def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(cle
         assert [one.eid.task for one in more] == ([] if clear else [2])
         assert len(late) == len(more)
 
-    play(Stage(seconds=by_number({2: 8.0})), scene)
 
-
-def test_the_default_timeout_is_the_batchs() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_the_default_timeout_is_the_batchs() -> None:
+    async with Stage("explorer.batch_timeout=50", "explorer.max_timeout=10", runner=False).up() as scheduler:
         scheduler.schedule(tasks(1), 1)
         started = now()
         assert await scheduler.get_results(1) == ([], [])
         assert 50.0 <= now() - started < 52.0
 
-    play(Stage("explorer.batch_timeout=50", "explorer.max_timeout=10", runner=False), scene)
 
-
-def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
+@virtually
+async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
     stage = Stage("explorer.max_repeat_times_per_runner=3")
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2, repeat=8), 1)
         statuses, experiences = await scheduler.get_results(1)
         assert [one.completed_runs for one in statuses] == [8, 8]
@@ -198,24 +190,21 @@ def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
         assert {one.eid.tid for one in experiences} == {"1/0", "1/1"}
         assert sorted(task_slice.repeat_times for task_slice in stage.runner.done) == [2, 2, 3, 3, 3, 3]
 
-    play(stage, scene)
 
-
-def test_the_same_batch_twice_is_two_tickets() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_the_same_batch_twice_is_two_tickets() -> None:
+    async with Stage().up() as scheduler:
         first = scheduler.schedule(tasks(2, which="first"), 1)
         second = scheduler.schedule(tasks(3, which="second"), 1)
         assert first != second
         statuses, experiences = await scheduler.get_results(1)
         assert len(statuses) == len(experiences) == 5
 
-    play(Stage(), scene)
 
-
-def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
+@virtually
+async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
     stage = Stage(seconds=lambda task_slice: 6.0 if task_slice.task.raw_task["which"] == "old" else 9.0)
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(1, which="old"), 1)
         assert await scheduler.get_results(1, timeout=2.0) == ([], [])
         scheduler.schedule(tasks(1, which="new"), 1)
@@ -225,10 +214,9 @@ def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
         assert now() - started > 8.0
         assert scheduler.dispatcher.late_results == 1
 
-    play(stage, scene)
 
-
-def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
+@virtually
+async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
     stage = Stage(runner=False)
     sent: list[TaskSlice] = []
     publish = stage.bus.publish
@@ -240,8 +228,7 @@ def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait
         return await publish(exchange, key, mail, **how)
 
     stage.bus.publish = slowly  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         started = now()
         for batch, count in ((1, 300), (2, 200), (3, 1)):
             scheduler.schedule(tasks(count), batch)
@@ -254,10 +241,9 @@ def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait
         for batch in (1, 2, 3, "3/eval"):
             await scheduler.abort_batch(batch)
 
-    play(stage, scene)
 
-
-def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
+@virtually
+async def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
     stage = Stage(runner=False)
     publish, sent = stage.bus.publish, 0
 
@@ -269,8 +255,7 @@ def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
         return await publish(exchange, key, mail, **how)
 
     stage.bus.publish = slowly  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2000), 1)
         await asyncio.sleep(1.5)
         await scheduler.abort_batch(1)
@@ -279,13 +264,11 @@ def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
         assert 0 < sent == before < 2000
         assert not stage.batch_queues()
 
-    play(stage, scene)
 
-
-def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_returned() -> None:
+@virtually
+async def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_returned() -> None:
     stage = Stage()
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         ticket = scheduler.schedule(tasks(3, repeat=2), 1, deliver="pipeline")
         statuses, experiences = await scheduler.get_results(1, min_num=1)
         assert (len(statuses), experiences) == (1, [])
@@ -299,21 +282,19 @@ def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_returned
         assert not scheduler.has_step(1)
         assert len(stage.batch_queues()) == 1, "it is the operators'"
 
-    play(stage, scene)
 
-
-def test_two_callers_of_a_batch_share_its_tasks() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_two_callers_of_a_batch_share_its_tasks() -> None:
+    async with Stage().up() as scheduler:
         scheduler.schedule(tasks(6, repeat=2), 1)
         both = await asyncio.gather(scheduler.get_results(1), scheduler.get_results(1))
         assert sum(len(statuses) for statuses, _ in both) == 6
         rids = [one.eid.rid for _, experiences in both for one in experiences]
         assert len(rids) == len(set(rids)) == 12
 
-    play(Stage(), scene)
 
-
-def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:
+@virtually
+async def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:
     stage = Stage()
     publish = stage.runner.bus.publish
 
@@ -327,21 +308,18 @@ def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:
 
     late: list[Any] = []
     stage.runner.bus.publish = delays_parts  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(3), 1)
         both = await asyncio.gather(scheduler.get_results(1), scheduler.get_results(1))
         assert sorted(len(statuses) for statuses, _ in both) == [0, 3]
         assert sorted(len(experiences) for _, experiences in both) == [0, 3]
         assert not scheduler.has_step(1)
 
-    play(stage, scene)
 
-
-def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -> None:
+@virtually
+async def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -> None:
     stage = Stage(seconds=by_number({0: 3.0, 1: 6.0, 2: 9.0}))
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2), 1)
         scheduler.schedule(tasks(3), "1/other")
         await scheduler.wait_all(timeout=4.0)
@@ -349,13 +327,11 @@ def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -
         assert len((await scheduler.get_results(1))[0]) == 2
         assert len((await scheduler.get_results("1/other"))[0]) == 3
 
-    play(stage, scene)
 
-
-def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() -> None:
+@virtually
+async def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() -> None:
     stage = Stage(seconds=by_number({0: 3.0, 1: 6.0}))
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2), 1)
         waiting = asyncio.ensure_future(scheduler.wait_all(timeout=4.0))
         await asyncio.sleep(2.9)
@@ -363,15 +339,13 @@ def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() ->
         scheduler.schedule(tasks(2), 3)
         await waiting
 
-    play(stage, scene)
-
 
 @pytest.mark.parametrize("timeout", [4.0, None])
 @pytest.mark.parametrize("clear", [True, False])
-def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -> None:
+@virtually
+async def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -> None:
     stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", seconds=by_number({1: 45.0, 2: 46.0}))
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(3), 1)
         with pytest.raises(TimeoutError, match=rf"within {timeout or 30.0:g} s; 2 were left: 0 pending, 2 running"):
             await scheduler.wait_all(timeout=timeout, clear_timeout_tasks=clear)
@@ -381,11 +355,10 @@ def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -> None
         assert (now() - started < 1.0) is clear
         assert not scheduler.has_step(1)
 
-    play(stage, scene)
 
-
-def test_stop_and_start_again_loses_nothing() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_stop_and_start_again_loses_nothing() -> None:
+    async with Stage(seconds=by_number({3: 6.0})).up() as scheduler:
         scheduler.schedule(tasks(4), 1)
         first, some = await scheduler.get_results(1, min_num=1)
         await scheduler.stop()
@@ -397,10 +370,9 @@ def test_stop_and_start_again_loses_nothing() -> None:
         assert len(first + rest) == len(some + more) == 4
         assert len((await scheduler.get_results(2))[0]) == 2
 
-    play(Stage(seconds=by_number({3: 6.0})), scene)
 
-
-def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_start() -> None:
+@virtually
+async def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_start() -> None:
     stage = Stage()
     stuck = asyncio.Event()
     declare = stage.bus.declare
@@ -412,19 +384,17 @@ def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_start(
         await declare(*queues)
 
     stage.bus.declare = hangs_once  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(1), 1)
         await stuck.wait()
         await scheduler.stop()
         await scheduler.start()
         assert len((await scheduler.get_results(1))[0]) == 1
 
-    play(stage, scene)
 
-
-def test_who_waits_hears_of_a_stop() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_who_waits_hears_of_a_stop() -> None:
+    async with Stage(runner=False).up() as scheduler:
         scheduler.schedule(tasks(1), 1)
         waiting = asyncio.ensure_future(scheduler.get_results(1))
         await asyncio.sleep(1.0)
@@ -432,13 +402,11 @@ def test_who_waits_hears_of_a_stop() -> None:
         with pytest.raises(RuntimeError, match="stopped while a caller waited"):
             await waiting
 
-    play(Stage(runner=False), scene)
 
-
-def test_a_failing_background_task_is_told_to_who_waits() -> None:
+@virtually
+async def test_a_failing_background_task_is_told_to_who_waits() -> None:
     stage = Stage(runner=False)
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(1), 1)
         waiting = asyncio.ensure_future(scheduler.get_results(1))
         await asyncio.sleep(1.0)
@@ -449,8 +417,6 @@ def test_a_failing_background_task_is_told_to_who_waits() -> None:
         assert now() - started < 1.0
         with pytest.raises(ExceptionGroup):
             await scheduler.stop()
-
-    play(stage, scene)
 
 
 @virtually
@@ -464,7 +430,8 @@ async def test_a_results_stream_shorter_than_the_saved_offset_is_an_error_and_no
     assert "results stream from offset 1000" in str(caught.value.exceptions[0])
 
 
-def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
+@virtually
+async def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
     stage = Stage()
     events: list[tuple[str, float]] = []
     unbind, delete = stage.bus.unbind, stage.bus.delete
@@ -478,8 +445,7 @@ def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
         await delete(name)
 
     stage.bus.unbind, stage.bus.delete = unbinds, deletes  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2), 1)
         assert len(await scheduler.get_results(1)) == 2
         returned = now()
@@ -491,13 +457,11 @@ def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
         assert abs(returned - unbound) < 0.5, "nobody waits for the second"
         assert not stage.batch_queues()
 
-    play(stage, scene)
 
-
-def test_a_connection_lost_while_experiences_are_read_costs_time_only() -> None:
+@virtually
+async def test_a_connection_lost_while_experiences_are_read_costs_time_only() -> None:
     stage = Stage(seconds=by_number({1: 3.0}))
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(3, repeat=2), 1)
         first, some = await scheduler.get_results(1, min_num=1)
         stage.broker.drop(stage.bus, delay=2.0)
@@ -506,10 +470,9 @@ def test_a_connection_lost_while_experiences_are_read_costs_time_only() -> None:
         rids = [one.eid.rid for one in some + more]
         assert len(rids) == len(set(rids)) == 6
 
-    play(stage, scene)
 
-
-def test_a_part_that_does_not_decode_is_parked_and_stops_nothing() -> None:
+@virtually
+async def test_a_part_that_does_not_decode_is_parked_and_stops_nothing() -> None:
     stage = Stage()
     publish = stage.runner.bus.publish
 
@@ -521,22 +484,20 @@ def test_a_part_that_does_not_decode_is_parked_and_stops_nothing() -> None:
         return await publish(exchange, key, mail, **how)
 
     stage.runner.bus.publish = spoils  # type: ignore[method-assign]
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(2), 1)
         statuses, experiences = await scheduler.get_results(1)
         assert len(statuses) == 2
         assert len(experiences) < 2
         assert await stage.bus.depth(stage.topology.dead.name) == 2 - len(experiences)
 
-    play(stage, scene)
-
 
 # -- the wrappers
 
 
-def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_way() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_way() -> None:
+    async with Stage(seconds=lambda task_slice: 1.0).up() as scheduler:
         runners = [RunnerWrapper(n, None, [], scheduler.config, scheduler=scheduler) for n in range(3)]
         task = Task(repeat_times=16, raw_task={"n": 5})
         scheduler.schedule(tasks(2), 4)
@@ -554,38 +515,33 @@ def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_
             assert {one.eid.batch for one in experiences} == {4}
         assert task.repeat_times == 16, "the caller's task is not changed"
 
-    play(Stage(seconds=lambda task_slice: 1.0), scene)
-
 
 @pytest.mark.parametrize(
     ("handle", "runner", "said"),
     [("runner-7", "runner-3", "runner-3"), (7, "runner-3", 3), (7, "gpu-host", "gpu-host")],
 )
-def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle: Any, runner: str, said: Any) -> None:
+@virtually
+async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle: Any, runner: str, said: Any) -> None:
     stage = Stage()
     stage.runner.name = runner
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         one = RunnerWrapper(handle, None, [], scheduler.config, scheduler=scheduler)
         assert (await one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))[2] == said
 
-    play(stage, scene)
 
-
-def test_run_with_retry_says_when_it_was_not_done() -> None:
+@virtually
+async def test_run_with_retry_says_when_it_was_not_done() -> None:
     stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", runner=False)
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         one = RunnerWrapper("runner-7", None, [], scheduler.config, scheduler=scheduler)
         status, experiences, runner = await one.run_with_retry(TaskWrapper(tasks(1)[0], 1, repeat_times=2))
         assert (status.ok, status.total_runs, experiences, runner) == (False, 2, [], "runner-7")
         assert "30 s" in str(status.message)
 
-    play(stage, scene)
 
-
-def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
-    async def scene(scheduler: Scheduler) -> None:
+@virtually
+async def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
+    async with Stage(runner=False).up() as scheduler:
         one = RunnerWrapper("runner-7", None, [], scheduler.config, scheduler=scheduler)
         waiting = asyncio.ensure_future(one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))
         await asyncio.sleep(1.0)
@@ -595,13 +551,11 @@ def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
         assert not scheduler.has_step(1)
         assert scheduler.dispatcher.open_tickets == []
 
-    play(Stage(runner=False), scene)
 
-
-def test_restart_runner_asks_that_runner() -> None:
+@virtually
+async def test_restart_runner_asks_that_runner() -> None:
     stage = Stage(runner=False)
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         ears = stage.topology.listener("runner-3", "x", "control", "*.runner-3")
         await stage.bus.declare(ears)
         feed = await stage.bus.consume(ears)
@@ -611,5 +565,3 @@ def test_restart_runner_asks_that_runner() -> None:
         assert (event.verb, event.target, event.reason) == ("restart", "runner-3", "it is slow")
         await one.close()
         await feed.close()
-
-    play(stage, scene)

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.scheduler.test_scheduler import Stage, by_number, play, tasks
+from tests.virtual import virtually
 from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import Scheduler
 
@@ -40,11 +41,11 @@ def watched(stage: Stage, scene: Callable[[Scheduler], Awaitable[Any]]) -> list[
     return heard
 
 
-def test_once_for_each_task_before_who_waits_is_woken() -> None:
+@virtually
+async def test_once_for_each_task_before_who_waits_is_woken() -> None:
     stage = Stage("explorer.max_repeat_times_per_runner=1")
     heard = told(stage)
-
-    async def scene(scheduler: Scheduler) -> None:
+    async with stage.up() as scheduler:
         scheduler.schedule(tasks(3, repeat=2), 1)
         scheduler.schedule(tasks(1), "4/e")
         statuses, _ = await scheduler.get_results(1)
@@ -54,8 +55,6 @@ def test_once_for_each_task_before_who_waits_is_woken() -> None:
         assert all(done.done() and not done.cancelled() and done.exception() is None for done in first)
         assert {status.total_runs for status in statuses} == {2}, "slices are not tasks"
         await scheduler.get_results("4/e")
-
-    play(stage, scene)
     assert [(done.batch_id, done.task_id) for done in heard if done.batch_id != 1] == [("4/e", 0)]
 
 

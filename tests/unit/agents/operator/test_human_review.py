@@ -88,32 +88,21 @@ async def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> Non
         (request,) = asked(world)
         assert request.reasons == ["reward 1 is above 0.5"]
         assert (request.batch, request.ticket, request.deadline - request.asked) == (1, "t1", 100.0)
-        await say(world, {"request": request.request, "verdict": "reward", "reward": 0.25, "by": "ann"}, "v1")
-        await say(world, {"request": request.request, "verdict": "drop", "by": "bob"}, "v2")
+        async with ReviewStream(world.outside, world.topology).following() as reviews:
+            (review,) = reviews.pending()
+            with pytest.raises(ValueError, match="needs a number"):
+                await reviews.send(request.request, "reward")
+            await say(world, {"request": request.request, "verdict": "reward", "reward": 0.25, "by": "ann"}, "v1")
+            assert (await reviews.send(request.request, "drop", by="bob")).taken == "refused"
+            await reviews.changed.until(lambda: review.closed is not None)
+            assert reviews.pending() == []
         assert await until(lambda: bool(ready(world))) < 5.0, "it waits no longer than for the verdict"
         (end,) = closings(world)
         assert (end.verdict, end.reward, end.how, end.by) == ("reward", 0.25, "verdict", "ann")
         assert await rewards(world) == {0: 0.0, 1: 0.25}
-        metrics = ready(world)[0].metrics
-        found = {name: value for name, value in metrics.items() if name.startswith("review/")}
-        wanted = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
-        assert found == {f"review/{name}": value for name, value in wanted.items()}
-
-
-@virtually
-async def test_its_heartbeats_say_how_many_runs_wait_for_people() -> None:
-    world = make_world('"choose": {"fraction": 1}, "seconds": 100')
-    await batch_of(world, "a0", "a1")
-    made = operator(world)
-    assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
-    async with world.living(made):
-        await until(lambda: len(asked(world)) == 2)
-        assert (made.detail().reviews, made.detail().ticket) == (2, "t1")
-        assert 95 < made.detail().review_seconds <= 100
-        await say(world, {"request": asked(world)[0].request, "verdict": "keep", "by": "ann"}, "v1")
-        await until(lambda: made.detail().reviews == 1)
-        await until(lambda: bool(ready(world)))
-        assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
+        metrics = {name: value for name, value in ready(world)[0].metrics.items() if name.startswith("review/")}
+        counts = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
+        assert metrics == {f"review/{name}": value for name, value in counts.items()}
 
 
 @pytest.mark.parametrize(
@@ -133,20 +122,27 @@ async def test_the_default_counts_after_the_deadline(default: str, left: dict[in
 
 @virtually
 async def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:
+    """Heartbeats say how many runs wait for people."""
     world = make_world('"choose": {"fraction": 1.0}, "seconds": 100')
     await batch_of(world, "a0", "a1")
-    first = asyncio.create_task(operator(world).run())
+    first, second = operator(world), operator(world, "operator-1")
+    assert (first.detail().reviews, first.detail().review_seconds) == (0, 0.0)
+    running = asyncio.create_task(first.run())
     loop = asyncio.get_running_loop()
     await until(lambda: len(asked(world)) == 2)
+    assert (first.detail().reviews, first.detail().ticket) == (2, "t1")
+    assert 95 < first.detail().review_seconds <= 100
     began = loop.time()
     await asyncio.sleep(40.0)
-    await kill(first)
+    await kill(running)
     told = next(each for each in asked(world) if each.reward == 1.0)
     await say(world, {"request": told.request, "verdict": "drop", "by": "ann"}, "v1")
     await asyncio.sleep(30.0)
-    async with world.living(operator(world, "operator-1")):
+    async with world.living(second):
+        await until(lambda: second.detail().reviews == 1)
         await until(lambda: bool(ready(world)))
         assert 99.0 < loop.time() - began < 103.0, "counted from the first request"
+        assert (second.detail().reviews, second.detail().review_seconds) == (0, 0.0)
         assert len(asked(world)) == 2, "asked once"
         assert await rewards(world) == {0: 0.0}
         assert {end.request: end.how for end in closings(world)}[told.request] == "verdict"
@@ -165,26 +161,6 @@ async def test_after_a_crash_what_was_decided_stays_decided() -> None:
             assert await until(lambda: bool(ready(world))) < 30.0
     assert await rewards(world) == {0: 0.0}
     assert len(closings(world)) == 1
-
-
-@virtually
-async def test_what_people_see_of_it_and_what_a_verdict_brings_about() -> None:
-    world = make_world()
-    await batch_of(world, "a0", "a1")
-    async with world.living(operator(world)):
-        await until(lambda: bool(asked(world)))
-        async with ReviewStream(world.outside, world.topology).following() as reviews:
-            (review,) = reviews.pending()
-            sent = [await reviews.send(review.request.request, "keep", by=name) for name in ("ann", "bob")]
-            assert [one.taken for one in sent] == ["new", "refused"]
-            await reviews.changed.until(lambda: review.closed is not None)
-            assert reviews.pending() == []
-            last: Review | None = reviews.ledger.get(review.request.request)
-            assert last is not None
-            assert last.closed is not None
-            assert last.closed.by == "ann"
-            with pytest.raises(ValueError, match="needs a number"):
-                await reviews.send(review.request.request, "reward")
 
 
 async def test_people_are_told_the_expected_answer() -> None:
