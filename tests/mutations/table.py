@@ -289,7 +289,7 @@ MUTATIONS = [
         "trinity_mq/dispatch/tickets.py",
         "return not (self.whole_tasks_only and",
         "return not (False and",
-        "unit/scheduler/test_cutting_short.py::test_finished_slices_of_a_task_that_was_cut_off_count_only_if_they_are_to",
+        "unit/agents/explorer/test_training_batches.py::test_finished_slices_of_a_task_that_was_cut_off_count_only_if_they_are_to",
     ),
     Mutation(
         "the explorer opens a batch too early",

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from tests.virtual import virtually
 from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config, load_config
-from trinity_mq.messages import BatchClosed, ControlEvent, TaskSlice, decode
+from trinity_mq.dispatch.dispatcher import WINDOW
+from trinity_mq.dispatch.timeouts import UsableClock
+from trinity_mq.messages import BatchClosed, ControlEvent, Deliver, Heartbeat, TaskResult, TaskSlice, decode, decode_any
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, Status, TaskWrapper
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
@@ -65,14 +75,6 @@ def tasks(count: int, repeat: int = 1, **raw: Any) -> list[Task]:
     return [Task(repeat_times=repeat, raw_task={"n": n, **raw}) for n in range(count)]
 
 
-def play(stage: Stage, scene: Callable[[Scheduler], Awaitable[Any]], limit: float = 5000) -> Any:
-    async def main() -> Any:
-        async with stage.up() as scheduler:
-            return await scene(scheduler)
-
-    return run_virtually(main(), limit=limit)
-
-
 def by_number(seconds: dict[int, float]) -> Callable[[TaskSlice], float]:
     return lambda task_slice: seconds.get(task_slice.task.raw_task["n"], 0.1)
 
@@ -92,19 +94,6 @@ async def test_all_results_of_a_batch_each_once() -> None:
         assert [one.eid.rid for one in experiences] == [f"7/{task}/{run}" for task in range(3) for run in range(2)]
         assert not scheduler.has_step(7)
         assert await scheduler.get_results(7) == ([], [])
-
-
-@virtually
-async def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_others_are_run() -> None:
-    async with Stage("broker.max_message_bytes=65536").up() as scheduler:
-        large = Task(repeat_times=2, raw_task={"n": 9, "image": b"x" * 100_000})
-        scheduler.schedule([*tasks(2), large], 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert sorted(status.ok for status in statuses) == [False, True, True]
-        (failed,) = [status for status in statuses if not status.ok]
-        assert (failed.completed_runs, failed.total_runs) == (0, 2)
-        assert "over broker.max_message_bytes (65536)" in str(failed.message)
-        assert len(experiences) == 2
 
 
 @virtually
@@ -215,9 +204,8 @@ async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> Non
         assert scheduler.dispatcher.late_results == 1
 
 
-@virtually
-async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
-    stage = Stage(runner=False)
+def slowly_published(stage: Stage) -> list[TaskSlice]:
+    """Have each slice take a second to be published; return those whose publish has begun."""
     sent: list[TaskSlice] = []
     publish = stage.bus.publish
 
@@ -228,6 +216,13 @@ async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_no
         return await publish(exchange, key, mail, **how)
 
     stage.bus.publish = slowly  # type: ignore[method-assign]
+    return sent
+
+
+@virtually
+async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
+    stage = Stage(runner=False)
+    sent = slowly_published(stage)
     async with stage.up() as scheduler:
         started = now()
         for batch, count in ((1, 300), (2, 200), (3, 1)):
@@ -245,23 +240,14 @@ async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_no
 @virtually
 async def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
     stage = Stage(runner=False)
-    publish, sent = stage.bus.publish, 0
-
-    async def slowly(exchange: str, key: str, mail: Any, **how: Any) -> bool:
-        nonlocal sent
-        if mail.kind == "task_slice":
-            sent += 1
-            await asyncio.sleep(1.0)
-        return await publish(exchange, key, mail, **how)
-
-    stage.bus.publish = slowly  # type: ignore[method-assign]
+    sent = slowly_published(stage)
     async with stage.up() as scheduler:
         scheduler.schedule(tasks(2000), 1)
         await asyncio.sleep(1.5)
         await scheduler.abort_batch(1)
-        before = sent
+        before = len(sent)
         await asyncio.sleep(20.0)
-        assert 0 < sent == before < 2000
+        assert 0 < len(sent) == before < 2000
         assert not stage.batch_queues()
 
 
@@ -565,3 +551,249 @@ async def test_restart_runner_asks_that_runner() -> None:
         assert (event.verb, event.target, event.reason) == ("restart", "runner-3", "it is slow")
         await one.close()
         await feed.close()
+
+
+# -- what runners hear, and deadlines
+
+
+@virtually
+async def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
+    stage = Stage(runner=False)
+    beats: list[tuple[float, Heartbeat]] = []
+    loop = asyncio.get_running_loop()
+    other = stage.another()
+    for bus in (stage.bus, other):
+        await bus.connect()
+    ears = stage.topology.listener("ears", "x", "telemetry", "beat.scheduler.#")
+    await other.declare(ears)
+    scheduler = stage.scheduler
+
+    async def hears() -> None:
+        async with await other.consume(ears) as feed:
+            async for delivery in feed:
+                beat = decode_any(delivery.body)
+                assert isinstance(beat, Heartbeat)
+                beats.append((loop.time(), beat))
+
+    hearing = asyncio.ensure_future(hears())
+    await scheduler.start()
+    ticket = scheduler.schedule([Task(), Task()], 1)
+    await asyncio.sleep(5.0)
+    aborted = loop.time()
+    await scheduler.abort_batch(1)
+    await asyncio.sleep(0.5)
+    async with await other.consume(stage.topology.tasks_train) as feed:
+        task_slice = decode((await anext(feed)).body, TaskSlice)
+    listing = [
+        (when, beat) for when, beat in beats if beat.id == task_slice.explorer and beat.seq >= task_slice.opened_beat
+    ]
+    before = [beat.detail.open for when, beat in listing if when < aborted]
+    assert len(before) >= 2, "every two seconds"
+    assert all(listed == [ticket] for listed in before)
+    when, beat = next(one for one in listing if one[0] >= aborted)
+    assert when - aborted < 0.2
+    assert (beat.role, beat.detail.open) == ("scheduler", [])
+    assert task_slice.explorer.startswith("scheduler-")
+    assert task_slice.keep_partial
+    await scheduler.stop()
+    hearing.cancel()
+
+
+@virtually
+async def test_deadlines_stand_still_while_the_broker_is_away() -> None:
+    stage = Stage(runner=False)
+    loop = asyncio.get_running_loop()
+    await stage.bus.connect()
+    clock = UsableClock(stage.bus)
+    started = loop.time()
+    loop.call_later(1.0, lambda: stage.broker.drop(stage.bus, delay=20.0))
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(5.0):
+            await asyncio.sleep(1000)
+    assert 25.0 <= loop.time() - started < 25.5
+    stage.broker.drop(stage.bus, delay=7.0)
+    started = loop.time()
+    with pytest.raises(TimeoutError):
+        async with clock.timeout(1.0):
+            await asyncio.sleep(1000)
+    assert 8.0 <= loop.time() - started < 8.5, "also one that begins meanwhile"
+    async with clock.timeout(1.0):
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(2.0)
+
+
+# -- the documented done callback: once for each scheduled task, whatever becomes of it
+
+
+def told(stage: Stage) -> list[CompletedTask]:
+    """What the callback of the stage's scheduler is told."""
+    heard: list[CompletedTask] = []
+
+    class Watched(Scheduler):
+        def task_done_callback(self, async_task: CompletedTask) -> None:
+            heard.append(async_task)
+
+    stage.scheduler = Watched(stage.config, bus=stage.bus)
+    return heard
+
+
+@virtually
+async def test_once_for_each_task_before_who_waits_is_woken() -> None:
+    stage = Stage("explorer.max_repeat_times_per_runner=1")
+    heard = told(stage)
+    async with stage.up() as scheduler:
+        scheduler.schedule(tasks(3, repeat=2), 1)
+        scheduler.schedule(tasks(1), "4/e")
+        statuses, _ = await scheduler.get_results(1)
+        first = [done for done in heard if done.batch_id == 1]
+        assert sorted(done.task_id for done in first) == [0, 1, 2]
+        assert [done.result() for done in first] == statuses, "in the order in which they ended"
+        assert all(done.done() and not done.cancelled() and done.exception() is None for done in first)
+        assert {status.total_runs for status in statuses} == {2}, "slices are not tasks"
+        await scheduler.get_results("4/e")
+    assert [(done.batch_id, done.task_id) for done in heard if done.batch_id != 1] == [("4/e", 0)]
+
+
+@virtually
+async def test_tasks_cut_off_or_aborted_are_told_once_as_cancelled() -> None:
+    stage = Stage(seconds=by_number({1: 500.0, 2: 500.0}))
+    heard = told(stage)
+    async with stage.up() as scheduler:
+        scheduler.schedule(tasks(3), 1)
+        await scheduler.get_results(1, timeout=5)
+        scheduler.schedule(tasks(2), 2)
+        await asyncio.sleep(1)
+        await scheduler.abort_batch(2)
+        await scheduler.abort_batch(2)
+    ends = {(done.batch_id, done.task_id): done for done in heard}
+    assert len(ends) == len(heard) == 5
+    assert {key for key, done in ends.items() if done.cancelled()} == {(1, 1), (1, 2), (2, 1)}
+    assert ends[1, 0].result().ok
+    with pytest.raises(asyncio.CancelledError, match="task 2 of batch 1 was cut off"):
+        ends[1, 2].result()
+
+
+@virtually
+async def test_a_task_cut_off_whose_finished_runs_are_kept_has_a_status() -> None:
+    stage = Stage(
+        "explorer.over_rollout.return_partial_tasks=true",
+        "explorer.max_repeat_times_per_runner=1",
+        seconds=lambda task_slice: 500.0 if task_slice.run_base else 0.1,
+    )
+    heard = told(stage)
+    async with stage.up() as scheduler:
+        scheduler.schedule(tasks(1, repeat=2), 1)
+        statuses, _ = await scheduler.get_results(1, timeout=5)
+    assert [(done.cancelled(), done.result()) for done in heard] == [(False, statuses[0])]
+    assert (statuses[0].completed_runs, statuses[0].total_runs) == (1, 2)
+
+
+@virtually
+async def test_a_callback_that_fails_is_logged_and_stops_nothing() -> None:
+    class Failing(Scheduler):
+        def task_done_callback(self, async_task: CompletedTask) -> None:
+            raise ArithmeticError("mine")
+
+    stage = Stage()
+    stage.scheduler = Failing(stage.config, bus=stage.bus)
+    with capture_logs() as logs:
+        async with stage.up() as scheduler:
+            scheduler.schedule(tasks(3), 1)
+            assert len((await scheduler.get_results(1))[0]) == 3
+    failures = [line for line in logs if line["event"] == "task_done_callback_failed"]
+    assert sorted((line["batch"], line["task"]) for line in failures) == [(1, 0), (1, 1), (1, 2)]
+
+
+# -- ten thousand tasks in one schedule(): nothing is made per task that lives as long as it, and time is linear
+
+
+class Bulk(Stage):
+    """A scheduler, and a runner that answers with outcomes alone, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(runner=False)
+        self.other = self.another()
+        self.most_tasks = 0
+        """Most asyncio tasks that lived at once."""
+        self.queues: set[str] = set()
+        self.declared = 0
+
+    def play(self, count: int, deliver: Deliver = "caller") -> tuple[int, float]:
+        """Have ``count`` tasks done; return how many statuses came and how long it took."""
+
+        async def main() -> tuple[int, float]:
+            await self.bus.connect()
+            await self.other.connect()
+            await self.scheduler.start()
+            declare = self.bus.declare
+
+            async def counts(*queues: Any) -> None:
+                self.declared += len(queues)
+                await declare(*queues)
+
+            self.bus.declare = counts  # type: ignore[method-assign]
+            started = asyncio.get_running_loop().time()
+            self.scheduler.schedule([Task(raw_task={"n": n}) for n in range(count)], 1, deliver=deliver)
+            answering = asyncio.ensure_future(self.answer(count))
+            statuses, _ = await self.scheduler.get_results(1)
+            await answering
+            seconds = asyncio.get_running_loop().time() - started
+            assert not self.scheduler.has_step(1)
+            await self.scheduler.stop()
+            return len(statuses), seconds
+
+        return run_virtually(main(), limit=1e5)
+
+    async def answer(self, count: int) -> None:
+        async with await self.other.consume(self.topology.tasks_train, prefetch=64) as feed:
+            for _ in range(count):
+                delivery = await anext(feed)
+                task_slice = decode(delivery.body, TaskSlice)
+                result = TaskResult(
+                    batch=1, ticket=task_slice.ticket, task_id=task_slice.task_id, attempt=f"a{task_slice.task_id}",
+                    outcome="finished", runs=[0], metrics=[{"reward": 1.0}],
+                )  # fmt: skip
+                await self.other.publish(self.topology.exchange("results"), batch_key(1), envelope(result))
+                await delivery.ack()
+                self.most_tasks = max(self.most_tasks, len(asyncio.all_tasks()))
+                self.queues |= self.broker.queues.keys()
+
+
+def lines_executed(work: Callable[[], object]) -> Counter[str]:
+    """Return how many lines of the packages dispatch and scheduler ``work`` executed, by module."""
+    found: Counter[str] = Counter()
+
+    def line(frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            found[frame.f_code.co_filename.rsplit("/", 1)[1]] += 1
+        return line
+
+    def call(frame: FrameType, event: str, argument: object) -> Any:
+        return line if re.search("/trinity_mq/(dispatch|scheduler)/", frame.f_code.co_filename) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return found
+
+
+def test_ten_thousand_tasks_make_no_queue_and_no_asyncio_task_each() -> None:
+    bulk = Bulk()
+    statuses, _ = bulk.play(10_000)
+    assert statuses == 10_000
+    assert sum(".batch." in name for name in bulk.queues) == 2, "its own, and a spare one for the next ticket"
+    assert bulk.declared == 2
+    assert not any(".batch." in name for name in bulk.broker.queues), "both are deleted at the stop"
+    assert bulk.most_tasks < WINDOW + 30
+
+
+@pytest.mark.parametrize("deliver", ["caller", "none"])
+def test_ten_times_the_tasks_are_ten_times_the_work(deliver: Deliver) -> None:
+    few = lines_executed(lambda: Bulk().play(200, deliver))
+    many = lines_executed(lambda: Bulk().play(2000, deliver))
+    assert sum(few.values()) > 200 * 20, "it looks at the right files"
+    for module, lines in many.items():
+        assert lines < 13 * max(few[module], 200), f"{module}: {few[module]} lines for 200 tasks, {lines} for 2000"
