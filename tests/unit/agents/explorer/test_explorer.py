@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, failure, leaf
+from tests.unit.agents.world import failure
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
+from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.bus.topology import DROPPED
 from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
 from trinity_mq.observability.report.text import make_report
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
@@ -96,22 +98,6 @@ def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_path: Pa
 
     run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
-
-
-def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 8.0)
-
-    async def published() -> None:
-        await until(lambda: any(t.published and t.lane == "train" for t in sim.explorer_tickets()))
-        await asyncio.sleep(0.5)
-
-    sim.explorer_tickets = lambda: (  # type: ignore[attr-defined]
-        list(sim.explorer.exploration.state.tickets.values()) if sim.explorers and sim.explorer.exploration else []
-    )
-    run_virtually(sim.run(explorer=restarted(sim, published)), limit=1000)
-    slices = [(task_slice.ticket, task_slice.task_id, task_slice.run_base) for task_slice in sim.published(TaskSlice)]
-    assert len(slices) == len(set(slices))
-    check_history(sim, 2)
 
 
 def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(tmp_path: Path) -> None:
@@ -205,21 +191,17 @@ def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path
     assert sim.evaluated_steps() == [0, 2, 4]
 
 
-def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
-    file = tmp_path / "state" / "explorer.db"
-    file.parent.mkdir()
-    file.write_bytes(b"\x85not a state")
-    sim = Simulation(tmp_path)
-    fatal = failure(sim.make_explorer().run(), FatalError, limit=100)
-    assert str(file) in str(fatal)
-    assert "Restore the file" in str(fatal)
-    assert "\n" not in str(fatal)
-    assert file.read_bytes() == b"\x85not a state", "it is not written over"
+ACTING = {"task_slice", "batch_closed", "submission_outcome", "run_end", "batch_ready"}
+"""Kinds that only the acting explorer sends; operators send the last one too."""
+
+
+def sent_by(sim: WatchedSimulation, name: str) -> list[str]:
+    return [act.subject for act in sim.acts if (act.who, act.what) == (name, "publish") and act.subject in ACTING]
 
 
 @pytest.mark.parametrize("ids", [("explorer-0", "explorer-1"), ("explorer-1", "explorer-0")])
 def test_two_explorers_exclude_each_other_and_the_second_takes_over(tmp_path: Path, ids: tuple[str, str]) -> None:
-    sim = Simulation(tmp_path, batches=5)
+    sim = WatchedSimulation(tmp_path, batches=5)
 
     async def both() -> None:
         async with asyncio.TaskGroup() as group:
@@ -230,12 +212,14 @@ def test_two_explorers_exclude_each_other_and_the_second_takes_over(tmp_path: Pa
             waiting = sim.explorers[1]
             assert waiting.exploration is None
             assert waiting.state == "idle"
+            assert sent_by(sim, ids[0])
+            assert sent_by(sim, ids[1]) == [], "one without the lock opens nothing"
             assert await killed(first)
 
     run_virtually(sim.run(explorer=both), limit=1000)
     check_history(sim, 5)
-    given = [each.task.raw_task["n"] for each in sim.published(TaskSlice) if each.lane == "train"]
-    assert sorted(given) == list(range(10)), "it goes on in the taskset where the first one was, not where it began"
+    tasks = [each.task.raw_task["n"] for each in sim.published(TaskSlice) if each.lane == "train"]
+    assert sorted(tasks) == list(range(10)), "it goes on in the taskset where the first one was, not where it began"
 
 
 @pytest.mark.parametrize("ids", [("explorer-0", "explorer-1"), ("explorer-1", "explorer-0")])
@@ -282,35 +266,9 @@ def test_it_tells_the_end_to_an_agent_that_is_cut_off_and_does_not_see_the_folde
     assert was_away == [True]
 
 
-def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=50)
-
-    async def scene() -> None:
-        first, loop = sim.make_explorer("explorer-0"), asyncio.get_running_loop()
-        task = loop.create_task(first.run())
-        await asyncio.sleep(1.0)
-        sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
-        second = sim.make_explorer("explorer-1")
-        other = loop.create_task(second.run())
-        await asyncio.sleep(20.0)
-        assert second.exploration is not None
-        before = sim.state()
-        assert first.exploration is not None
-        with pytest.raises(RestartRequested):
-            await first.exploration.save()
-        assert sim.state().incarnations == before.incarnations == 2
-        with pytest.raises(ExceptionGroup) as caught:
-            await task
-        assert leaf(caught.value, RestartRequested)
-        await killed(other)
-        raise Over
-
-    failure(sim.run(explorer=scene), Over, limit=300)
-
-
 @pytest.mark.parametrize("at", [0.5, 2.0, 3.1, 5.0])
-@pytest.mark.parametrize("who", ["explorer", "trainer", "everybody"])
-def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: float, who: str) -> None:
+@pytest.mark.parametrize("trouble", ["explorer", "trainer", "everybody", "alarm"])
+def test_a_connection_lost_or_an_alarm_costs_time_only(tmp_path: Path, at: float, trouble: str) -> None:
     sim = Simulation(
         tmp_path,
         ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
@@ -320,40 +278,21 @@ def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: fl
 
     async def cut() -> None:
         await asyncio.sleep(at)
-        clients = {
-            "explorer": [sim.explorer.bus],
-            "trainer": [sim.trainer.bus],
-            "everybody": sim.broker.clients,
-        }[who]
-        for bus in clients:
+        if trouble == "alarm":
+            sim.broker.block()
+            times = [ticket.time_left for ticket in _tickets(sim.explorer)]
+            await asyncio.sleep(60.0)
+            assert [ticket.time_left for ticket in _tickets(sim.explorer)] == times, "the clocks stand still"
+            sim.broker.unblock()
+            return
+        clients = {"explorer": [sim.explorer.bus], "trainer": [sim.trainer.bus], "everybody": sim.broker.clients}
+        for bus in clients[trouble]:
             sim.broker.drop(bus, delay=30.0)  # type: ignore[arg-type]
 
     run_virtually(sim.run(beside=cut), limit=1000)
     check_history(sim, 3)
     assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
     assert sorted(sim.evaluated_steps()) == [0, 2, 3]
-
-
-@pytest.mark.parametrize("at", [0.5, 2.0, 3.1])
-def test_an_alarm_of_60_seconds_stops_the_clocks(tmp_path: Path, at: float) -> None:
-    sim = Simulation(
-        tmp_path,
-        ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
-        batches=3,
-        runner_seconds=lambda task_slice: 1.0,
-    )
-
-    async def alarm() -> None:
-        await asyncio.sleep(at)
-        sim.broker.block()
-        left = [ticket.time_left for ticket in _tickets(sim.explorer)]
-        await asyncio.sleep(60.0)
-        assert [ticket.time_left for ticket in _tickets(sim.explorer)] == left
-        sim.broker.unblock()
-
-    run_virtually(sim.run(beside=alarm), limit=1000)
-    check_history(sim, 3)
-    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
 
 
 class IdleOperator(Agent):
@@ -383,21 +322,6 @@ def test_a_closed_batch_that_an_idle_operator_does_not_take_is_published_again_t
     assert {one.outcome for one in sim.published(Progress)} == {"failed"}
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-def test_closed_batches_wait_in_their_queue_while_no_operator_lives(tmp_path: Path, interval: int) -> None:
-    """A minute's operator_deadline and three tries of it, and nothing is lost in 700 seconds."""
-    sim = Simulation(tmp_path, (f"synchronizer.sync_interval={interval}",), batches=8, operators=0)
-
-    async def late() -> None:
-        await asyncio.sleep(700)
-        await sim.make_operator().run()
-
-    run_virtually(sim.run(beside=late), limit=3000)
-    assert sim.learners[0].steps == list(range(1, 9))
-    assert len(sim.published(BatchClosed)) == 8, "each manifest is published once"
-    check_history(sim, 8)
-
-
 class LateOperator(Operator):
     """Lives and loads a model for minutes: its state is "starting"."""
 
@@ -406,11 +330,25 @@ class LateOperator(Operator):
         await super().serve()
 
 
-def test_an_operator_that_takes_minutes_to_start_costs_no_batch(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2, operators=0)
-    late = LateOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0")
-    run_virtually(sim.run(beside=late.run), limit=3000)
-    assert sim.learners[0].steps == [1, 2]
+@pytest.mark.parametrize(
+    ("interval", "late"),
+    [(1, "not there"), (4, "not there"), (1, "starting")],
+)
+def test_closed_batches_wait_in_their_queue_while_no_operator_works(tmp_path: Path, interval: int, late: str) -> None:
+    """A minute's operator_deadline and three tries of it, and nothing is lost in 700 seconds."""
+    sim = Simulation(tmp_path, (f"synchronizer.sync_interval={interval}",), batches=8, operators=0)
+
+    async def operator() -> None:
+        if late == "starting":
+            await LateOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0").run()
+            return
+        await asyncio.sleep(700)
+        await sim.make_operator().run()
+
+    run_virtually(sim.run(beside=operator), limit=3000)
+    assert sim.learners[0].steps == list(range(1, 9))
+    assert len(sim.published(BatchClosed)) == 8, "each manifest is published once"
+    check_history(sim, 8)
 
 
 def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
@@ -470,38 +408,21 @@ def test_a_slow_run_that_moves_is_no_stall(tmp_path: Path) -> None:
     check_history(sim, 3)
 
 
-def test_unfinished_tasks_are_given_back_once(tmp_path: Path) -> None:
-    sim = Simulation(
-        tmp_path,
-        ("explorer.batch_timeout=30", "explorer.max_timeout=10", "explorer.max_consecutive_empty=100"),
-        batches=4,
-        runner_seconds=lambda task_slice: 1e4 if task_slice.task.raw_task.get("n") == 1 else 0.1,
-    )
-    run_virtually(sim.run(), limit=2000)
-    given = [
-        (task_slice.batch, task_slice.task.raw_task["n"])
-        for task_slice in sim.published(TaskSlice)
-        if task_slice.lane == "train"
-    ]
-    assert [batch for batch, n in given if n == 1] == [1, 2], "a second time, not a third"
-    assert sorted({n for _, n in given}) == list(range(7))
-    assert sim.trainer.loop.progress == 4
+@pytest.mark.parametrize("how", ["unfinished when time is up", "all its tries failed"])
+def test_a_task_without_a_result_is_given_back_once(tmp_path: Path, how: str) -> None:
+    def concerns(task_slice: TaskSlice) -> bool:
+        return bool(task_slice.task.raw_task.get("n") == 1)
 
-
-def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path) -> None:
-    sim = Simulation(
-        tmp_path,
-        ("explorer.max_consecutive_empty=100",),
-        batches=4,
-        spoil=lambda task_slice: "failed" if task_slice.task.raw_task.get("n") == 0 else None,
-    )
+    settings = ("explorer.batch_timeout=30", "explorer.max_timeout=10", "explorer.max_consecutive_empty=100")
+    sim = Simulation(tmp_path, settings, batches=4)
+    if how == "all its tries failed":
+        sim.spoil = lambda task_slice: "failed" if concerns(task_slice) else None
+    else:
+        sim.runner_seconds = lambda task_slice: 1e4 if concerns(task_slice) else 0.1
     run_virtually(sim.run(), limit=2000)
-    given = [
-        (task_slice.batch, task_slice.task.raw_task["n"])
-        for task_slice in sim.published(TaskSlice)
-        if task_slice.lane == "train"
-    ]
-    assert [batch for batch, n in given if n == 0] == [1, 2]
+    slices = [each for each in sim.published(TaskSlice) if each.lane == "train"]
+    assert [each.batch for each in slices if concerns(each)] == [1, 2], "a second time, not a third"
+    assert sorted({each.task.raw_task["n"] for each in slices}) == list(range(7))
     assert sim.trainer.loop.progress == 4
 
 
@@ -527,20 +448,6 @@ def written(sim: Simulation, folder: Path) -> Path:
         writer.write(step, values)
     writer.close()
     return folder
-
-
-def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path) -> None:
-    sim = Simulation(
-        tmp_path,
-        ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=5", "explorer.unfinished=drop"),
-        batches=4,
-        runner_seconds=lambda task_slice: 1e5 if task_slice.task.raw_task.get("n", 1) % 2 == 0 else 0.1,
-    )
-    run_virtually(sim.run(), limit=200)
-    manifests = {manifest.ticket: manifest for manifest in sim.published(BatchClosed)}
-    assert [manifest.outcomes for manifest in manifests.values()] == [{"finished": 1, "cancelled": 1}] * 4
-    assert sim.trainer.loop.progress == 4
-    check_history(sim, 4)
 
 
 # -- submissions
@@ -652,18 +559,23 @@ def test_drained_while_the_last_batches_are_trained_it_does_not_evaluate_early(t
     assert dict(sim.values("eval/held/version/min"))[2] == 2.0
 
 
-@pytest.mark.parametrize("sets", [{}, {"held": []}])
-def test_without_anything_to_evaluate_the_run_ends(tmp_path: Path, sets: dict[str, list[TaskBody]]) -> None:
-    sim = Simulation(tmp_path, batches=2, eval_sets=sets)
+@pytest.mark.parametrize(
+    ("settings", "sets", "steps"),
+    [
+        pytest.param((), {}, [], id="no sets"),
+        pytest.param((), {"held": []}, [], id="an empty set"),
+        pytest.param(("explorer.eval_on_startup=false",), None, [2], id="not at startup"),
+    ],
+)
+def test_a_run_with_less_to_evaluate_ends(
+    tmp_path: Path, settings: tuple[str, ...], sets: dict[str, list[TaskBody]] | None, steps: list[int]
+) -> None:
+    sim = Simulation(tmp_path, settings, batches=2)
+    sim.eval_sets = sim.eval_sets if sets is None else sets
     run_virtually(sim.run(), limit=1000)
     check_history(sim, 2)
+    assert sim.evaluated_steps() == steps
     assert [end.batches for end in sim.published(RunEnd)] == [2]
-
-
-def test_no_evaluation_at_startup_unless_asked_for(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("explorer.eval_on_startup=false",), batches=2)
-    run_virtually(sim.run(), limit=1000)
-    assert sim.evaluated_steps() == [2]
 
 
 # -- the engine
@@ -764,3 +676,37 @@ def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path
     run_virtually(sim.run(trainer=killed_late), limit=10_000)
     assert [len(learner.steps) for learner in sim.learners] == [10, 12], "100 s of steps were done again"
     assert sim.state().finished
+
+
+# -- dead letters that the broker drops are counted, over restarts
+
+
+def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=4)
+    counts: list[int] = []
+
+    async def drop(count: int) -> None:
+        client = await sim.client()
+        for number in range(count):
+            # as the broker moves it: any body, under the routing key that the queue's declaration says
+            letter = Envelope(body=b"\xff", kind="unknown", message_id=f"dead-{number}")
+            assert await client.publish(sim.topology.exchange("control"), DROPPED, letter)
+        await client.close()
+
+    async def explorer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await until(lambda: sim.explorer.detail().opened > 0)
+        await drop(3)
+        await until(lambda: sim.state().dropped_dead == 3)
+        await killed(first)
+        second = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await until(lambda: sim.explorer.exploration is not None and sim.explorer.exploration.dispatcher.is_caught_up)
+        await drop(2)
+        await until(lambda: sim.explorer.detail().dropped_dead == 5)
+        counts.append(sim.explorer.detail().dropped_dead)
+        await second
+
+    run_virtually(sim.run(explorer=explorer), limit=3000)
+    assert counts == [5]
+    assert sim.topology.dead.dead_letter_routing_key == DROPPED
+    assert sim.topology.dead.dead_letter_exchange == sim.topology.exchange("control")

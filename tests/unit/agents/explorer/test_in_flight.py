@@ -84,14 +84,6 @@ def test_the_first_outcome_of_a_slice_decides_and_others_are_counted() -> None:
     assert manifest.outcomes == {"finished": 1, "failed": 1}
 
 
-def test_cancelling_the_rest_completes_a_ticket() -> None:
-    one = ticket(2, 2)
-    one.record(result(one, 0))
-    one.cancel_rest("time is up")
-    assert one.is_complete
-    assert one.make_manifest().outcomes == {"finished": 1, "cancelled": 1}
-
-
 def test_closed_tickets_are_published_again_and_then_buried() -> None:
     following = InFlightBatches()
     manifest = ticket().make_manifest()
@@ -177,17 +169,6 @@ def refilling(maximum: float, **buffer: object) -> Config:
     return config(**buffer).model_copy(update={"explorer": ExplorerConfig(refill=RefillConfig(max=maximum))})
 
 
-def test_dropped_groups_are_owed_and_the_next_batch_pays_what_fits() -> None:
-    state, taskset = ExplorerState(), Endless(100)
-    intake = TaskSource(refilling(0.5, total_steps=9), state, taskset)
-    intake.replace_filtered(1)
-    assert (len(intake.take()), state.refill_debt) == (5, 0)
-    intake.replace_filtered(4)
-    assert state.refill_debt == 2, "what is beyond the bound is forgotten: nothing grows for as long as all is dropped"
-    assert (len(intake.take()), state.refill_debt) == (6, 0)
-    assert len(intake.take()) == 4
-
-
 def test_as_much_is_owed_as_the_batches_under_way_can_take() -> None:
     settings = refilling(0.5, total_steps=9)
     state = ExplorerState()
@@ -203,25 +184,6 @@ def test_as_much_is_owed_as_the_batches_under_way_can_take() -> None:
     assert state.refill_debt == 2, "a restart under a lower bound"
 
 
-def test_what_is_owed_is_divided_among_the_batches_that_can_be_opened_now() -> None:
-    ahead = {"sync_interval": 4}
-    settings = refilling(2.0, total_steps=9)
-    settings = settings.model_copy(update={"synchronizer": settings.synchronizer.model_copy(update=ahead)})
-    state = ExplorerState()
-    intake = TaskSource(settings, state, Endless(100))
-    intake.replace_filtered(10)
-    assert [len(intake.take(among)) for among in (4, 3, 2, 1)] == [7, 7, 6, 6]
-    assert state.refill_debt == 0
-
-
-def test_what_was_given_back_counts_as_a_further_task_too() -> None:
-    state, taskset = ExplorerState(), Endless(100)
-    intake = TaskSource(refilling(0.5, total_steps=9), state, taskset)
-    state.pending += [PendingTask(task=TaskBody(), given_back=True) for _ in range(5)]
-    intake.replace_filtered(2)
-    assert (len(intake.take()), taskset.given, state.refill_debt) == (6, 1, 0)
-
-
 def test_submitted_tasks_alone_pay_once_there_are_enough() -> None:
     state = ExplorerState()
     intake = TaskSource(refilling(1.0), state, None)
@@ -230,21 +192,6 @@ def test_submitted_tasks_alone_pay_once_there_are_enough() -> None:
     assert (len(intake.take()), state.refill_debt) == (2, 3)
     state.pending += [PendingTask(task=TaskBody()) for _ in range(6)]
     assert (len(intake.take()), state.refill_debt) == (6, 1)
-
-
-def test_epochs_have_fewer_batches_for_it_and_every_task_still() -> None:
-    state, taskset = ExplorerState(), Endless(21)
-    intake = TaskSource(refilling(1.0, total_epochs=2), state, taskset)
-    state.pending += [PendingTask(task=TaskBody(), given_back=True) for _ in range(3)]
-    assert intake.total_batches == 11
-    sizes = []
-    while not intake.is_over:
-        intake.replace_filtered(4)
-        sizes.append(len(intake.take()))
-        state.opened += 1
-    assert sizes == [8 + 3, 8, 8, 8, 8, 2]
-    assert taskset.given == 42
-    assert intake.total_batches == state.opened == 6
 
 
 @given(

@@ -163,22 +163,6 @@ def test_damage_is_one_line_that_names_the_file_and_the_way_out(tmp_path: Path, 
     assert "\n" not in str(caught.value)
 
 
-def test_saves_at_once_end_with_the_latest_state(tmp_path: Path) -> None:
-    file = StateFile(tmp_path / "explorer.db")
-    state = ExplorerState()
-
-    async def save_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(20):
-                state.opened = number
-                group.create_task(file.save(state))
-                await asyncio.sleep(0)
-
-    file.load()
-    asyncio.run(save_all())
-    assert file.load().opened == 19
-
-
 def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> None:
     """It had the lock while we were cut off, and let it go before we were back: the lock alone tells nothing."""
     path = tmp_path / "explorer.db"
