@@ -14,7 +14,6 @@ RUNNER, OPERATOR, GATEWAY = (
     "agents/trinity_agents/operator",
     "agents/trinity_agents/gateway",
 )
-ACTING = "unit/agents/gateway/test_acting_lock.py"
 OUTAGES = "unit/agents/gateway/test_outages.py"
 CHECKPOINTS = "trinity_mq/training/checkpoints"
 GATE = "trinity_mq/sync/gate"
@@ -391,14 +390,14 @@ MUTATIONS = [
         f"{GATEWAY}/agent.py",
         'if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):',
         "if self.draining.is_set():",
-        f"{ACTING}::test_a_gateway_acts_only_while_no_other_one_holds_the_lock",
+        f"{OUTAGES}::test_a_gateway_acts_only_while_no_other_one_holds_the_lock",
     ),
     Mutation(
         "carried events do not say where their first copy was",
         f"{GATEWAY}/session_stream.py",
         "{ORIGIN: event.origin}",
         "{}",
-        f"{ACTING}::test_what_is_carried_over_retention_says_where_its_first_copy_was",
+        f"{OUTAGES}::test_sessions_that_wait_outlive_the_retention_of_the_stream",
     ),
     Mutation(
         "a gateway that is back after retention keeps its sessions",

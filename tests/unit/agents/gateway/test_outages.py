@@ -8,12 +8,25 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.gateway.world import HOUR, World, config, until
+from tests.unit.agents.gateway.world import (
+    HOUR,
+    RUN,
+    SMALL,
+    World,
+    config,
+    end,
+    live_on,
+    reaches,
+    session_of,
+    state,
+    until,
+)
 from tests.virtual import virtually
+from trinity_agents.gateway.agent import Gateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
-from trinity_mq.bus import BusUnavailable, Envelope
-from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.bus import BusUnavailable, Envelope, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.gateway.agenda import _task
 from trinity_mq.gateway.session import Session
@@ -21,27 +34,7 @@ from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import SessionEnd, SessionReward, SubmissionOutcome
 from trinity_mq.runtime.deliveries import envelope
 
-SMALL = 40_000
-"""Bytes that a stream keeps."""
 GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
-
-
-def state(store: SessionStream, name: str) -> str:
-    found = store.ledger.get(name)
-    assert found is not None
-    return str(found.state)
-
-
-async def end(store: SessionStream, name: str, reward: float | None = 1.0) -> None:
-    await store.report(SessionEnd(session=name, reward=reward), f"end-{name}")
-
-
-async def live_on(world: World, store: SessionStream, rounds: int = 60) -> None:
-    """Have sessions come and go, so that retention cuts several times what the stream keeps."""
-    for number in range(rounds):
-        await world.session(store, f"x{number}", size=100, record="eval")
-        await end(store, f"x{number}")
-        await until(store, lambda name=f"x{number}": state(store, name) == "evaluated")  # type: ignore[misc]
 
 
 def queued(world: World) -> list[str]:
@@ -70,14 +63,13 @@ async def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew()
                 world.broker.drop(second_bus, delay=None)
                 await world.session(first, "s2", **GROUP)
                 await end(first, "s2")
-                await until(first, lambda: state(first, "s2") == "trained")
+                await reaches(first, "s2", "trained")
                 await live_on(world, first)
                 world.broker.restore(second_bus)
                 await until(second, lambda: not second.is_ready())
                 await until(second, second.is_ready)
                 assert set(second.ledger.live) == {"stays"}
-                lost = second.ledger.get("s1")
-                assert lost is not None
+                lost = session_of(second, "s1")
                 assert "retention" in lost.why
                 assert (await second.report(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
             task = asyncio.create_task(world.acting(second_bus, second, agent_id="gateway-1").run())
@@ -204,11 +196,11 @@ async def test_a_full_queue_holds_nothing_else_up() -> None:
         await until(store, lambda: bus.refused == 1)
         await world.session(store, "b", record="eval")
         await end(store, "b")
-        await until(store, lambda: state(store, "b") == "evaluated", 30)
+        await reaches(store, "b", "evaluated", 30)
         await asyncio.sleep(300)
         assert 5 < bus.refused < 20
         bus.is_full = False
-        await until(store, lambda: state(store, "a") == "trained")
+        await reaches(store, "a", "trained")
 
 
 # -- retention
@@ -227,12 +219,11 @@ async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> 
             submission_id=message.submission_id or "", batch=1, ticket="t", outcome="finished", completed_runs=1
         )
         await bus.publish(world.topology.exchange("sessions"), "outcome", envelope(outcome, message_id="o"))
-        await until(store, lambda: state(store, "a") == "batched")
+        await reaches(store, "a", "batched")
         await live_on(world, store)
         async with world.gateway(acts=False) as fresh:
             assert state(fresh, "a") == "batched"
-            found = fresh.ledger.get("a")
-            assert found is not None
+            found = session_of(fresh, "a")
             assert found.batch == outcome
 
 
@@ -256,7 +247,7 @@ async def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
         world.broker.restore(bus)
         await asyncio.sleep(60)
         assert (state(store, "asks"), state(store, "waits")) == ("open", "parked")
-        await until(store, lambda: state(store, "waits") == "dropped", HOUR)
+        await reaches(store, "waits", "dropped", HOUR)
 
 
 @virtually
@@ -275,7 +266,7 @@ async def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
         async with world.gateway() as store:
             await asyncio.sleep(0.5 * HOUR)
             assert state(store, "a") == "parked"
-            await until(store, lambda: state(store, "a") == "dropped", HOUR)
+            await reaches(store, "a", "dropped", HOUR)
 
 
 @virtually
@@ -302,7 +293,7 @@ async def test_what_is_carried_is_as_old_as_it_was() -> None:
         async with world.gateway() as store:
             await asyncio.sleep(2.5 * HOUR)
             assert state(store, "a") == "parked"
-            await until(store, lambda: state(store, "a") == "dropped", HOUR)
+            await reaches(store, "a", "dropped", HOUR)
 
 
 @virtually
@@ -318,8 +309,7 @@ async def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> N
         assert exact / 1000 == pytest.approx(world.clock(), abs=0.5)
         assert headers["at"] == round(exact / 1000)
         assert type(headers["at"]) is int
-        session = store.ledger.get("a")
-        assert session is not None
+        session = session_of(store, "a")
         assert session.last_at == exact / 1000
         old = envelope(SessionEnd(session="a"), message_id="end-a", headers={"at": 1e9 + 7.5})
         await bus.publish(world.topology.exchange("sessions"), "event", old)
@@ -345,7 +335,7 @@ async def test_refused_rewards_become_dead_letters_once() -> None:
             await world.session(store, "s1")
             await world.session(store, "s2")
             await reward(bus, world, "first", session="s1", reward=1.0, final=True)
-            await until(store, lambda: state(store, "s1") == "trained")
+            await reaches(store, "s1", "trained")
             await reward(bus, world, "late", session="s1", reward=-1.0)
             await reward(bus, world, "first", session="s1", reward=1.0)  # its confirm was lost
             await reward(bus, world, "typo", session="s2", reward=1.0, call="chatcmpl-typo")
@@ -375,7 +365,7 @@ async def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str)
         await world.session(store, "b")
         if taken == "end-a":
             await end(store, "a", None)
-        await until(store, lambda: state(store, "a") == "trained", 120)
+        await reaches(store, "a", "trained", 120)
         assert state(store, "b") == "open"
 
 
@@ -391,9 +381,8 @@ async def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
             await reward(bus, world, "r", session="a", reward=1.0, how="add")
             await end(store, "a", None)
             for one in (store, fresh):
-                await until(one, lambda one=one: state(one, "a") == "trained")  # type: ignore[misc]
-                found = one.ledger.get("a")
-                assert found is not None
+                await reaches(one, "a", "trained")
+                found = session_of(one, "a")
                 assert found.reward == 2.0
 
 
@@ -431,3 +420,72 @@ async def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorde
         for _ in range(20):
             assert not await store.record(world.call("a", 2))
         assert len(first.ledger.live["a"].calls) == 1
+
+
+# -- one gateway acts
+
+
+async def holds(agent: Gateway, acts: bool) -> None:
+    async with asyncio.timeout(30):
+        while not (agent.detail().url and agent.detail().acting == acts):  # noqa: ASYNC110  # as heartbeats do
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_acts_only_while_no_other_one_holds_the_lock() -> None:
+    broker, topology, settings = MemoryBroker(), Topology(RUN), config(port=0)
+    other, bus = (MemoryBus(broker, topology, config=settings.broker) for _ in range(2))
+    await other.connect()
+    await other.declare(*topology.durable, topology.sessions)
+    lock = await other.lock(topology.lock("gateway"))
+    bus.run_id = "run-of-the-world"
+    agent = Gateway(settings, bus=bus, topology=topology)
+    running = asyncio.create_task(agent.run())
+    try:
+        await holds(agent, acts=False)
+        for _ in range(100):  # nobody says when it does not act
+            await asyncio.sleep(0)
+        assert not agent.detail().acting
+        await lock.release()
+        await holds(agent, acts=True)
+        agent.drain()
+        await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await other.close()
+
+
+@virtually
+async def test_sessions_that_wait_outlive_the_retention_of_the_stream() -> None:
+    """What is carried over it says where its first copy was. Readers order events by it: of two rewards the later one
+    counts, whichever was carried.
+    """
+    first: dict[str, int] = {}
+    copies: list[tuple[str, object]] = []
+
+    async def read(world: World) -> None:
+        bus = world.bus()
+        await bus.connect()
+        async with await bus.consume(world.topology.sessions, offset=0) as feed:
+            async for delivery in feed:
+                name = str(delivery.message_id)
+                if first.setdefault(name, delivery.offset or 0) != delivery.offset:
+                    copies.append((name, delivery.headers.get("origin")))
+
+    world = World(sessions_max_bytes=SMALL)
+    async with world.running(), world.gateway() as store:
+        reading = asyncio.create_task(read(world))
+        await world.session(store, "old", calls=3)
+        await store.report(SessionReward(session="old", reward=0.5), "r-old")
+        await store.report(SessionReward(session="old", reward=0.25, how="add"), "r2-old")
+        await live_on(world, store)
+        reading.cancel()
+        assert store.position > 2 * SMALL
+        async with world.gateway(acts=False) as fresh:
+            session, before = session_of(fresh, "old"), session_of(store, "old")
+            assert (session.state, session.reward, list(session.calls)) == ("open", 0.75, list(before.calls))
+            await end(store, "old", None)
+            await reaches(fresh, "old", "trained")
+    carried = [(name, origin) for name, origin in copies if "old" in name or name.startswith("call-")]
+    assert {"r-old", "r2-old"} <= {name for name, _ in carried}
+    assert all(origin == first[name] for name, origin in carried), carried

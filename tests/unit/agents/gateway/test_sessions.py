@@ -10,21 +10,29 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.gateway.world import HOUR, DyingBus, Killed, World, config, until
+from tests.unit.agents.gateway.world import (
+    HOUR,
+    DyingBus,
+    Killed,
+    World,
+    config,
+    end,
+    reaches,
+    session_of,
+    state,
+    until,
+)
 from tests.virtual import virtually
 from trinity_agents.gateway.acting_gateway import task_of
 from trinity_mq.bus import Envelope
+from trinity_mq.config import Config
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import ContentError, SessionEnd, SessionReplay, SessionReward
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING
 from trinity_mq.testing.virtual_time import run_virtually
 
-
-def state(store: Any, name: str) -> str:
-    found = store.ledger.get(name)
-    assert found is not None
-    return str(found.state)
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @virtually
@@ -32,33 +40,22 @@ async def test_a_reward_that_is_an_hour_late_and_a_gateway_that_was_restarted_me
     world = World()
     async with world.running():
         async with world.gateway() as store:
-            await world.session(store, "a")
-            await store.report(SessionEnd(session="a"), "end-a")
+            await world.session(store, "a", traceparent=TRACE)
+            await end(store, "a", None)
             assert state(store, "a") == "parked"
         await asyncio.sleep(HOUR)
         async with world.gateway() as store:
             assert state(store, "a") == "parked"
             applied = await store.report(SessionReward(session="a", reward=0.5), "late")
             assert applied.taken == "new"
-            await until(store, lambda: state(store, "a") == "trained")
+            await reaches(store, "a", "trained")
             late = await store.report(SessionReward(session="a", reward=9.0), "later")
             assert late.taken == "refused"
         (task,) = world.accepted.values()
         assert task.exact_runs
         (session,) = task.task.raw_task["sessions"]
         assert (session["id"], session["reward"]) == ("a", 0.5)
-
-
-@virtually
-async def test_the_task_of_a_traced_session_names_the_callers_trace() -> None:
-    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    world = World()
-    async with world.running(), world.gateway() as store:
-        for name, given in (("traced", traceparent), ("silent", "")):
-            await world.session(store, name, traceparent=given)
-            await store.report(SessionEnd(session=name, reward=1.0), f"end-{name}")
-            await until(store, lambda name=name: state(store, name) == "trained")  # type: ignore[misc]
-    assert [headers.get("traceparent") for headers in world.headers] == [traceparent, None]
+        assert [headers.get("traceparent") for headers in world.headers] == [TRACE], "the caller's"
 
 
 @virtually
@@ -66,13 +63,11 @@ async def test_no_reward_within_its_time() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
         await world.session(store, "a", reward_ttl=HOUR)
-        await store.report(SessionEnd(session="a"), "end-a")
+        await end(store, "a", None)
         await world.session(store, "silent", idle_ttl=60.0)
-        await until(store, lambda: state(store, "silent") == "parked", 100)
-        await until(store, lambda: state(store, "a") == "dropped", 2 * HOUR)
-        found = store.ledger.get("a")
-        assert found is not None
-        assert found.why == "no reward came within 3600 s"
+        await reaches(store, "silent", "parked", 100)
+        await reaches(store, "a", "dropped", 2 * HOUR)
+        assert session_of(store, "a").why == "no reward came within 3600 s"
         assert world.accepted == {}
 
 
@@ -86,7 +81,7 @@ def test_the_acting_gateway_is_killed_at_each_of_its_publishes(keeps_last: bool)
                     await world.session(store, f"s{number}")
                     await store.report(SessionEnd(session=f"s{number}", reward=1.0), f"end-{number}")
                 await world.session(store, "never", reward_ttl=5.0)
-                await store.report(SessionEnd(session="never"), "end-never")
+                await end(store, "never", None)
                 dying: DyingBus = world.bus(DyingBus)
                 dying.dies_at, dying.keeps_last = dies_at, keeps_last
                 died = False
@@ -119,13 +114,13 @@ async def test_confirms_are_lost_and_what_was_said_counts_once() -> None:
         for number in range(4):
             world.broker.lose_confirm_once()
             await store.report(SessionReward(session="a", reward=1.0, how="add"), f"r{number}")
-        found = store.ledger.get("a")
-        assert found is not None
+        found = session_of(store, "a")
         assert found.reward == 4.0
         world.broker.lose_confirm_once()
-        await store.report(SessionEnd(session="a"), "end-a")
-        await until(store, lambda: state(store, "a") == "trained")
+        await end(store, "a", None)
+        await reaches(store, "a", "trained")
         assert len(world.accepted) == 1
+        assert "traceparent" not in world.headers[0]
 
 
 @virtually
@@ -157,14 +152,17 @@ async def test_rewards_come_as_json_from_any_program() -> None:
         await publish({"session": "a", "reward": 1, "metrics": {"reward": 9}}, "m9", "session_reward")
         await publish({"session": "a", "reward": 1, "metrics": {"tries": 1e300}}, "m10", "session_reward")
         await publish({"session": "a", "reward": 1e300}, "m11", "session_end")
+        for session in ("a", "unknown"):  # as text the number passes where an integer is wanted
+            digits = {"session": session, "reward": 1, "choice": "9" * 30}
+            await publish(digits, f"digits-{session}", "session_reward")
         await publish({"kind": "session_end", "session": "a"}, "m6")
-        await until(store, lambda: state(store, "a") == "trained")
-        found = store.ledger.get("a")
-        assert found is not None
+        await reaches(store, "a", "trained")
+        found = session_of(store, "a")
         assert (found.reward, found.metrics) == (0.5, {})
         assert found.replay is None, "a rewarder may not replay"
-        await until(store, lambda: len(world.dead) == 8)
-    assert sorted(reason[:24] for reason in world.dead) == [
+        await until(store, lambda: len(world.dead) == 10)
+    assert sum("an integer of 100 bits" in reason for reason in world.dead) == 2
+    assert sorted(reason[:24] for reason in world.dead if "100 bits" not in reason) == [
         "does not decode: a repla",
         "does not decode: a sessi",
         "does not decode: metric ",
@@ -176,30 +174,9 @@ async def test_rewards_come_as_json_from_any_program() -> None:
     ]
     async with world.running(), world.gateway() as store:
         await world.session(store, "b")
-        await store.report(SessionEnd(session="b", reward=1.0), "end-b")
-        await until(store, lambda: state(store, "b") == "trained")
-        assert len(world.dead) == 8, "told once, whoever reads the stream anew"
-
-
-@virtually
-async def test_sessions_that_wait_outlive_the_retention_of_the_stream() -> None:
-    world = World(sessions_max_bytes=40_000)
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "old", calls=3)
-        await store.report(SessionReward(session="old", reward=0.5), "r-old")
-        await store.report(SessionReward(session="old", reward=0.25, how="add"), "r2-old")
-        for number in range(60):  # several times what the stream keeps
-            await world.session(store, f"s{number}", size=100)
-            await store.report(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
-            await until(store, lambda name=f"s{number}": state(store, name) == "trained")  # type: ignore[misc]
-        assert store.position > 2 * 40_000
-        async with world.gateway(acts=False) as fresh:
-            found, known = fresh.ledger.get("old"), store.ledger.get("old")
-            assert found is not None
-            assert known is not None
-            assert (found.state, found.reward, list(found.calls)) == ("open", 0.75, list(known.calls))
-            assert await store.report(SessionEnd(session="old"), "end-old")
-            await until(fresh, lambda: state(fresh, "old") == "trained")
+        await end(store, "b")
+        await reaches(store, "b", "trained")
+        assert len(world.dead) == 10, "told once, whoever reads the stream anew"
 
 
 @virtually
@@ -233,113 +210,36 @@ async def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:
         await until(store, lambda: len(store.ledger.live["a"].calls) == 2)
 
 
+ASKED = {"messages": [{"role": "user", "content": "2+3?"}], "tools": []}
+PROMPTED = {"prompt": "2+3?", "question": "other", "env_args": {"path": "/"}, "seed": 1}
+STRANGE = [7, None, {"role": "user", "content": "4+5?"}]
+
+
+@pytest.mark.parametrize(
+    ("request_body", "record"),
+    [
+        pytest.param(ASKED, {"question": "2+3?", **ASKED}, id="messages"),
+        pytest.param(PROMPTED, {"question": "2+3?", "prompt": "2+3?"}, id="no other keys of the request"),
+        pytest.param({**PROMPTED, "messages": 7}, {"question": "2+3?"}, id="of a stranger: a number"),
+        pytest.param({**PROMPTED, "messages": STRANGE}, {"question": "4+5?"}, id="of a stranger: a list"),
+    ],
+)
 @virtually
-async def test_the_task_of_a_replay() -> None:
+async def test_the_task_of_a_replay(request_body: dict[str, Any], record: dict[str, Any]) -> None:
     opened = OutsidersConfig(workflows={"math_workflow": ("x",)})
     world = World(config(group_size=None).model_copy(update={"outsiders": opened}))
     async with world.running(), world.gateway() as store:
         await world.session(store, "a", task={"answer": "5"})
-        found = store.ledger.get("a")
-        assert found is not None
-        asked = {"messages": [{"role": "user", "content": "2+3?"}], "tools": []}
-        call = next(iter(found.calls))
-        found.calls[call] = found.calls[call].model_copy(update={"request": asked})
-        replay = SessionReplay(workflow="math_workflow", runs=4, workflow_args={"x": 1})
-        await store.report(SessionEnd(session="a", replay=replay), "end-a")
-        task = task_of([found], world.config)
+        session = session_of(store, "a")
+        call = next(iter(session.calls))
+        session.calls[call] = session.calls[call].model_copy(update={"request": request_body})
+        await end(store, "a", None, replay=SessionReplay(workflow="math_workflow", runs=4, workflow_args={"x": 1}))
+        task = task_of([session], world.config)
         assert (task.workflow, task.repeat_times, task.workflow_args) == ("math_workflow", 4, {"x": 1})
-        assert task.raw_task == {"question": "2+3?", **asked, "answer": "5"}
-
-
-@virtually
-async def test_a_replay_that_is_not_open_is_dropped_with_its_reason() -> None:
-    """Whoever wrote it to the stream, such as a gateway of another configuration."""
-    world = World()
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "a")
-        replay = SessionReplay(workflow="program_workflow", runs=2, workflow_args={"command": ["true"]})
-        await store.report(SessionEnd(session="a", replay=replay), "end-a")
-        await until(store, lambda: state(store, "a") == "dropped")
-        found = store.ledger.get("a")
-        assert found is not None
-        assert "outsiders.workflows" in found.why
-        assert world.accepted == {}
-
-
-@virtually
-async def test_the_record_of_a_replay_has_no_other_keys_of_the_request() -> None:
-    world = World(config(group_size=None))
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "a", task={"answer": "5"})
-        found = store.ledger.get("a")
-        assert found is not None
-        call = next(iter(found.calls))
-        asked = {"prompt": "2+3?", "question": "other", "env_args": {"path": "/"}, "seed": 1}
-        found.calls[call] = found.calls[call].model_copy(update={"request": asked})
-        await store.report(SessionEnd(session="a", replay=SessionReplay(workflow="async_simple_workflow", runs=2)), "e")
-        task = task_of([found], world.config)
-        assert task.raw_task == {"question": "2+3?", "prompt": "2+3?", "answer": "5"}
         assert task.record_args == []
-        for messages, question in ((7, "2+3?"), ([7, None, {"role": "user", "content": "4+5?"}], "4+5?")):
-            request = {**asked, "messages": messages}  # as a stranger may write it to the stream
-            found.calls[call] = found.calls[call].model_copy(update={"request": request})
-            assert task_of([found], world.config).raw_task["question"] == question
-
-
-@virtually
-async def test_a_task_that_is_too_large_is_dropped_with_its_reason() -> None:
-    settings = World().config.model_dump(mode="json", exclude_unset=True)
-    settings["broker"] = {"max_message_bytes": 64 * 1024}
-    world = World(type(World().config).model_validate(settings))
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "a", calls=5, size=3000)
-        await store.report(SessionEnd(session="a", reward=1.0), "end-a")
-        await until(store, lambda: state(store, "a") == "dropped")
-        found = store.ledger.get("a")
-        assert found is not None
-        assert "broker.max_message_bytes" in found.why
-        assert world.accepted == {}
-
-
-@virtually
-async def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
-    world = World()
-    world.answers = False
-    async with world.running() as bus, world.gateway() as store:
-        await world.session(store, "a")
-        await store.report(SessionEnd(session="a", reward=1.0), "end-a")
-        await asyncio.sleep(10)
-        assert world.submissions == 1
-        await asyncio.sleep(1500)
-        assert world.submissions == 3
-        (message,) = world.accepted.values()
-        await world.close_batch(bus, message)
-        await until(store, lambda: state(store, "a") == "trained")
-
-
-@virtually
-async def test_a_call_that_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> None:
-    world = World()
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "a")
-        for value in (10**30, "\ud800", {1: 2}, object(), nested(70), {1, 2}):
-            call = world.call("a", 2)
-            assert not await store.record(call.model_copy(update={"request": {"tools": [{"x": value}]}}))
-        assert await store.record(world.call("a", 2))
-        await store.report(SessionEnd(session="a", reward=1.0), "end-a")
-        await until(store, lambda: state(store, "a") == "trained")
-
-
-@virtually
-async def test_an_event_that_cannot_travel_is_refused_and_is_not_waited_for() -> None:
-    world = World()
-    async with world.running(), world.gateway() as store:
-        await world.session(store, "a")
-        with pytest.raises(ContentError, match=r"session_reward\.choice: an integer of 100 bits"):
-            await store.report(SessionReward(session="a", reward=1.0, choice=10**30), "reward-a")
-        with pytest.raises(ContentError, match=r"session_opened\.task\.x: half a surrogate pair"):
-            await world.session(store, "b", task={"x": "\ud800"})
-        assert store.ledger.get("b") is None
+        if isinstance(request_body.get("messages", []), list) and request_body.get("messages") is not STRANGE:
+            assert task.raw_task == {**record, "answer": "5"}
+        assert task.raw_task["question"] == record["question"]
 
 
 def nested(levels: int) -> Any:
@@ -349,37 +249,74 @@ def nested(levels: int) -> Any:
     return value
 
 
+REPLAY = SessionReplay(workflow="async_simple_workflow", runs=2)
+NOT_OPEN = SessionReplay(workflow="program_workflow", runs=2, workflow_args={"command": ["true"]})
+
+
+@pytest.mark.parametrize(
+    ("session", "replay", "reasons"),
+    [
+        pytest.param({"calls": 5, "size": 3000}, None, ["broker.max_message_bytes"], id="too large"),
+        pytest.param({}, NOT_OPEN, ["outsiders.workflows"], id="not open"),
+        # a session may hold it: there it is one level less deep
+        pytest.param(
+            {"task": {"x": nested(MAX_NESTING - 2)}},
+            REPLAY,
+            ["task_submission.task.raw_task.x", "more than 64 levels"],
+            id="too deep",
+        ),
+    ],
+)
 @virtually
-async def test_a_replay_that_nests_too_deep_in_a_submission_is_dropped_with_its_reason() -> None:
-    """A session may hold it: there it is one level less deep."""
-    world = World(config(group_size=None))
+async def test_a_task_that_cannot_be_submitted_is_dropped_with_its_reason(
+    session: dict[str, Any], replay: SessionReplay | None, reasons: list[str]
+) -> None:
+    """Whoever wrote it to the stream, such as a gateway of another configuration."""
+    settings = config(group_size=None).model_dump(mode="json", exclude_unset=True)
+    world = World(Config.model_validate({**settings, "broker": {"max_message_bytes": 64 * 1024}}))
     async with world.running(), world.gateway() as store:
-        await world.session(store, "a", task={"x": nested(MAX_NESTING - 2)})
-        replay = SessionReplay(workflow="async_simple_workflow", runs=2)
-        await store.report(SessionEnd(session="a", replay=replay), "end-a")
-        await until(store, lambda: state(store, "a") == "dropped")
-        found = store.ledger.get("a")
-        assert found is not None
-        assert "task_submission.task.raw_task.x" in found.why
-        assert "more than 64 levels" in found.why
+        await world.session(store, "a", **session)
+        await end(store, "a", None if replay else 1.0, replay=replay)
+        await reaches(store, "a", "dropped")
+        assert [reason for reason in reasons if reason not in session_of(store, "a").why] == []
+        assert world.accepted == {}
         await world.session(store, "b")
-        await store.report(SessionEnd(session="b", reward=1.0), "end-b")
-        await until(store, lambda: state(store, "b") == "trained")
+        await end(store, "b")
+        await reaches(store, "b", "trained")
 
 
-@pytest.mark.parametrize("session", ["a", "unknown"])
 @virtually
-async def test_a_reward_of_digits_beyond_64_bits_becomes_a_dead_letter(session: str) -> None:
-    """As text the number passes where an integer is wanted, and the gateway could not pass it on."""
+async def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
     world = World()
-    async with world.running() as outside, world.gateway() as store:
+    world.answers = False
+    async with world.running() as bus, world.gateway() as store:
         await world.session(store, "a")
-        body = json.dumps({"kind": "session_reward", "session": session, "reward": 1, "choice": "9" * 30})
-        message = Envelope(body=body.encode(), kind="session_reward", content_type="application/json")
-        await outside.publish(world.topology.exchange("sessions"), "session", message)
-        await asyncio.sleep(HOUR / 2)
-        assert [reason for reason in world.dead if "an integer of 100 bits" in reason] == world.dead != []
-        assert state(store, "a") == "open"
+        await end(store, "a")
+        await asyncio.sleep(10)
+        assert world.submissions == 1
+        await asyncio.sleep(1500)
+        assert world.submissions == 3
+        (message,) = world.accepted.values()
+        await world.close_batch(bus, message)
+        await reaches(store, "a", "trained")
+
+
+@virtually
+async def test_what_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> None:
+    world = World()
+    async with world.running(), world.gateway() as store:
+        await world.session(store, "a")
+        for value in (10**30, "\ud800", {1: 2}, object(), nested(70), {1, 2}):
+            call = world.call("a", 2)
+            assert not await store.record(call.model_copy(update={"request": {"tools": [{"x": value}]}}))
+        with pytest.raises(ContentError, match=r"session_reward\.choice: an integer of 100 bits"):
+            await store.report(SessionReward(session="a", reward=1.0, choice=10**30), "reward-a")
+        with pytest.raises(ContentError, match=r"session_opened\.task\.x: half a surrogate pair"):
+            await world.session(store, "b", task={"x": "\ud800"})
+        assert store.ledger.get("b") is None
+        assert await store.record(world.call("a", 2))
+        await end(store, "a")
+        await reaches(store, "a", "trained")
 
 
 @virtually
@@ -388,8 +325,7 @@ async def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_othe
     world = World()
     async with world.running(), world.gateway() as store:
         await world.session(store, "a", task={"x": 1})
-        found = store.ledger.get("a")
-        assert found is not None
+        found = session_of(store, "a")
         opened, called = found.events
         body = opened.body.model_copy(update={"task": {"x": [[]] * MAX_CONTAINERS}})
         before = store.position
