@@ -164,7 +164,7 @@ async def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) 
         if deleted:
             world.broker.delete(world.topology.submitted.name)
         else:
-            world.broker.queues[world.topology.submitted.name]._ready.clear()  # type: ignore[attr-defined]
+            world.broker.queues[world.topology.submitted.name].purge()  # type: ignore[attr-defined]
         await asyncio.sleep(2 * RESUBMIT_SECONDS)
         assert sorted(queued(world)) == sorted(before)
     await bus.close()
