@@ -11,9 +11,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tests.unit.agents.operator.test_operator import QUEUE, announce, decision, open_batch, ready, serve
+from tests.unit.agents.operator.test_operator import make as operator
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
 from tests.virtual import virtually
-from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.sources.base import TrainBatch
@@ -25,7 +26,7 @@ from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
@@ -33,7 +34,6 @@ from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore
 from trinity_mq.transport.experience_parts import part_message
 
 THIS = __name__
-QUEUE = "batch.t1"
 LARGE = 20_000
 """Tokens: 160 kB, over the smallest limit there is."""
 
@@ -115,16 +115,8 @@ def runner(world: World, name: str = "runner-0", work: Any = None) -> Runner:
     return Runner(world.config, bus=world.bus(), topology=world.topology, agent_id=name, workflows=work, isolated=work)
 
 
-def operator(world: World, name: str = "operator-0") -> Operator:
-    return Operator(world.config, bus=world.bus(), topology=world.topology, agent_id=name)
-
-
 def results(world: World) -> list[TaskResult]:
     return [each for each in world.stream("results") if isinstance(each, TaskResult)]
-
-
-def ready(world: World) -> list[BatchReady]:
-    return [each for each in world.stream("ready") if isinstance(each, BatchReady)]
 
 
 async def close(world: World, *attempts: tuple[str, int], wanted: list[Wanted] | None = None) -> None:
@@ -134,12 +126,7 @@ async def close(world: World, *attempts: tuple[str, int], wanted: list[Wanted] |
     ]
     closed = BatchClosed(batch=1, ticket="t1", accepted=accepted, wanted=wanted or [])
     await world.outside.unbind(world.topology.batch_queue(1, "t1"))
-    await world.outside.publish(world.topology.exchange("batches"), "closed", envelope(closed, message_id="closed-t1"))
-
-
-async def open_batch(world: World) -> None:
-    await world.ready()
-    await world.outside.declare(world.topology.batch_queue(1, "t1"))
+    await announce(world, closed)
 
 
 async def send(world: World, disk: Disk, attempt: str, run: int = 0, **changes: Any) -> ExperienceReference:
@@ -150,6 +137,14 @@ async def send(world: World, disk: Disk, attempt: str, run: int = 0, **changes: 
     key = world.topology.batch_routing_key(1, "t1")
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
     return reference
+
+
+async def batch_of(world: World, disk: Disk, *attempts: str, **changes: Any) -> list[ExperienceReference]:
+    """A large part an attempt, closed; ``changes`` are those of the first reference."""
+    await open_batch(world)
+    sent = [await send(world, disk, attempt, run, **({} if run else changes)) for run, attempt in enumerate(attempts)]
+    await close(world, *((attempt, 1) for attempt in attempts))
+    return sent
 
 
 async def trained(world: World, disk: Disk | None) -> TrainBatch:
@@ -165,46 +160,13 @@ async def trained(world: World, disk: Disk | None) -> TrainBatch:
         await bus.close()
 
 
-def reasons(world: World) -> str:
-    return "\n".join(world.reasons())
-
-
 # -- the way it should go
 
 
 @virtually
-async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(disk: Disk) -> None:
-    world = make_world(disk)
-    await send_slice(world, a_slice())
-    async with world.living(runner(world), operator(world)):
-        await asyncio.sleep(1)
-        (result,) = results(world)
-        assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 2)
-        small, large = world.stored(QUEUE)
-        assert (small.content_type, large.content_type) == (EXPERIENCES, REFERENCE)
-        assert large.headers["kind"] == "experience_part"
-        assert large.headers["policy_version"] == "1.3"
-        assert len(large.body) < 1000
-        assert [path.name for path in disk.blobs("batch")] == [f"{result.attempt}-1.tmqx"]
-        await close(world, (result.attempt, 2))
-        await asyncio.sleep(0.5)
-        assert len(disk.blobs("batch")) == 1  # its queue still exists
-        await asyncio.sleep(2)
-    assert disk.blobs("batch") == []
-    assert world.count(QUEUE) is None
-    batch = await trained(world, disk)
-    (decided,) = ready(world)
-    assert (decided.state, decided.chunks, decided.experiences) == ("ready", 2, 2)
-    assert decided.metrics["experience_pipeline/chunks_by_reference"] == 1.0
-    assert [path.name for path in disk.blobs("ready")] == [f"{decided.op}-1.tmqx"]
-    assert batch.state == "ready"
-    assert [one.eid.run for one in batch.experiences] == [0, 1]
-    assert torch.equal(batch.experiences[1].tokens, torch.arange(LARGE, dtype=torch.int32))
-    assert world.reasons() == []
-
-
-@virtually
-async def test_the_blob_is_there_before_its_reference_is_sent(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = make_world(disk)
     put = BlobStore.put
 
@@ -217,12 +179,33 @@ async def test_the_blob_is_there_before_its_reference_is_sent(disk: Disk, monkey
     await send_slice(world, a_slice())
     async with world.living(runner(world), operator(world)):
         await asyncio.sleep(1)
-        await close(world, (results(world)[0].attempt, 2))
-        await asyncio.sleep(3)
-    runners, operators = world.wire[: world.wire.index("acked tasks.train") + 1], world.wire
-    part = ["sent experience_part", "confirmed experience_part"]
-    assert runners == ["stored batch", *part * 2, "sent task_result", "confirmed task_result", "acked tasks.train"]
-    assert operators.index("stored ready") < operators.index("sent experience_chunk")
+        (result,) = results(world)
+        assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 2)
+        small, large = world.stored(QUEUE)
+        assert (small.content_type, large.content_type) == (EXPERIENCES, REFERENCE)
+        assert large.headers["kind"] == "experience_part"
+        assert large.headers["policy_version"] == "1.3"
+        assert len(large.body) < 1000
+        assert [path.name for path in disk.blobs("batch")] == [f"{result.attempt}-1.tmqx"]
+        part = ["sent experience_part", "confirmed experience_part"]
+        rest = ["sent task_result", "confirmed task_result", "acked tasks.train"]
+        assert world.wire == ["stored batch", *part * 2, *rest], "the blob is there before its reference is sent"
+        await close(world, (result.attempt, 2))
+        await asyncio.sleep(0.5)
+        assert world.wire.index("stored ready") < world.wire.index("sent experience_chunk")
+        assert len(disk.blobs("batch")) == 1  # its queue still exists
+        await asyncio.sleep(2)
+    assert disk.blobs("batch") == []
+    assert world.count(QUEUE) is None
+    batch = await trained(world, disk)
+    decided = decision(world)
+    assert (decided.state, decided.chunks, decided.experiences) == ("ready", 2, 2)
+    assert decided.metrics["experience_pipeline/chunks_by_reference"] == 1.0
+    assert [path.name for path in disk.blobs("ready")] == [f"{decided.op}-1.tmqx"]
+    assert batch.state == "ready"
+    assert [one.eid.run for one in batch.experiences] == [0, 1]
+    assert torch.equal(batch.experiences[1].tokens, torch.arange(LARGE, dtype=torch.int32))
+    assert world.reasons() == []
 
 
 @virtually
@@ -383,15 +366,11 @@ async def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_i
     disk: Disk, harm: Callable[[Disk, ExperienceReference], None] | None, changes: dict[str, Any], reason: str
 ) -> None:
     world = make_world(disk)
-    await open_batch(world)
-    reference = await send(world, disk, "a", **changes)
-    await send(world, disk, "b", 1)
+    reference, _ = await batch_of(world, disk, "a", "b", **changes)
     if harm is not None:
         harm(disk, reference)
-    await close(world, ("a", 1), ("b", 1))
-    async with world.living(operator(world)):
-        await asyncio.sleep(5)
-    (decided,) = ready(world)
+    await serve(world, 5)
+    decided = decision(world)
     assert (decided.state, decided.experiences) == ("ready", 1)
     (told,) = world.reasons()
     assert "does not decode" in told
@@ -402,65 +381,54 @@ async def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_i
 @virtually
 async def test_without_a_store_a_reference_is_parked_with_the_setting_it_lacks(disk: Disk) -> None:
     world = make_world(disk, "broker.blob_store=null")
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
-    async with world.living(operator(world)):
-        await asyncio.sleep(5)
+    await batch_of(world, disk, "a")
+    await serve(world, 5)
     assert [decided.state for decided in ready(world)] == ["empty"]
-    assert "broker.blob_store is not set here" in reasons(world)
+    assert "broker.blob_store is not set here" in "".join(world.reasons())
 
 
-@pytest.mark.parametrize("how", ["down", "unmounted"])
+@pytest.mark.parametrize(
+    ("leave", "come_back", "late"),
+    [
+        pytest.param(Disk.down, Disk.up, False, id="down"),
+        pytest.param(Disk.unmounted, Disk.mounted, False, id="unmounted"),
+        pytest.param(Disk.down, Disk.up, True, id="when chunks are written"),
+    ],
+)
 @virtually
-async def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(disk: Disk, how: str) -> None:
+async def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(
+    disk: Disk, leave: Callable[[Disk], None], come_back: Callable[[Disk], None], late: bool
+) -> None:
     world = make_world(disk, "broker.delivery_limit=3")
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
-    getattr(disk, how)()
+    Slow.seconds = 10.0 if late else 0.0
+    await batch_of(world, disk, "a")
+    if not late:
+        leave(disk)
     async with world.living(operator(world)):
-        await asyncio.sleep(1.5 * STORE_PATIENCE)
+        if late:
+            await asyncio.sleep(5)
+            leave(disk)
+        await asyncio.sleep(60 if late else 1.5 * STORE_PATIENCE)
         assert ready(world) == []
-        getattr(disk, {"down": "up", "unmounted": "mounted"}[how])()
+        come_back(disk)
         await asyncio.sleep(30)
-    (decided,) = ready(world)
-    assert (decided.state, decided.experiences) == ("ready", 1)
+    assert (await trained(world, disk)).state == "ready"
+    assert decision(world).experiences == 1
     assert Slow.seen == [1]
     assert world.reasons() == []
     assert disk.blobs("batch") == []
 
 
 @virtually
-async def test_a_store_that_is_away_when_chunks_are_written_costs_a_batch_nothing(disk: Disk) -> None:
-    world = make_world(disk)
-    Slow.seconds = 10.0
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
-    async with world.living(operator(world)):
-        await asyncio.sleep(5)
-        disk.down()
-        await asyncio.sleep(60)
-        assert ready(world) == []
-        disk.up()
-        await asyncio.sleep(30)
-    assert (await trained(world, disk)).state == "ready"
-    assert Slow.seen == [1]
-
-
-@virtually
 async def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(disk: Disk) -> None:
     world = make_world(disk, "broker.delivery_limit=2")
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
+    await batch_of(world, disk, "a")
     disk.unmounted()
     async with world.living(operator(world)):
         await asyncio.sleep(3 * STORE_PATIENCE)
         disk.mounted()
         await asyncio.sleep(2 * GRACE)
-    (decided,) = ready(world)
+    decided = decision(world)
     assert decided.state == "failed"
     assert "is it mounted?" in str(decided.reason)
     assert world.count(QUEUE) == 1
@@ -479,9 +447,7 @@ async def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_park
         return parts
 
     late._reader.read = held_up  # type: ignore[method-assign]
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
+    await batch_of(world, disk, "a")
     async with world.living(late):
         await asyncio.sleep(5)
         await close(world, ("a", 1))  # announced again
@@ -494,13 +460,9 @@ async def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_park
 @virtually
 async def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
     world = make_world(disk, "broker.max_batch_bytes=1048576")
-    await open_batch(world)
-    for run in range(7):
-        await send(world, disk, f"a{run}", run)
-    await close(world, *((f"a{run}", 1) for run in range(7)))
-    async with world.living(operator(world)):
-        await asyncio.sleep(5)
-    (decided,) = ready(world)
+    await batch_of(world, disk, *"abcdefg")
+    await serve(world, 5)
+    decided = decision(world)
     assert decided.state == "failed"
     assert "over broker.max_batch_bytes" in str(decided.reason)
 
@@ -529,9 +491,7 @@ async def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(d
 @virtually
 async def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(disk: Disk) -> None:
     world = make_world(disk)
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
+    await batch_of(world, disk, "a")
     first = asyncio.create_task(operator(world).run())
     await asyncio.sleep(0.7)
     await kill(first)
@@ -549,11 +509,8 @@ async def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(d
 
 async def processed(world: World, disk: Disk) -> None:
     """A batch with a stored chunk on the stream."""
-    await open_batch(world)
-    await send(world, disk, "a")
-    await close(world, ("a", 1))
-    async with world.living(operator(world)):
-        await asyncio.sleep(3)
+    await batch_of(world, disk, "a")
+    await serve(world, 3)
     assert len(disk.blobs("ready")) == 1
 
 
@@ -575,31 +532,28 @@ async def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_los
     assert (batch.state, len(batch.experiences)) == ("ready", 1)
 
 
-@pytest.mark.parametrize(("spoiled", "reason"), [(True, "another SHA-256"), (False, "does not exist")])
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("damaged", "another SHA-256"),
+        ("missing", "does not exist"),
+        ("no store", "broker.blob_store is not set here"),
+    ],
+)
 @virtually
 async def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(
-    disk: Disk, spoiled: bool, reason: str
+    disk: Disk, trouble: str, reason: str
 ) -> None:
     world = make_world(disk)
     await processed(world, disk)
     (path,) = disk.blobs("ready")
-    if spoiled:
+    if trouble == "damaged":
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    else:
+    elif trouble == "missing":
         path.unlink()
-    batch = await trained(world, disk)
+    batch = await trained(world, None if trouble == "no store" else disk)
     assert (batch.state, len(batch.experiences)) == ("failed", 0)
     assert reason in str(batch.reason)
-
-
-def test_a_trainer_without_the_store_fails_the_batch_with_the_setting_it_lacks(disk: Disk) -> None:
-    world = make_world(disk)
-
-    async def main() -> TrainBatch:
-        await processed(world, disk)
-        return await trained(world, None)
-
-    assert "broker.blob_store is not set here" in str(run_virtually(main()).reason)
 
 
 # -- a whole run

@@ -563,7 +563,7 @@ def test_drained_while_the_last_batches_are_trained_it_does_not_evaluate_early(t
     ("settings", "sets", "steps"),
     [
         pytest.param((), {}, [], id="no sets"),
-        pytest.param((), {"held": []}, [], id="an empty set"),
+        pytest.param((), {"held": []}, [0, 2], id="an empty set"),
         pytest.param(("explorer.eval_on_startup=false",), None, [2], id="not at startup"),
     ],
 )
