@@ -20,17 +20,28 @@ from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus.topology import Queue
+from trinity_mq.dispatch.collector import Collector
+from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.experience import Experience
-from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, TaskResult, TaskSlice, decode
+from trinity_mq.messages import (
+    BatchClosed,
+    BatchReady,
+    ExperienceReference,
+    Mark,
+    TaskBody,
+    TaskResult,
+    TaskSlice,
+    decode,
+)
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
 from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
-from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore
+from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore, StoreUnavailable
 from trinity_mq.transport.experience_parts import part_message
 
 THIS = __name__
@@ -129,12 +140,14 @@ async def close(world: World, *attempts: tuple[str, int], wanted: list[Wanted] |
     await announce(world, closed)
 
 
-async def send(world: World, disk: Disk, attempt: str, run: int = 0, **changes: Any) -> ExperienceReference:
+async def send(
+    world: World, disk: Disk, attempt: str, run: int = 0, ticket: str = "t1", **changes: Any
+) -> ExperienceReference:
     """Publish a large part, as a runner does."""
     body = Experience.serialize_many([experience(run=run, length=LARGE)])
-    reference = disk.store.put(f"batch/t1/{attempt}-0.tmqx", body)
-    mail = part_message(a_slice(), attempt, 0, 1, reference.model_copy(update=changes))
-    key = world.topology.batch_routing_key(1, "t1")
+    reference = disk.store.put(f"batch/{ticket}/{attempt}-0.tmqx", body)
+    mail = part_message(a_slice(ticket), attempt, 0, 1, reference.model_copy(update=changes))
+    key = world.topology.batch_routing_key(1, ticket)
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
     return reference
 
@@ -612,3 +625,98 @@ def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: P
     assert left[1] == 1  # the first checkpoint: an older trainer's are not known
     assert left[2] == 0
     assert left[3] == 0
+
+
+# -- the caller of a Scheduler
+
+
+class Call:
+    """A ticket of a caller with one part in its queue, by reference."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk, self.world = disk, make_world(disk)
+        self.ticket: Ticket = new_ticket(1, [TaskBody(workflow="x")], deliver="caller", lane="train", time_left=1.0)
+        self.result = a_result(self.ticket)
+
+    async def collector(self) -> Collector:
+        world, ticket = self.world, self.ticket.ticket
+        await world.ready()
+        bus = world.bus()
+        await bus.connect()
+        await world.outside.declare(world.topology.batch_queue(1, ticket))
+        await send(world, self.disk, "a", ticket=ticket)
+        return Collector(bus, world.topology, world.config, "caller")
+
+    async def take(self, collector: Collector) -> list[int]:
+        """Return the lengths of the experiences."""
+        return [len(experience.tokens) for experience in await collector.take(self.ticket, [self.result])]
+
+
+def a_result(ticket: Ticket) -> TaskResult:
+    about = {"batch": 1, "ticket": ticket.ticket, "task_id": 0, "run_base": 0, "repeat_times": 1, "attempt": "a"}
+    return TaskResult(**about, outcome="finished", runs=[0], parts=1)
+
+
+@virtually
+async def test_the_caller_gets_them_and_blobs_go_with_the_queue(disk: Disk) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    deleting = asyncio.create_task(collector.run())
+    assert await call.take(collector) == [LARGE]
+    collector.forget(call.ticket)
+    assert disk.store.folders("batch") == [call.ticket.ticket]
+    await asyncio.sleep(2)
+    assert call.world.count(f"batch.{call.ticket.ticket}") is None
+    assert disk.store.folders("batch") == []
+    deleting.cancel()
+
+
+@virtually
+async def test_a_caller_passes_over_a_mark_of_the_queues_owner(disk: Disk) -> None:
+    call = Call(disk)
+    world, ticket = call.world, call.ticket.ticket
+    await world.ready()
+    await world.outside.declare(world.topology.batch_queue(1, ticket))
+    key = world.topology.batch_routing_key(1, ticket)
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+    collector = await call.collector()
+    assert await call.take(collector) == [LARGE]
+    await collector.close()
+    assert world.reasons() == []
+
+
+@virtually
+async def test_a_store_that_is_away_for_a_moment_delays_the_caller(disk: Disk) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    disk.down()
+    taking = asyncio.create_task(call.take(collector))
+    await asyncio.sleep(30)
+    disk.up()
+    assert await taking == [LARGE]
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(300, StoreUnavailable), (20, TimeoutError)])
+@virtually
+async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, timeout: int, error: type[Exception]
+) -> None:
+    monkeypatch.setattr("trinity_mq.config.bus.PUBLISH_TIMEOUT", timeout)
+    call = Call(disk)
+    collector = await call.collector()
+    disk.down()
+    with pytest.raises(error):
+        await call.take(collector)
+    disk.up()
+    assert await call.take(collector) == [LARGE]
+
+
+@virtually
+async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    (path,) = disk.blobs("batch")
+    path.write_bytes(b"short")
+    assert await call.take(collector) == []
+    (reason,) = call.world.reasons()
+    assert "has 5 bytes" in reason

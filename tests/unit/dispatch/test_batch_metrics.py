@@ -81,13 +81,6 @@ def test_what_a_cut_off_left_unfinished_is_no_failure() -> None:
     assert sum(n for name, n in rollout_metrics(ticket).items() if "/failures/" in name) == 0
 
 
-def test_tasks_count_alike_however_many_of_their_runs_finished() -> None:
-    ticket = a_ticket(per_slice=None)
-    tell(ticket, 0, 0, runs=[0, 1, 2, 3], metrics=[{"reward": 1.0}] * 4)
-    tell(ticket, 1, 0, "partial", runs=[2], metrics=[{"reward": 0.0}])
-    assert rollout_metrics(ticket)["rollout/reward/mean"] == 0.5
-
-
 def test_runs_of_a_task_that_was_cut_off_count_only_where_they_are_kept() -> None:
     found = []
     for whole in (False, True):

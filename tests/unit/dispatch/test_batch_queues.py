@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -103,29 +103,8 @@ class Scene:
         return f"deleted {self.name}" in self.world.wire
 
     def report(self, parts: int) -> None:
-        task_slice = self.ticket.slices[0]
-        self.ticket.record(
-            TaskResult(
-                batch=1,
-                ticket=self.ticket.ticket,
-                task_id=task_slice.task_id,
-                run_base=task_slice.run_base,
-                repeat_times=task_slice.repeat_times,
-                attempt="a",
-                outcome="finished",
-                runs=[0],
-                parts=parts,
-            )
-        )
-
-
-@virtually
-async def test_a_new_queue_is_not_looked_at() -> None:
-    scene = Scene(published=False)
-    await scene.begin()
-    await scene.queues.make(scene.ticket, again=False)
-    assert SENT not in scene.world.wire
-    assert scene.world.count(scene.name) == 0
+        about = {"batch": 1, "ticket": self.ticket.ticket, "task_id": 0, "run_base": 0, "repeat_times": 1}
+        self.ticket.record(TaskResult(**about, attempt="a", outcome="finished", runs=[0], parts=parts))
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -176,34 +155,50 @@ async def test_one_that_answers_stays(missed: int) -> None:
     assert not scene.was_replaced
 
 
-@pytest.mark.parametrize("holds", ["a reported part", "a message"])
+def hold_nothing(scene: Scene) -> None:
+    scene.report(parts=0)
+
+
+def report_a_part(scene: Scene) -> None:
+    scene.report(parts=1)
+
+
+def close(scene: Scene) -> None:
+    scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
+
+
+def unopen(scene: Scene) -> None:
+    scene.ticket.published = False
+
+
+@pytest.mark.parametrize(
+    ("deliver", "change", "sees", "replaced"),
+    [
+        pytest.param("pipeline", hold_nothing, ["batch_queue_replaced"], True, id="a result without parts"),
+        pytest.param("pipeline", report_a_part, ["batch_queue_silent"], False, id="a reported part"),
+        pytest.param("pipeline", None, ["batch_queue_silent"], False, id="a message"),
+        pytest.param("pipeline", close, [], False, id="closed"),
+        pytest.param("pipeline", unopen, [], False, id="not opened yet"),
+        pytest.param("caller", hold_nothing, [], False, id="read by its owner"),
+    ],
+)
 @virtually
-async def test_one_with_something_in_it_is_left_alone(logs: list[Any], holds: str) -> None:
-    scene = Scene()
+async def test_a_silent_one_is_replaced_only_if_nothing_can_be_in_it(
+    logs: list[Any], deliver: str, change: Callable[[Scene], None] | None, sees: list[str], replaced: bool
+) -> None:
+    scene = Scene(deliver=deliver)
     await scene.begin()
     async with scene.watched():
         scene.fall_silent()
-        if holds == "a message":
+        if change is None:
             await scene.world.put(scene.name, b"x")
         else:
-            scene.report(parts=1)
+            change(scene)
         scene.world.broker.drop(scene.bus)
         await asyncio.sleep(3 * PATIENCE)
-    assert not scene.was_replaced
-    (told,) = (entry for entry in logs if entry["event"] == "batch_queue_silent")
-    assert told["queue"].endswith(scene.name)
-
-
-@virtually
-async def test_a_result_without_parts_holds_nothing() -> None:
-    scene = Scene()
-    await scene.begin()
-    async with scene.watched():
-        scene.fall_silent()
-        scene.report(parts=0)
-        scene.world.broker.drop(scene.bus)
-        await asyncio.sleep(3 * PATIENCE)
-    assert scene.was_replaced
+    assert scene.was_replaced == replaced
+    assert [entry["event"] for entry in logs if entry["event"].startswith("batch_queue")] == sees
+    assert (SENT in scene.world.wire) == bool(sees), "who needs no look gets none"
 
 
 @pytest.mark.parametrize("deliver", ["pipeline", "caller"])
@@ -213,6 +208,7 @@ async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(delive
     scene = Scene(published=False, deliver=deliver)
     await scene.begin()
     await scene.queues.make(scene.ticket, again=False)
+    assert SENT not in scene.world.wire, "a new one is not looked at"
     scene.ticket.published = published
     async with scene.watched():
         queue = scene.world.topology.batch_queue(1, scene.ticket.ticket)
@@ -226,22 +222,6 @@ async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(delive
     assert not scene.was_replaced
 
 
-@pytest.mark.parametrize("why", ["closed", "read by its owner", "not opened yet"])
-@virtually
-async def test_who_needs_no_look_gets_none(why: str) -> None:
-    scene = Scene(published=True, deliver="caller" if why == "read by its owner" else "pipeline")
-    await scene.begin()
-    async with scene.watched():
-        scene.fall_silent()
-        if why == "closed":
-            scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
-        scene.ticket.published = why != "not opened yet"
-        scene.world.broker.drop(scene.bus)
-        await asyncio.sleep(3 * PATIENCE)
-    assert not scene.was_replaced
-    assert SENT not in scene.world.wire
-
-
 @pytest.mark.parametrize("after", [PATIENCE / 2, PATIENCE + DELETING / 2])
 @virtually
 async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
@@ -251,7 +231,7 @@ async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> N
         scene.fall_silent()
         scene.world.broker.drop(scene.bus, delay=0.0)
         await asyncio.sleep(after)
-        scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
+        close(scene)
         await asyncio.sleep(3 * PATIENCE)
     assert SENT in scene.world.wire
     left_alone = after < PATIENCE
@@ -309,20 +289,7 @@ async def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
 
 
 @virtually
-async def test_one_that_is_gone_by_then_is_made_again() -> None:
-    scene = Scene(published=False)
-    await scene.begin()
-    async with scene.watched():
-        scene.queues.want_spare()
-        await asyncio.sleep(0.1)
-        scene.ticket.ticket = scene.queues.next_ticket()
-        await scene.world.outside.delete(f"{scene.world.topology.prefix}batch.{scene.ticket.ticket}")  # expired
-        await scene.queues.make(scene.ticket, again=False)
-        assert scene.world.count(f"batch.{scene.ticket.ticket}") == 0
-
-
-@virtually
-async def test_it_is_renewed_with_the_others_and_goes_with_its_owner() -> None:
+async def test_one_that_expired_is_made_again_and_it_goes_with_its_owner() -> None:
     scene = Scene(published=False)
     await scene.begin()
     watching = asyncio.create_task(scene.queues.watch())
@@ -331,7 +298,14 @@ async def test_it_is_renewed_with_the_others_and_goes_with_its_owner() -> None:
     name = f"batch.{scene.queues.spare}"
     await scene.world.outside.delete(scene.world.topology.prefix + name)
     await scene.queues.keep()
-    assert scene.world.count(name) == 0
+    assert scene.world.count(name) == 0, "it is renewed with the others"
+    scene.ticket.ticket = scene.queues.next_ticket()
+    await scene.world.outside.delete(scene.world.topology.prefix + name)
+    await scene.queues.make(scene.ticket, again=False)
+    assert scene.world.count(name) == 0, "it is made again when it is used"
+    scene.queues.want_spare()
+    await asyncio.sleep(0.1)
+    name = f"batch.{scene.queues.spare}"
     watching.cancel()
     await asyncio.wait([watching])
     assert scene.world.count(name) is None

@@ -41,8 +41,7 @@ def test_what_was_cut_off_is_no_failure() -> None:
     failures.add(cut_off, result(0, "its result is not needed any more", "partial"))
     failures.add(ticket(), result(0, "the batch's time is up", "cancelled"))
     failures.add(ticket(), result(0, None, "finished"))
-    assert failures.listed() == []
-    assert failures.summary() == ""
+    assert (failures.listed(), failures.summary()) == ([], "")
 
 
 def test_kinds_are_bounded_and_the_frequent_ones_are_listed() -> None:

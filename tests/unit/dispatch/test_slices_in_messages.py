@@ -124,21 +124,19 @@ def test_short_slices_share_messages_and_every_runner_gets_some(
     assert all(each.headers["batch"] == 1 and each.headers["ticket"] for each in messages)
 
 
-def test_all_runs_of_a_task_are_in_them_once() -> None:
-    messages = Desk(runner(0)).sent(tasks(5, runs=6))
-    assert keys(messages) == Counter((task, base) for task in range(5) for base in (0, 2, 4))
-    assert sizes(messages) == [8, 7]
-
-
-@pytest.mark.parametrize("runners", [[], [runner(0, grouped=False)], [runner(0), runner(1, grouped=False)]])
-def test_without_runners_or_beside_one_that_takes_single_slices_only_they_travel_alone(
-    runners: list[Heartbeat],
+@pytest.mark.parametrize(
+    ("runners", "ticket"),
+    [
+        pytest.param([], {}, id="no runner"),
+        pytest.param([runner(0, grouped=False)], {}, id="one that takes single slices"),
+        pytest.param([runner(0), runner(1, grouped=False)], {}, id="two of which one takes single slices"),
+        pytest.param([runner(0)], {"lane": "eval", "deliver": "none"}, id="an evaluation"),
+    ],
+)
+def test_where_not_all_runners_take_several_and_in_evaluations_they_travel_alone(
+    runners: list[Heartbeat], ticket: dict[str, Any]
 ) -> None:
-    assert sizes(Desk(*runners).sent(tasks(8))) == [1] * 8
-
-
-def test_evaluations_travel_alone() -> None:
-    assert sizes(Desk(runner(0)).sent(tasks(8), lane="eval", deliver="none")) == [1] * 8
+    assert sizes(Desk(*runners).sent(tasks(8), **ticket)) == [1] * 8
 
 
 def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_its_task() -> None:
@@ -152,9 +150,11 @@ def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_it
     assert not any(ticket.is_finished(task) for task in range(3))
 
 
-def test_slices_that_have_an_outcome_are_not_sent_again() -> None:
-    messages = Desk(runner(0)).sent(tasks(6), done=[0, 4])
-    assert set(keys(messages)) == {(task, 0) for task in (1, 2, 3, 5)}
+def test_all_runs_of_a_task_without_an_outcome_are_sent_once() -> None:
+    messages = Desk(runner(0)).sent(tasks(6, runs=6), done=[0])
+    bases = {(0, 2), (0, 4)} | {(task, base) for task in range(1, 6) for base in (0, 2, 4)}
+    assert keys(messages) == Counter(bases)
+    assert sizes(messages) == [8, 9]
 
 
 def nested(levels: int) -> TaskBody:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.unit.agents.world import experience
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
-from trinity_mq.rewards.ground_truth import truncate_middle
 from trinity_mq.rollout.run_results import RunResults, answer_texts
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.workflows import Task
@@ -60,7 +59,3 @@ def test_answers_are_bounded() -> None:
     found = answer_texts(SliceOutcome(experiences=said, runs=list(range(len(said)))))
     assert [len(text) for text in found] == [MOST_ANSWER] * MOST_ANSWERS
     assert all(text.endswith("the answer is 7") for text in found)
-
-
-def test_text_that_is_short_enough_stays() -> None:
-    assert truncate_middle("x" * MOST_ANSWER, MOST_ANSWER) == "x" * MOST_ANSWER
