@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 from tests.unit.agents.operator.test_operator import QUEUE, announce, decision, open_batch, ready, serve
 from tests.unit.agents.operator.test_operator import make as operator
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from tests.virtual import virtually
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.sources.base import TrainBatch
@@ -39,10 +38,12 @@ from trinity_mq.operators.base import Processed
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
 from trinity_mq.runtime.errors import RestartRequested
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore, StoreUnavailable
 from trinity_mq.transport.experience_parts import part_message
+
+LOOP = VirtualTimeLoop
 
 THIS = __name__
 LARGE = 20_000
@@ -176,7 +177,6 @@ async def trained(world: World, disk: Disk | None) -> TrainBatch:
 # -- the way it should go
 
 
-@virtually
 async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +221,6 @@ async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
     assert world.reasons() == []
 
 
-@virtually
 async def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
     def filled(length: int) -> Experience:
         return experience(info={"fill": b"x" * length})
@@ -247,7 +246,6 @@ async def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
     assert decode(not_any_more.body, ExperienceReference).bytes == size + 8
 
 
-@virtually
 async def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None:
     world = make_world(disk, "broker.compression=zstd")
     await send_slice(world, a_slice())
@@ -265,7 +263,6 @@ async def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None
 # -- the runner
 
 
-@virtually
 async def test_a_store_that_is_away_delays_a_slice(disk: Disk) -> None:
     world = make_world(disk)
     disk.down()
@@ -280,7 +277,6 @@ async def test_a_store_that_is_away_delays_a_slice(disk: Disk) -> None:
     assert world.count("tasks.train") == 0
 
 
-@virtually
 async def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> None:
     world = make_world(disk, "broker.delivery_limit=3")
     disk.down()
@@ -295,7 +291,6 @@ async def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> 
     assert world.stored(QUEUE) == []
 
 
-@virtually
 async def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_go(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +320,6 @@ async def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_
     assert disk.blobs("batch") == []
 
 
-@virtually
 async def test_a_late_attempt_takes_its_own_blobs_away(disk: Disk) -> None:
     world = make_world(disk)
     await send_slice(world, a_slice())
@@ -338,7 +332,6 @@ async def test_a_late_attempt_takes_its_own_blobs_away(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("ticket", ["../../t", "a/../../b", ".t"])
-@virtually
 async def test_a_ticket_that_leads_elsewhere_fails_its_slice_only(disk: Disk, ticket: str) -> None:
     world = make_world(disk)
     await send_slice(world, a_slice(ticket))
@@ -374,7 +367,6 @@ def spoil(disk: Disk, reference: ExperienceReference) -> None:
     ],
     ids=["missing", "damaged", "size", "huge", "path", "scheme"],
 )
-@virtually
 async def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_is_processed(
     disk: Disk, harm: Callable[[Disk, ExperienceReference], None] | None, changes: dict[str, Any], reason: str
 ) -> None:
@@ -391,7 +383,6 @@ async def test_a_reference_that_leads_to_nothing_usable_is_parked_and_the_rest_i
     assert disk.blobs("batch") == []
 
 
-@virtually
 async def test_without_a_store_a_reference_is_parked_with_the_setting_it_lacks(disk: Disk) -> None:
     world = make_world(disk, "broker.blob_store=null")
     await batch_of(world, disk, "a")
@@ -408,7 +399,6 @@ async def test_without_a_store_a_reference_is_parked_with_the_setting_it_lacks(d
         pytest.param(Disk.down, Disk.up, True, id="when chunks are written"),
     ],
 )
-@virtually
 async def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(
     disk: Disk, leave: Callable[[Disk], None], come_back: Callable[[Disk], None], late: bool
 ) -> None:
@@ -432,7 +422,6 @@ async def test_a_store_that_is_away_for_a_while_costs_a_batch_nothing(
     assert disk.blobs("batch") == []
 
 
-@virtually
 async def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(disk: Disk) -> None:
     world = make_world(disk, "broker.delivery_limit=2")
     await batch_of(world, disk, "a")
@@ -448,7 +437,6 @@ async def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_k
     assert len(disk.blobs("batch")) == 1
 
 
-@virtually
 async def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_parks_nothing(disk: Disk) -> None:
     world = make_world(disk)
     late = operator(world)
@@ -470,7 +458,6 @@ async def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_park
     assert world.reasons() == []
 
 
-@virtually
 async def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
     world = make_world(disk, "broker.max_batch_bytes=1048576")
     await batch_of(world, disk, *"abcdefg")
@@ -480,7 +467,6 @@ async def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
     assert "over broker.max_batch_bytes" in str(decided.reason)
 
 
-@virtually
 async def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(disk: Disk) -> None:
     world = make_world(disk)
     mine = Queue(name="amq.gen-mine", kind="exclusive")
@@ -501,7 +487,6 @@ async def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(d
     assert disk.blobs("batch") == []
 
 
-@virtually
 async def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(disk: Disk) -> None:
     world = make_world(disk)
     await batch_of(world, disk, "a")
@@ -527,7 +512,6 @@ async def processed(world: World, disk: Disk) -> None:
     assert len(disk.blobs("ready")) == 1
 
 
-@virtually
 async def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_loses_no_batch(disk: Disk) -> None:
     world = make_world(disk)
     loop = asyncio.get_running_loop()
@@ -553,7 +537,6 @@ async def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_los
         ("no store", "broker.blob_store is not set here"),
     ],
 )
-@virtually
 async def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(
     disk: Disk, trouble: str, reason: str
 ) -> None:
@@ -657,7 +640,6 @@ def a_result(ticket: Ticket) -> TaskResult:
     return TaskResult(**about, outcome="finished", runs=[0], parts=1)
 
 
-@virtually
 async def test_the_caller_gets_them_and_blobs_go_with_the_queue(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()
@@ -671,7 +653,6 @@ async def test_the_caller_gets_them_and_blobs_go_with_the_queue(disk: Disk) -> N
     deleting.cancel()
 
 
-@virtually
 async def test_a_caller_passes_over_a_mark_of_the_queues_owner(disk: Disk) -> None:
     call = Call(disk)
     world, ticket = call.world, call.ticket.ticket
@@ -685,7 +666,6 @@ async def test_a_caller_passes_over_a_mark_of_the_queues_owner(disk: Disk) -> No
     assert world.reasons() == []
 
 
-@virtually
 async def test_a_store_that_is_away_for_a_moment_delays_the_caller(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()
@@ -697,7 +677,6 @@ async def test_a_store_that_is_away_for_a_moment_delays_the_caller(disk: Disk) -
 
 
 @pytest.mark.parametrize(("timeout", "error"), [(300, StoreUnavailable), (20, TimeoutError)])
-@virtually
 async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, timeout: int, error: type[Exception]
 ) -> None:
@@ -711,7 +690,6 @@ async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
     assert await call.take(collector) == [LARGE]
 
 
-@virtually
 async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()

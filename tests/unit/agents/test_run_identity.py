@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.world import failure
-from tests.virtual import virtually
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import RECORDED, Simulation, killed, until
 from trinity_agents.trainer.history import lineage
@@ -22,7 +21,9 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartRequested, first_leaf
 from trinity_mq.runtime.process import claim_folder, claimed_run_id, read_run_id, write_run_id
 from trinity_mq.testing.fakes import FakeEngine
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 BATCHES = 4
 SETTINGS = ("synchronizer.sync_interval=2", "synchronizer.sync_offset=2", "trainer.save_interval=1")
@@ -63,7 +64,6 @@ async def cut_off(sim: Simulation, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["at its end", "between two batches", "with a manifest waiting"])
-@virtually
 async def test_a_new_run_under_an_old_name_trains_on_its_own_tickets_alone(tmp_path: Path, moment: str) -> None:
     first, second = two(tmp_path)
     earlier = 0
@@ -315,7 +315,6 @@ def test_an_operator_leaves_the_manifests_of_another_run_to_that_run(tmp_path: P
     assert len(trained(first)) == BATCHES
 
 
-@virtually
 async def test_a_manifest_of_another_run_is_not_dropped_while_no_explorer_is_heard(tmp_path: Path) -> None:
     """The other run's explorer may be about to come back."""
     first, second = claimed(tmp_path)

@@ -13,13 +13,14 @@ import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import failure
-from tests.virtual import virtually
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.fakes import FakeLearner, FakeRunner
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 def expected_commits(batches: int, interval: int) -> list[int]:
@@ -64,7 +65,6 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven", "fully_async"])
-@virtually
 async def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches(tmp_path: Path, style: str) -> None:
     settings = (f"synchronizer.sync_style={style}", "synchronizer.sync_interval=2")
     first = Simulation(tmp_path, settings, batches=3)
@@ -81,7 +81,6 @@ async def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches
     assert (more.trainer.loop.finished, more.trainer.loop.progress) == (True, 7)
 
 
-@virtually
 async def test_a_finished_run_that_is_started_again_as_it_was_has_nothing_to_do(tmp_path: Path) -> None:
     first = Simulation(tmp_path, batches=2)
     again = Simulation(tmp_path, batches=2, broker=first.broker)

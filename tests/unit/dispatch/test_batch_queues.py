@@ -11,12 +11,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import NotingBus, World
-from tests.virtual import virtually
 from trinity_mq.bus import BusRefused, BusUnavailable, Envelope, Queue
 from trinity_mq.dispatch.batch_queues import NEW_PATIENCE, PATIENCE, BatchQueues
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.messages import BatchClosed, Mark, TaskBody, TaskResult
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 SENT = "sent mark"
 DELETING = 5.0
@@ -108,7 +110,6 @@ class Scene:
 
 
 @pytest.mark.parametrize("again", [True, False])
-@virtually
 async def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(again: bool) -> None:
     scene = Scene(published=False)
     spent: list[float] = []
@@ -124,7 +125,6 @@ async def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(agai
     assert spent[0] == pytest.approx(DELETING + (PATIENCE if again else NEW_PATIENCE + 0.5), abs=0.2)
 
 
-@virtually
 async def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> None:
     scene = Scene()
     await scene.begin()
@@ -141,7 +141,6 @@ async def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any])
 
 
 @pytest.mark.parametrize("missed", [0, 3])
-@virtually
 async def test_one_that_answers_stays(missed: int) -> None:
     scene = Scene()
     await scene.begin()
@@ -182,7 +181,6 @@ def unopen(scene: Scene) -> None:
         pytest.param("caller", hold_nothing, [], False, id="read by its owner"),
     ],
 )
-@virtually
 async def test_a_silent_one_is_replaced_only_if_nothing_can_be_in_it(
     logs: list[Any], deliver: str, change: Callable[[Scene], None] | None, sees: list[str], replaced: bool
 ) -> None:
@@ -203,7 +201,6 @@ async def test_a_silent_one_is_replaced_only_if_nothing_can_be_in_it(
 
 @pytest.mark.parametrize("deliver", ["pipeline", "caller"])
 @pytest.mark.parametrize("published", [True, False], ids=["published", "about to be"])
-@virtually
 async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(deliver: str, published: bool) -> None:
     scene = Scene(published=False, deliver=deliver)
     await scene.begin()
@@ -223,7 +220,6 @@ async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(delive
 
 
 @pytest.mark.parametrize("after", [PATIENCE / 2, PATIENCE + DELETING / 2])
-@virtually
 async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
     scene = Scene()
     await scene.begin()
@@ -241,7 +237,6 @@ async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> N
 # -- the queue declared ahead
 
 
-@virtually
 async def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
     scene = Scene(published=False)
     world, queues = scene.world, scene.queues
@@ -268,7 +263,6 @@ async def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
         assert queues.spare not in {None, spare}
 
 
-@virtually
 async def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
     scene = Scene(published=False)
     spent: list[float] = []
@@ -288,7 +282,6 @@ async def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
     assert spent[0] == pytest.approx(DELETING + NEW_PATIENCE, abs=0.2)
 
 
-@virtually
 async def test_one_that_expired_is_made_again_and_it_goes_with_its_owner() -> None:
     scene = Scene(published=False)
     await scene.begin()
@@ -312,7 +305,6 @@ async def test_one_that_expired_is_made_again_and_it_goes_with_its_owner() -> No
     assert scene.queues.spare is None
 
 
-@virtually
 async def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
     scene = Scene(published=False)
     declare = scene.bus.declare

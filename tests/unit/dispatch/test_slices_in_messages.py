@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.virtual import virtually
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
@@ -27,7 +26,9 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.messages.msgpack_scan import MAX_NESTING
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 def runner(number: int, grouped: bool = True) -> Heartbeat:
@@ -191,7 +192,6 @@ def test_a_task_that_cannot_travel_fails_alone(value: object, problem: str) -> N
     assert problem in str(result.message)
 
 
-@virtually
 async def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
     desk = Desk()
     submission = SubmissionRef(submission_id="s", reply_to="amq.gen-x")

@@ -8,7 +8,6 @@ import pytest
 
 from tests.unit.models.test_engine_selection import Engines
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
-from tests.virtual import virtually
 from trinity_agents.runner.process_pool import ProcessPool
 from trinity_agents.runner.slice_executor import SliceExecutor
 from trinity_mq.config import load_config
@@ -18,6 +17,7 @@ from trinity_mq.models.engine_selection import BACKOFF, STALE, AuxiliaryAsPolicy
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.runtime.deliveries import CrashLog, DeliveryHistory
+from trinity_mq.testing.virtual_time import run_virtually
 
 ASKS = """
 from trinity_mq.workflows import Workflow
@@ -228,38 +228,42 @@ class Named(Engines):
         self.choice.receive()
 
 
-@virtually
-async def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
-    engines = Named()
-    beat = engines.beat
+def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
+    async def main():
+        engines = Named()
+        beat = engines.beat
 
-    def judges(**first):
-        beat("j1", name="judge", role="auxiliary", version=None, **{"load": 5, **first})
-        beat("j2", name="judge", role="auxiliary", version=None, load=0)
-        beat("c1", name="critic", role="auxiliary", version=None, load=0)
-        beat("p", load=0)
+        def judges(**first):
+            beat("j1", name="judge", role="auxiliary", version=None, **{"load": 5, **first})
+            beat("j2", name="judge", role="auxiliary", version=None, load=0)
+            beat("c1", name="critic", role="auxiliary", version=None, load=0)
+            beat("p", load=0)
 
-    judges()
-    with pytest.raises(EngineLost, match="no living engine of auxiliary model 'nobody'"):
-        engines.choice.auxiliary("nobody")
-    assert {engines.choice.auxiliary("judge").id for _ in range(5)} == {"j2"}
-    assert engines.choice.auxiliary("critic").id == "c1"
-    assert engines.chosen() == {"p": 20}
-    judges()
-    engines.choice.lost(engines.choice.auxiliary("judge"))
-    assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}
-    await asyncio.sleep(max(BACKOFF, STALE) + 0.1)
-    judges(load=0)
-    engines.beats["j2"] = engines.beats["j2"].model_copy(update={"state": "holding"})
-    engines.choice.receive()
-    assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}, "the other one's server is away"
+        judges()
+        with pytest.raises(EngineLost, match="no living engine of auxiliary model 'nobody'"):
+            engines.choice.auxiliary("nobody")
+        assert {engines.choice.auxiliary("judge").id for _ in range(5)} == {"j2"}
+        assert engines.choice.auxiliary("critic").id == "c1"
+        assert engines.chosen() == {"p": 20}
+        judges()
+        engines.choice.lost(engines.choice.auxiliary("judge"))
+        assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}
+        await asyncio.sleep(max(BACKOFF, STALE) + 0.1)
+        judges(load=0)
+        engines.beats["j2"] = engines.beats["j2"].model_copy(update={"state": "holding"})
+        engines.choice.receive()
+        assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}, "the other one's server is away"
+
+    run_virtually(main())
 
 
 @pytest.mark.parametrize("lacking", [{"role": ""}, {"role": "other"}, {"name": None}, {"url": None}, {"id": None}])
-@virtually
-async def test_heartbeats_without_what_a_client_needs_are_no_engines(lacking):
-    engines = Named()
-    engines.beat("good", load=9)
-    engines.beat("odd", **lacking)
-    engines.beat("odd too", **{"role": "auxiliary", "name": "judge", **lacking})
-    assert engines.chosen() == {"good": 20}
+def test_heartbeats_without_what_a_client_needs_are_no_engines(lacking):
+    async def main():
+        engines = Named()
+        engines.beat("good", load=9)
+        engines.beat("odd", **lacking)
+        engines.beat("odd too", **{"role": "auxiliary", "name": "judge", **lacking})
+        assert engines.chosen() == {"good": 20}
+
+    run_virtually(main())

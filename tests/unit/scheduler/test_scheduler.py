@@ -15,7 +15,6 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from tests.virtual import virtually
 from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
@@ -29,8 +28,10 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, Status, TaskWrapper
 from trinity_mq.testing.fakes import FakeRunner
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 from trinity_mq.workflows import Task
+
+LOOP = VirtualTimeLoop
 
 
 class Stage:
@@ -83,7 +84,6 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-@virtually
 async def test_all_results_of_a_batch_each_once() -> None:
     async with Stage().up() as scheduler:
         scheduler.schedule(tasks(3, repeat=2), 7)
@@ -96,7 +96,6 @@ async def test_all_results_of_a_batch_each_once() -> None:
         assert await scheduler.get_results(7) == ([], [])
 
 
-@virtually
 async def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
     async with Stage().up() as scheduler:
         started = now()
@@ -106,7 +105,6 @@ async def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
         assert now() - started < 0.1
 
 
-@virtually
 async def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> None:
     async with Stage(seconds=by_number({2: 5.0, 3: 9.0})).up() as scheduler:
         scheduler.schedule(tasks(4), 1)
@@ -120,7 +118,6 @@ async def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> N
         assert sorted(one.eid.task for one in experiences + more) == [0, 1, 2, 3]
 
 
-@virtually
 async def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
     async with Stage().up() as scheduler:
         scheduler.schedule(tasks(2), 1)
@@ -131,7 +128,6 @@ async def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
         assert (warning["min_num"], warning["tasks"]) == (5, 2)
 
 
-@virtually
 async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
     overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
     async with Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})).up() as scheduler:
@@ -144,7 +140,6 @@ async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None
 
 
 @pytest.mark.parametrize("clear", [True, False])
-@virtually
 async def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(clear: bool) -> None:
     async with Stage(seconds=by_number({2: 8.0})).up() as scheduler:
         scheduler.schedule(tasks(3), 1)
@@ -159,7 +154,6 @@ async def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_lat
         assert len(late) == len(more)
 
 
-@virtually
 async def test_the_default_timeout_is_the_batchs() -> None:
     async with Stage("explorer.batch_timeout=50", "explorer.max_timeout=10", runner=False).up() as scheduler:
         scheduler.schedule(tasks(1), 1)
@@ -168,7 +162,6 @@ async def test_the_default_timeout_is_the_batchs() -> None:
         assert 50.0 <= now() - started < 52.0
 
 
-@virtually
 async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
     stage = Stage("explorer.max_repeat_times_per_runner=3")
     async with stage.up() as scheduler:
@@ -180,7 +173,6 @@ async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
         assert sorted(task_slice.repeat_times for task_slice in stage.runner.done) == [2, 2, 3, 3, 3, 3]
 
 
-@virtually
 async def test_the_same_batch_twice_is_two_tickets() -> None:
     async with Stage().up() as scheduler:
         first = scheduler.schedule(tasks(2, which="first"), 1)
@@ -190,7 +182,6 @@ async def test_the_same_batch_twice_is_two_tickets() -> None:
         assert len(statuses) == len(experiences) == 5
 
 
-@virtually
 async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
     stage = Stage(seconds=lambda task_slice: 6.0 if task_slice.task.raw_task["which"] == "old" else 9.0)
     async with stage.up() as scheduler:
@@ -219,7 +210,6 @@ def slowly_published(stage: Stage) -> list[TaskSlice]:
     return sent
 
 
-@virtually
 async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
     stage = Stage(runner=False)
     sent = slowly_published(stage)
@@ -237,7 +227,6 @@ async def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_no
             await scheduler.abort_batch(batch)
 
 
-@virtually
 async def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
     stage = Stage(runner=False)
     sent = slowly_published(stage)
@@ -251,7 +240,6 @@ async def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
         assert not stage.batch_queues()
 
 
-@virtually
 async def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_returned() -> None:
     stage = Stage()
     async with stage.up() as scheduler:
@@ -269,7 +257,6 @@ async def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_re
         assert len(stage.batch_queues()) == 1, "it is the operators'"
 
 
-@virtually
 async def test_two_callers_of_a_batch_share_its_tasks() -> None:
     async with Stage().up() as scheduler:
         scheduler.schedule(tasks(6, repeat=2), 1)
@@ -279,7 +266,6 @@ async def test_two_callers_of_a_batch_share_its_tasks() -> None:
         assert len(rids) == len(set(rids)) == 12
 
 
-@virtually
 async def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:
     stage = Stage()
     publish = stage.runner.bus.publish
@@ -302,7 +288,6 @@ async def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None
         assert not scheduler.has_step(1)
 
 
-@virtually
 async def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -> None:
     stage = Stage(seconds=by_number({0: 3.0, 1: 6.0, 2: 9.0}))
     async with stage.up() as scheduler:
@@ -314,7 +299,6 @@ async def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completi
         assert len((await scheduler.get_results("1/other"))[0]) == 3
 
 
-@virtually
 async def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() -> None:
     stage = Stage(seconds=by_number({0: 3.0, 1: 6.0}))
     async with stage.up() as scheduler:
@@ -328,7 +312,6 @@ async def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhil
 
 @pytest.mark.parametrize("timeout", [4.0, None])
 @pytest.mark.parametrize("clear", [True, False])
-@virtually
 async def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -> None:
     stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", seconds=by_number({1: 45.0, 2: 46.0}))
     async with stage.up() as scheduler:
@@ -342,7 +325,6 @@ async def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -
         assert not scheduler.has_step(1)
 
 
-@virtually
 async def test_stop_and_start_again_loses_nothing() -> None:
     async with Stage(seconds=by_number({3: 6.0})).up() as scheduler:
         scheduler.schedule(tasks(4), 1)
@@ -357,7 +339,6 @@ async def test_stop_and_start_again_loses_nothing() -> None:
         assert len((await scheduler.get_results(2))[0]) == 2
 
 
-@virtually
 async def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_start() -> None:
     stage = Stage()
     stuck = asyncio.Event()
@@ -378,7 +359,6 @@ async def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_
         assert len((await scheduler.get_results(1))[0]) == 1
 
 
-@virtually
 async def test_who_waits_hears_of_a_stop() -> None:
     async with Stage(runner=False).up() as scheduler:
         scheduler.schedule(tasks(1), 1)
@@ -389,7 +369,6 @@ async def test_who_waits_hears_of_a_stop() -> None:
             await waiting
 
 
-@virtually
 async def test_a_failing_background_task_is_told_to_who_waits() -> None:
     stage = Stage(runner=False)
     async with stage.up() as scheduler:
@@ -405,7 +384,6 @@ async def test_a_failing_background_task_is_told_to_who_waits() -> None:
             await scheduler.stop()
 
 
-@virtually
 async def test_a_results_stream_shorter_than_the_saved_offset_is_an_error_and_no_hang() -> None:
     stage = Stage(runner=False)
     stage.scheduler.dispatcher.results_offset = 1000
@@ -416,7 +394,6 @@ async def test_a_results_stream_shorter_than_the_saved_offset_is_an_error_and_no
     assert "results stream from offset 1000" in str(caught.value.exceptions[0])
 
 
-@virtually
 async def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
     stage = Stage()
     events: list[tuple[str, float]] = []
@@ -444,7 +421,6 @@ async def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> No
         assert not stage.batch_queues()
 
 
-@virtually
 async def test_a_connection_lost_while_experiences_are_read_costs_time_only() -> None:
     stage = Stage(seconds=by_number({1: 3.0}))
     async with stage.up() as scheduler:
@@ -457,7 +433,6 @@ async def test_a_connection_lost_while_experiences_are_read_costs_time_only() ->
         assert len(rids) == len(set(rids)) == 6
 
 
-@virtually
 async def test_a_part_that_does_not_decode_is_parked_and_stops_nothing() -> None:
     stage = Stage()
     publish = stage.runner.bus.publish
@@ -481,7 +456,6 @@ async def test_a_part_that_does_not_decode_is_parked_and_stops_nothing() -> None
 # -- the wrappers
 
 
-@virtually
 async def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_way() -> None:
     async with Stage(seconds=lambda task_slice: 1.0).up() as scheduler:
         runners = [RunnerWrapper(n, None, [], scheduler.config, scheduler=scheduler) for n in range(3)]
@@ -506,7 +480,6 @@ async def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_
     ("handle", "runner", "said"),
     [("runner-7", "runner-3", "runner-3"), (7, "runner-3", 3), (7, "gpu-host", "gpu-host")],
 )
-@virtually
 async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle: Any, runner: str, said: Any) -> None:
     stage = Stage()
     stage.runner.name = runner
@@ -515,7 +488,6 @@ async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle:
         assert (await one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))[2] == said
 
 
-@virtually
 async def test_run_with_retry_says_when_it_was_not_done() -> None:
     stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", runner=False)
     async with stage.up() as scheduler:
@@ -525,7 +497,6 @@ async def test_run_with_retry_says_when_it_was_not_done() -> None:
         assert "30 s" in str(status.message)
 
 
-@virtually
 async def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
     async with Stage(runner=False).up() as scheduler:
         one = RunnerWrapper("runner-7", None, [], scheduler.config, scheduler=scheduler)
@@ -538,7 +509,6 @@ async def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
         assert scheduler.dispatcher.open_tickets == []
 
 
-@virtually
 async def test_restart_runner_asks_that_runner() -> None:
     stage = Stage(runner=False)
     async with stage.up() as scheduler:
@@ -556,7 +526,6 @@ async def test_restart_runner_asks_that_runner() -> None:
 # -- what runners hear, and deadlines
 
 
-@virtually
 async def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
     stage = Stage(runner=False)
     beats: list[tuple[float, Heartbeat]] = []
@@ -599,7 +568,6 @@ async def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> No
     hearing.cancel()
 
 
-@virtually
 async def test_deadlines_stand_still_while_the_broker_is_away() -> None:
     stage = Stage(runner=False)
     loop = asyncio.get_running_loop()
@@ -637,7 +605,6 @@ def told(stage: Stage) -> list[CompletedTask]:
     return heard
 
 
-@virtually
 async def test_once_for_each_task_before_who_waits_is_woken() -> None:
     stage = Stage("explorer.max_repeat_times_per_runner=1")
     heard = told(stage)
@@ -654,7 +621,6 @@ async def test_once_for_each_task_before_who_waits_is_woken() -> None:
     assert [(done.batch_id, done.task_id) for done in heard if done.batch_id != 1] == [("4/e", 0)]
 
 
-@virtually
 async def test_tasks_cut_off_or_aborted_are_told_once_as_cancelled() -> None:
     stage = Stage(seconds=by_number({1: 500.0, 2: 500.0}))
     heard = told(stage)
@@ -673,7 +639,6 @@ async def test_tasks_cut_off_or_aborted_are_told_once_as_cancelled() -> None:
         ends[1, 2].result()
 
 
-@virtually
 async def test_a_task_cut_off_whose_finished_runs_are_kept_has_a_status() -> None:
     stage = Stage(
         "explorer.over_rollout.return_partial_tasks=true",
@@ -688,7 +653,6 @@ async def test_a_task_cut_off_whose_finished_runs_are_kept_has_a_status() -> Non
     assert (statuses[0].completed_runs, statuses[0].total_runs) == (1, 2)
 
 
-@virtually
 async def test_a_callback_that_fails_is_logged_and_stops_nothing() -> None:
     class Failing(Scheduler):
         def task_done_callback(self, async_task: CompletedTask) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.virtual import virtually
 from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
@@ -32,7 +31,9 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 class Desk:
@@ -216,7 +217,6 @@ def test_what_is_given_back_when_a_batch_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("gone", True), ("failed", True), ("trained", False), ("empty", False)])
-@virtually
 async def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(outcome: Any, told: bool) -> None:
     desk = Desk()
     wants = {"reply_to": "tmq.cut.replies.submit.test", "correlation_id": "c", "want_experiences": True}
@@ -333,7 +333,6 @@ def test_batches_that_the_trainer_skips_are_not_empty() -> None:
         desk.batches.check()
 
 
-@virtually
 async def test_what_the_next_batch_waits_for_in_order() -> None:
     desk = Desk("explorer.max_open_batches=1")
     batches = desk.batches
@@ -353,7 +352,6 @@ async def test_what_the_next_batch_waits_for_in_order() -> None:
     await desk.bus.close()
 
 
-@virtually
 async def test_a_batchs_time_stands_still_while_all_runners_have_paused_its_lane() -> None:
     paused = PausedLane(lane="train", failures=8, kind="sandbox", reason="sandbox: refused", pause=10.0)
 

@@ -21,7 +21,6 @@ from tests.unit.agents.gateway.world import (
     state,
     until,
 )
-from tests.virtual import virtually
 from trinity_agents.gateway.agent import Gateway
 from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
@@ -33,6 +32,9 @@ from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import SessionEnd, SessionReward, SubmissionOutcome
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
 
@@ -49,7 +51,6 @@ def groups_of(world: World) -> list[list[str]]:
 # -- gateways that were away
 
 
-@virtually
 async def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> None:
     world, second_bus = World(sessions_max_bytes=SMALL), None
     async with world.running():
@@ -81,7 +82,6 @@ async def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew()
     assert groups_of(world) == [["s1", "s2"]]
 
 
-@virtually
 async def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
     world, reads = World(), [False]
 
@@ -102,7 +102,6 @@ async def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> 
         assert state(store, "a") == "queued"
 
 
-@virtually
 async def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile() -> None:
     world = World(sessions_max_bytes=SMALL)
     bus = world.bus()
@@ -128,7 +127,6 @@ async def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile()
 # -- submissions
 
 
-@virtually
 async def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() -> None:
     world = World()
     bus = world.bus()
@@ -148,7 +146,6 @@ async def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() 
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-@virtually
 async def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) -> None:
     world = World()
     bus = world.bus()
@@ -186,7 +183,6 @@ class FullBus(MemoryBus):
         return await super().publish(exchange, routing_key, envelope, timeout=timeout)
 
 
-@virtually
 async def test_a_full_queue_holds_nothing_else_up() -> None:
     world = World()
     bus: FullBus = world.bus(FullBus)
@@ -206,7 +202,6 @@ async def test_a_full_queue_holds_nothing_else_up() -> None:
 # -- retention
 
 
-@virtually
 async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
     world = World(sessions_max_bytes=SMALL)
     world.answers = False
@@ -230,7 +225,6 @@ async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> 
 # -- time
 
 
-@virtually
 async def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
     world = World()
     bus = world.bus()
@@ -250,7 +244,6 @@ async def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
         await reaches(store, "waits", "dropped", HOUR)
 
 
-@virtually
 async def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
     world = World()
     async with world.running():
@@ -269,7 +262,6 @@ async def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
             await reaches(store, "a", "dropped", HOUR)
 
 
-@virtually
 async def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
@@ -279,7 +271,6 @@ async def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -
         assert state(store, "a") == "open"
 
 
-@virtually
 async def test_what_is_carried_is_as_old_as_it_was() -> None:
     world = World(sessions_max_bytes=SMALL)
     async with world.running():
@@ -296,7 +287,6 @@ async def test_what_is_carried_is_as_old_as_it_was() -> None:
             await reaches(store, "a", "dropped", HOUR)
 
 
-@virtually
 async def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> None:
     world = World()
     async with world.running() as bus, world.gateway(acts=False) as store:
@@ -327,7 +317,6 @@ async def reward(bus: Any, world: World, message_id: str = "", **body: Any) -> N
     await bus.publish(world.topology.exchange("sessions"), "session", message)
 
 
-@virtually
 async def test_refused_rewards_become_dead_letters_once() -> None:
     world = World()
     async with world.running() as bus:
@@ -351,7 +340,6 @@ async def test_refused_rewards_become_dead_letters_once() -> None:
 
 
 @pytest.mark.parametrize("taken", ["decided", "end-a-idle", "opened-b", "call", "end-a"])
-@virtually
 async def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str) -> None:
     world = World()
     async with world.running() as bus, world.gateway() as store:
@@ -369,7 +357,6 @@ async def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str)
         assert state(store, "b") == "open"
 
 
-@virtually
 async def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
     world = World(sessions_max_bytes=SMALL)
     async with world.running() as bus, world.gateway() as store:
@@ -389,7 +376,6 @@ async def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
 # -- memory
 
 
-@virtually
 async def test_answers_that_wait_for_the_broker_are_bounded() -> None:
     world = World(config())
     own = world.bus()
@@ -409,7 +395,6 @@ async def test_answers_that_wait_for_the_broker_are_bounded() -> None:
         assert bus.usable
 
 
-@virtually
 async def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() -> None:
     world = World(config())
     bus = world.bus()
@@ -431,31 +416,33 @@ async def holds(agent: Gateway, acts: bool) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_gateway_acts_only_while_no_other_one_holds_the_lock() -> None:
-    broker, topology, settings = MemoryBroker(), Topology(RUN), config(port=0)
-    other, bus = (MemoryBus(broker, topology, config=settings.broker) for _ in range(2))
-    await other.connect()
-    await other.declare(*topology.durable, topology.sessions)
-    lock = await other.lock(topology.lock("gateway"))
-    bus.run_id = "run-of-the-world"
-    agent = Gateway(settings, bus=bus, topology=topology)
-    running = asyncio.create_task(agent.run())
-    try:
-        await holds(agent, acts=False)
-        for _ in range(100):  # nobody says when it does not act
-            await asyncio.sleep(0)
-        assert not agent.detail().acting
-        await lock.release()
-        await holds(agent, acts=True)
-        agent.drain()
-        await running
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await other.close()
+def test_a_gateway_acts_only_while_no_other_one_holds_the_lock() -> None:
+    async def main() -> None:
+        broker, topology, settings = MemoryBroker(), Topology(RUN), config(port=0)
+        other, bus = (MemoryBus(broker, topology, config=settings.broker) for _ in range(2))
+        await other.connect()
+        await other.declare(*topology.durable, topology.sessions)
+        lock = await other.lock(topology.lock("gateway"))
+        bus.run_id = "run-of-the-world"
+        agent = Gateway(settings, bus=bus, topology=topology)
+        running = asyncio.create_task(agent.run())
+        try:
+            await holds(agent, acts=False)
+            for _ in range(100):  # nobody says when it does not act
+                await asyncio.sleep(0)
+            assert not agent.detail().acting
+            await lock.release()
+            await holds(agent, acts=True)
+            agent.drain()
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await other.close()
+
+    asyncio.run(main())
 
 
-@virtually
 async def test_sessions_that_wait_outlive_the_retention_of_the_stream() -> None:
     """What is carried over it says where its first copy was. Readers order events by it: of two rewards the later one
     counts, whichever was carried.

@@ -22,7 +22,6 @@ from tests.unit.agents.gateway.world import (
     state,
     until,
 )
-from tests.virtual import virtually
 from trinity_agents.gateway.acting_gateway import task_of
 from trinity_mq.bus import Envelope
 from trinity_mq.config import Config
@@ -30,12 +29,13 @@ from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.session_store import SessionsUnavailable
 from trinity_mq.messages import ContentError, SessionEnd, SessionReplay, SessionReward
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-@virtually
 async def test_a_reward_that_is_an_hour_late_and_a_gateway_that_was_restarted_meanwhile() -> None:
     world = World()
     async with world.running():
@@ -58,7 +58,6 @@ async def test_a_reward_that_is_an_hour_late_and_a_gateway_that_was_restarted_me
         assert [headers.get("traceparent") for headers in world.headers] == [TRACE], "the caller's"
 
 
-@virtually
 async def test_no_reward_within_its_time() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
@@ -106,7 +105,6 @@ def test_the_acting_gateway_is_killed_at_each_of_its_publishes(keeps_last: bool)
     assert points >= 10, "decisions, submissions, and what was trained"
 
 
-@virtually
 async def test_confirms_are_lost_and_what_was_said_counts_once() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
@@ -123,7 +121,6 @@ async def test_confirms_are_lost_and_what_was_said_counts_once() -> None:
         assert "traceparent" not in world.headers[0]
 
 
-@virtually
 async def test_rewards_come_as_json_from_any_program() -> None:
     world = World()
     async with world.running() as bus, world.gateway() as store:
@@ -179,7 +176,6 @@ async def test_rewards_come_as_json_from_any_program() -> None:
         assert len(world.dead) == 10, "told once, whoever reads the stream anew"
 
 
-@virtually
 async def test_two_gateways_know_the_same() -> None:
     world, draw = World(), random.Random(1)
     async with world.running(), world.gateway() as one, world.gateway(acts=False) as other:
@@ -194,7 +190,6 @@ async def test_two_gateways_know_the_same() -> None:
         assert await other.find("nobody") is None
 
 
-@virtually
 async def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
@@ -224,7 +219,6 @@ STRANGE = [7, None, {"role": "user", "content": "4+5?"}]
         pytest.param({**PROMPTED, "messages": STRANGE}, {"question": "4+5?"}, id="of a stranger: a list"),
     ],
 )
-@virtually
 async def test_the_task_of_a_replay(request_body: dict[str, Any], record: dict[str, Any]) -> None:
     opened = OutsidersConfig(workflows={"math_workflow": ("x",)})
     world = World(config(group_size=None).model_copy(update={"outsiders": opened}))
@@ -267,7 +261,6 @@ NOT_OPEN = SessionReplay(workflow="program_workflow", runs=2, workflow_args={"co
         ),
     ],
 )
-@virtually
 async def test_a_task_that_cannot_be_submitted_is_dropped_with_its_reason(
     session: dict[str, Any], replay: SessionReplay | None, reasons: list[str]
 ) -> None:
@@ -285,7 +278,6 @@ async def test_a_task_that_cannot_be_submitted_is_dropped_with_its_reason(
         await reaches(store, "b", "trained")
 
 
-@virtually
 async def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
     world = World()
     world.answers = False
@@ -301,7 +293,6 @@ async def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
         await reaches(store, "a", "trained")
 
 
-@virtually
 async def test_what_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> None:
     world = World()
     async with world.running(), world.gateway() as store:
@@ -319,7 +310,6 @@ async def test_what_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> N
         await reaches(store, "a", "trained")
 
 
-@virtually
 async def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_others_are() -> None:
     """An earlier release wrote it, and it is at the limits of a body: what is written again has more fields."""
     world = World()

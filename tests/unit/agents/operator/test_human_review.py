@@ -11,7 +11,6 @@ import pytest
 
 from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
 from tests.unit.agents.world import World, experience, kill
-from tests.virtual import virtually
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
@@ -23,6 +22,9 @@ from trinity_mq.operators.human_review import HumanReview, ReviewConditions
 from trinity_mq.reviews.base import Answer, Decision, Question
 from trinity_mq.reviews.ledger import Review
 from trinity_mq.reviews.stream import ReviewStream
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 CHOOSE = '"choose": {"reward_above": 0.5}, "seconds": 100'
 EPOCH = 1e9
@@ -79,7 +81,6 @@ async def say(world: World, body: dict[str, Any], message_id: str) -> None:
     assert await world.outside.publish(world.topology.exchange("review"), "verdict", mail)
 
 
-@virtually
 async def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> None:
     world = make_world()
     await batch_of(world, "a0", "a1")
@@ -108,7 +109,6 @@ async def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> Non
 @pytest.mark.parametrize(
     ("default", "left"), [('"keep"', {0: 0.0, 1: 1.0}), ('"drop"', {0: 0.0}), ('{"reward": 0.5}', {0: 0.0, 1: 0.5})]
 )
-@virtually
 async def test_the_default_counts_after_the_deadline(default: str, left: dict[int, float]) -> None:
     world = make_world(f'{CHOOSE}, "default": {default}')
     await batch_of(world, "a0", "a1")
@@ -120,7 +120,6 @@ async def test_the_default_counts_after_the_deadline(default: str, left: dict[in
         assert ready(world)[0].metrics["review/timed_out"] == 1
 
 
-@virtually
 async def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:
     """Heartbeats say how many runs wait for people."""
     world = make_world('"choose": {"fraction": 1.0}, "seconds": 100')
@@ -148,7 +147,6 @@ async def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_do
         assert {end.request: end.how for end in closings(world)}[told.request] == "verdict"
 
 
-@virtually
 async def test_after_a_crash_what_was_decided_stays_decided() -> None:
     world = make_world(f'{CHOOSE}, "default": "drop"')
     await batch_of(world, "a0", "a1")
@@ -180,7 +178,6 @@ async def test_people_are_told_the_expected_answer() -> None:
     assert full_text(Review(request), 0.0).endswith("-- expected\n   7")
 
 
-@virtually
 async def test_rubbish_on_the_stream_harms_nobody() -> None:
     world = make_world()
     await batch_of(world, "a0", "a1")

@@ -15,7 +15,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, experience, kill
-from tests.virtual import virtually
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope, Queue
 from trinity_mq.experience import Experience
@@ -26,7 +25,10 @@ from trinity_mq.operators.base import Processed
 from trinity_mq.runtime.deliveries import CrashLog, envelope
 from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
 from trinity_mq.transport.experience_parts import part_message
+
+LOOP = VirtualTimeLoop
 
 THIS = __name__
 QUEUE = "batch.t1"
@@ -152,7 +154,6 @@ def complete(world: World, decided: BatchReady) -> bool:
 # -- the way it should go
 
 
-@virtually
 async def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_queue_lives_a_second_more() -> (
     None
 ):
@@ -173,7 +174,6 @@ async def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and
     assert world.reasons() == []
 
 
-@virtually
 async def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
     world = make_world()
     await batch_of(world, "a")
@@ -183,7 +183,6 @@ async def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
     assert kinds == ["experience_chunk", "experience_chunk", "batch_ready"]
 
 
-@virtually
 async def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> None:
     world = make_world()
     await open_batch(world)
@@ -208,7 +207,6 @@ async def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> 
     assert world.reasons() == []
 
 
-@virtually
 async def test_a_batch_without_experiences_is_empty() -> None:
     world = make_world()
     await open_batch(world)
@@ -224,7 +222,6 @@ async def test_a_batch_without_experiences_is_empty() -> None:
 MINE = Queue(name="amq.gen-mine", kind="exclusive")
 
 
-@virtually
 async def test_submitters_get_the_parts_they_wanted_and_no_other_queue_than_a_reply_queue_does() -> None:
     world = make_world()
     await open_batch(world)
@@ -249,7 +246,6 @@ async def test_submitters_get_the_parts_they_wanted_and_no_other_queue_than_a_re
     assert decision(world).state == "ready"
 
 
-@virtually
 async def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
     world = make_world("broker.max_message_bytes=65536")
     await open_batch(world)
@@ -262,7 +258,6 @@ async def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
     assert decision(world).state == "ready"
 
 
-@virtually
 async def test_a_queue_that_cannot_be_deleted_is_left_to_expire() -> None:
     world = make_world("broker.connect_timeout=5")
     operator = make(world)
@@ -279,7 +274,6 @@ async def test_a_queue_that_cannot_be_deleted_is_left_to_expire() -> None:
     assert world.count(QUEUE) == 1
 
 
-@virtually
 async def test_metrics_are_written(tmp_path: Path) -> None:
     world = make_world()
     writer = MetricsWriter(tmp_path, "operator", "operator-0", tensorboard=False)
@@ -291,7 +285,6 @@ async def test_metrics_are_written(tmp_path: Path) -> None:
     assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
 
 
-@virtually
 async def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> None:
     world = World("algorithm.min_group_runs=2")
     await batch_of(world, "a", "b")
@@ -304,7 +297,6 @@ async def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> 
 
 
 @pytest.mark.parametrize("how", ["before it is read", "while it waits", "unannounced"])
-@virtually
 async def test_a_queue_that_is_gone_is_told_and_acknowledged(how: str) -> None:
     world = make_world()
     await world.ready()
@@ -328,7 +320,6 @@ async def test_a_queue_that_is_gone_is_told_and_acknowledged(how: str) -> None:
     assert world.reasons() == []
 
 
-@virtually
 async def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
     world = make_world()
     await batch_of(world, "a", deliveries=4, failed=1)
@@ -344,7 +335,6 @@ async def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
     assert "confirmed batch_closed" in world.wire
 
 
-@virtually
 async def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_at_the_limit() -> None:
     world = make_world("broker.delivery_limit=4")
     Scripted.fails, Scripted.words = 100, "no file \udcff"
@@ -360,7 +350,6 @@ async def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_
     assert (world.count(QUEUE), world.count("closed")) == (1, 0)
 
 
-@virtually
 async def test_a_chain_that_recovers_makes_one_set() -> None:
     world = make_world()
     Scripted.fails = 2
@@ -370,7 +359,6 @@ async def test_a_chain_that_recovers_makes_one_set() -> None:
     assert world.reasons() == []
 
 
-@virtually
 async def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_operator() -> None:
     world = make_world("broker.max_message_bytes=65536", "broker.delivery_limit=2")
     Scripted.grows = 100_000
@@ -380,7 +368,6 @@ async def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_ope
     assert "max_message_bytes" in str(decision(world).reason)
 
 
-@virtually
 async def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_processed() -> None:
     world = make_world()
     Scripted.fails = 1
@@ -404,7 +391,6 @@ async def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_process
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed parts", "other parts"])
-@virtually
 async def test_a_batch_whose_listed_parts_are_too_large_fails_and_is_kept(listed: bool) -> None:
     world = make_world("broker.max_batch_bytes=1048576")
     await open_batch(world)
@@ -419,7 +405,6 @@ async def test_a_batch_whose_listed_parts_are_too_large_fails_and_is_kept(listed
         assert (world.count(QUEUE), world.count("closed"), len(world.reasons())) == (4, 0, 1)
 
 
-@virtually
 async def test_a_manifest_that_does_not_decode_is_parked_and_the_next_is_done() -> None:
     world = make_world()
     await world.ready()
@@ -430,7 +415,6 @@ async def test_a_manifest_that_does_not_decode_is_parked_and_the_next_is_done() 
     assert len(world.reasons()) == 1
 
 
-@virtually
 async def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready() -> None:
     world = make_world()
     Scripted.seconds = 1.0
@@ -448,7 +432,6 @@ async def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_read
 # -- parts that do not come
 
 
-@virtually
 async def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
     world = make_world()
     await open_batch(world)
@@ -463,7 +446,6 @@ async def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None
     assert world.count(QUEUE) == 1
 
 
-@virtually
 async def test_each_part_starts_the_deadline_anew() -> None:
     world = make_world()
     await open_batch(world)
@@ -478,7 +460,6 @@ async def test_each_part_starts_the_deadline_anew() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["disconnected", "blocked"])
-@virtually
 async def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str) -> None:
     world = make_world()
     operator = make(world)
@@ -502,7 +483,6 @@ async def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str)
     assert world.reasons() == []
 
 
-@virtually
 async def test_the_deadline_stands_still_while_another_operator_receives_the_parts() -> None:
     world = make_world()
     await open_batch(world)
@@ -520,7 +500,6 @@ async def test_the_deadline_stands_still_while_another_operator_receives_the_par
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
-@virtually
 async def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_other() -> None:
     world = make_world()
     await open_batch(world)
@@ -538,7 +517,6 @@ async def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_othe
 
 
 @pytest.mark.parametrize("after", [0.205, 0.3, 0.705, *range(1, 11)])
-@virtually
 async def test_killed_anywhere_a_second_one_completes(after: float) -> None:
     """Killed while it gathers or in the chain (seconds), or after so many things went over the wire."""
     world = make_world("broker.max_message_bytes=65536")
@@ -565,7 +543,6 @@ async def test_killed_anywhere_a_second_one_completes(after: float) -> None:
     assert "confirmed batch_ready" in world.wire[: world.wire.index("acked closed")]
 
 
-@virtually
 async def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
     world = make_world()
     frozen, other = make(world), make(world, "operator-1")
@@ -586,7 +563,6 @@ async def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
     assert (world.count("closed"), world.count(QUEUE)) == (0, None)
 
 
-@virtually
 async def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own() -> None:
     world = make_world()
     Scripted.seconds = 5.0
@@ -604,7 +580,6 @@ async def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own(
 # -- the end
 
 
-@virtually
 async def test_draining_finishes_the_batch_at_work_and_its_queue_and_takes_no_other() -> None:
     world = make_world()
     Scripted.seconds = 3.0
@@ -622,7 +597,6 @@ async def test_draining_finishes_the_batch_at_work_and_its_queue_and_takes_no_ot
     ("seconds", "fails", "limit"),
     [pytest.param(1000.0, 0, 10, id="takes too long"), pytest.param(0.0, 100, 2, id="waits for the next try")],
 )
-@virtually
 async def test_draining_gives_back_what_is_not_done_in_time(seconds: float, fails: int, limit: float) -> None:
     world = make_world("runner.drain_timeout=5")
     Scripted.seconds, Scripted.fails = seconds, fails
@@ -634,7 +608,6 @@ async def test_draining_gives_back_what_is_not_done_in_time(seconds: float, fail
     assert (len(Scripted.tries), world.count("closed"), world.count(QUEUE)) == (1, 1, 1)
 
 
-@virtually
 async def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_processed() -> None:
     world = make_world("runner.drain_timeout=1", "broker.delivery_limit=2")
     await batch_of(world, "a")
@@ -660,7 +633,6 @@ async def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_
     assert (world.stored("dead"), world.count("closed"), world.count(QUEUE)) == ([], 0, None)
 
 
-@virtually
 async def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes_no_second_set_count() -> None:
     world = make_world("runner.drain_timeout=1")
     first = make(world)
@@ -691,7 +663,6 @@ async def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes
     assert world.count("closed") == 0
 
 
-@virtually
 async def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_process_is(tmp_path: Path) -> None:
     world = make_world("broker.delivery_limit=2")
     notes = tmp_path / "operator-0.at-work.json"
@@ -710,7 +681,6 @@ async def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_proce
     assert not notes.exists()
 
 
-@virtually
 async def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> None:
     world = make_world()
     Scripted.seconds = 5.0
@@ -768,7 +738,6 @@ def a_world(*overrides: str, kind: str = "Choosy") -> World:
     return World(chain, "algorithm.min_group_runs=1", "broker.delivery_limit=2", *overrides)
 
 
-@virtually
 async def test_the_dead_letter_names_the_operator_and_given_back_to_a_repaired_one_it_is_done() -> None:
     world = a_world()
     await batch_of(world, "a", "b")
@@ -786,7 +755,6 @@ async def test_the_dead_letter_names_the_operator_and_given_back_to_a_repaired_o
     assert world.count(QUEUE) is None
 
 
-@virtually
 async def test_a_chain_that_takes_too_long_names_who_was_at_work() -> None:
     world = a_world("operator.timeout=100")
     Choosy.seconds = 1e6
@@ -797,21 +765,23 @@ async def test_a_chain_that_takes_too_long_names_who_was_at_work() -> None:
     assert "1_Choosy: the chain was not done within 100 s (operator.timeout)" in world.reasons()[0]
 
 
-async def test_a_computation_that_does_not_end_costs_the_process_not_the_batch() -> None:
-    world = a_world("operator.timeout=0.05", kind="Computes")
-    await batch_of(world, "a")
-    try:
-        with pytest.raises(ExceptionGroup) as caught:
-            await make(world).run()
-    finally:
-        Computes.go.set()
-    error = first_leaf(caught.value)
-    assert isinstance(error, RestartRequested)
-    assert "Computes exceeded its time limit and still computes" in str(error)
-    assert (world.count("closed"), world.reasons()) == (1, [])
+def test_a_computation_that_does_not_end_costs_the_process_not_the_batch() -> None:
+    async def main() -> None:
+        world = a_world("operator.timeout=0.05", kind="Computes")
+        await batch_of(world, "a")
+        try:
+            with pytest.raises(ExceptionGroup) as caught:
+                await make(world).run()
+        finally:
+            Computes.go.set()
+        error = first_leaf(caught.value)
+        assert isinstance(error, RestartRequested)
+        assert "Computes exceeded its time limit and still computes" in str(error)
+        assert (world.count("closed"), world.reasons()) == (1, [])
+
+    asyncio.run(main())
 
 
-@virtually
 async def test_operators_are_handed_the_auxiliary_models_by_name() -> None:
     models = '[{"name": "judge", "engine": "external", "url": "http://127.0.0.1:9/v1"}]'
     world = a_world(f"explorer.auxiliary_models={models}")
