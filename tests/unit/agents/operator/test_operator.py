@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, experience, kill
+from tests.virtual import wrap_future
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope, Queue
 from trinity_mq.experience import Experience
@@ -779,7 +781,8 @@ def test_a_computation_that_does_not_end_costs_the_process_not_the_batch() -> No
         assert "Computes exceeded its time limit and still computes" in str(error)
         assert (world.count("closed"), world.reasons()) == (1, [])
 
-    asyncio.run(main())
+    with mock.patch.object(asyncio, "wrap_future", wrap_future):
+        asyncio.run(main())
 
 
 async def test_operators_are_handed_the_auxiliary_models_by_name() -> None:
