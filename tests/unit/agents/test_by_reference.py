@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.operator.test_operator import QUEUE, announce, decision, open_batch, ready, serve
 from tests.unit.agents.operator.test_operator import make as operator
-from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
+from tests.unit.agents.world import World, a_slice, an_outcome, beside, experience, kill, send_slice
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.sources.base import TrainBatch
@@ -38,7 +38,7 @@ from trinity_mq.operators.base import Processed
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
 from trinity_mq.runtime.errors import RestartRequested
-from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore, StoreUnavailable
 from trinity_mq.transport.experience_parts import part_message
@@ -219,45 +219,6 @@ async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
     assert [one.eid.run for one in batch.experiences] == [0, 1]
     assert torch.equal(batch.experiences[1].tokens, torch.arange(LARGE, dtype=torch.int32))
     assert world.reasons() == []
-
-
-async def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
-    def filled(length: int) -> Experience:
-        return experience(info={"fill": b"x" * length})
-
-    size = len(Experience.serialize_many([filled(70_000)]))
-    world = make_world(disk, f"broker.max_message_bytes={size}")
-
-    class Exact(Workflows):
-        extra = 0
-
-        async def run_slice(self, task_slice: TaskSlice, models: Any, results: Any = None) -> SliceOutcome:
-            return an_outcome(task_slice, experiences=[filled(70_000 + self.extra)])
-
-    exact = Exact()
-    async with world.living(runner(world, work=exact)):
-        for ticket, extra in (("t1", 0), ("t2", 8)):
-            exact.extra = extra
-            await send_slice(world, a_slice(ticket))
-            await asyncio.sleep(1)
-    (fits,), (not_any_more,) = world.stored(QUEUE), world.stored("batch.t2")
-    assert (len(fits.body), fits.content_type) == (size, EXPERIENCES)
-    assert not_any_more.content_type == REFERENCE
-    assert decode(not_any_more.body, ExperienceReference).bytes == size + 8
-
-
-async def test_bodies_are_compressed_where_that_is_asked_for(disk: Disk) -> None:
-    world = make_world(disk, "broker.compression=zstd")
-    await send_slice(world, a_slice())
-    async with world.living(runner(world), operator(world)):
-        await asyncio.sleep(1)
-        (result,) = results(world)
-        assert result.parts == 1  # arange and zeros: both are small now
-        await close(world, (result.attempt, 1))
-        await asyncio.sleep(3)
-    batch = await trained(world, None)
-    assert [len(one.tokens) for one in batch.experiences] == [4, LARGE]
-    assert disk.blobs("ready") == []
 
 
 # -- the runner
@@ -574,27 +535,22 @@ def chunks(tmp_path: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-def test_a_whole_run_leaves_no_blob_behind(tmp_path: Path) -> None:
+async def test_a_whole_run_leaves_no_blob_behind(tmp_path: Path) -> None:
     sim = make_run(tmp_path, "trainer.save_interval=2")
     most = 0
-
-    async def look() -> None:
-        nonlocal most
+    async with beside(sim.run()):
         while not sim.trainers or not sim.trainer.loop.finished:
             most = max(most, len(chunks(tmp_path)))
             await asyncio.sleep(0.5)
-
-    run_virtually(sim.run(beside=look))
     assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
     assert most >= 2
     assert chunks(tmp_path) == set()
 
 
-def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: Path) -> None:
+async def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: Path) -> None:
     sim = make_run(tmp_path, "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=2")
     left: dict[int, int] = {}
-
-    async def look() -> None:
+    async with beside(sim.run()):
         for progress in (1, 2, 3):
             await until((tmp_path / "checkpoints" / f"progress-{progress:06}").exists)
             await asyncio.sleep(0.1)
@@ -603,8 +559,6 @@ def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: P
             left[progress] = len(chunks(tmp_path) & set(consumed))
             needed = {one.ticket for one in sim.published(BatchReady)} - set(consumed)
             assert needed <= chunks(tmp_path)
-
-    run_virtually(sim.run(beside=look))
     assert left[1] == 1  # the first checkpoint: an older trainer's are not known
     assert left[2] == 0
     assert left[3] == 0

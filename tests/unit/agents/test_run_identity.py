@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.world import failure
+from tests.unit.agents.world import beside, failure
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import RECORDED, Simulation, killed, until
 from trinity_agents.trainer.history import lineage
@@ -237,7 +237,7 @@ def in_folder(sim: Simulation, agent: Agent) -> Agent:
 
 @pytest.mark.parametrize("name", ["explorer", "trainer", "operator", "runner"])
 @pytest.mark.parametrize("number", [0, 1], ids=["same id", "id of its own"])
-def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, name: str, number: int) -> None:
+async def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, name: str, number: int) -> None:
     first, second = claimed(tmp_path)
     sentences: list[str] = []
     agents: dict[str, Any] = {
@@ -246,12 +246,9 @@ def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, name: s
         "operator": lambda: in_folder(second, second.make_operator(number)),
         "runner": lambda: in_folder(second, second.make_runner(f"runner-{number}")),
     }
-
-    async def beside() -> None:
+    async with beside(first.run()):
         await until(lambda: begun(first))
         sentences.append(await sentence_of(agents[name]()))
-
-    run_virtually(first.run(beside=beside), limit=3000)
     (sentence,) = sentences
     assert "another run of the name 'sim' uses this broker" in sentence
     assert str(second.folder) in sentence
@@ -265,52 +262,44 @@ def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, name: s
     assert first.dead_letters() == []
 
 
-def test_a_trainer_in_a_folder_that_names_no_run_does_not_wait_for_the_lock(tmp_path: Path) -> None:
+async def test_a_trainer_in_a_folder_that_names_no_run_does_not_wait_for_the_lock(tmp_path: Path) -> None:
     """It would take over without the checkpoints."""
     first, second = two(tmp_path)
     sentences: list[str] = []
-
-    async def beside() -> None:
+    async with beside(first.run()):
         await until(lambda: begun(first))
         sentences.append(await sentence_of(in_folder(second, second.make_trainer("trainer-1"))))
-
-    run_virtually(first.run(beside=beside), limit=3000)
     assert f"{first.folder} has another run folder than {second.folder}" in sentences[0]
 
 
-def test_a_second_explorer_in_the_same_folder_waits_for_its_turn(tmp_path: Path) -> None:
+async def test_a_second_explorer_in_the_same_folder_waits_for_its_turn(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
     ended: list[str] = []
-
-    async def beside() -> None:
-        await until(lambda: begun(sim))
-        await sim.make_explorer("explorer-0").run()
-        ended.append("explorer")
 
     async def trainer() -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(in_folder(sim, sim.make_trainer()).run())
             group.create_task(in_folder(sim, sim.make_trainer("trainer-1")).run())
 
-    run_virtually(sim.run(beside=beside, trainer=trainer), limit=3000)
+    async with beside(sim.run(trainer=trainer)):
+        await until(lambda: begun(sim))
+        await sim.make_explorer("explorer-0").run()
+        ended.append("explorer")
     assert ended == ["explorer"]
     assert sim.state().closed == BATCHES
 
 
-def test_an_operator_leaves_the_manifests_of_another_run_to_that_run(tmp_path: Path) -> None:
+async def test_an_operator_leaves_the_manifests_of_another_run_to_that_run(tmp_path: Path) -> None:
     """It is started while a manifest of the first run waits, before it can have heard that run's explorer."""
     first, second = claimed(tmp_path)
     first.operators = 0
     ready: list[int] = []
-
-    async def beside() -> None:
+    async with beside(first.run()):
         await until(lambda: bool(first.waiting_in("closed")))
         await sentence_of(in_folder(second, second.make_operator()))
         ready.append(len(first.published(BatchReady)))
         assert first.waiting_in("closed")
         await first.make_operator().run()
-
-    run_virtually(first.run(beside=beside), limit=3000)
     assert ready == [0]
     assert len(trained(first)) == BATCHES
 

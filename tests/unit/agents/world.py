@@ -195,6 +195,14 @@ class AcksNoted(Consumer):
         return delivery
 
 
+@asynccontextmanager
+async def beside(run: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Do what stands in the block beside a run, and wait for the end of both."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run)
+        yield
+
+
 class Over(Exception):
     """The scene has been seen."""
 

@@ -94,6 +94,8 @@ async def test_all_results_of_a_batch_each_once() -> None:
         assert [one.eid.rid for one in experiences] == [f"7/{task}/{run}" for task in range(3) for run in range(2)]
         assert not scheduler.has_step(7)
         assert await scheduler.get_results(7) == ([], [])
+        assert scheduler.schedule(tasks(2), 8) != scheduler.schedule(tasks(3), 8), "the same batch twice is two tickets"
+        assert [len(part) for part in await scheduler.get_results(8)] == [5, 5]
 
 
 async def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
@@ -154,14 +156,6 @@ async def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_lat
         assert len(late) == len(more)
 
 
-async def test_the_default_timeout_is_the_batchs() -> None:
-    async with Stage("explorer.batch_timeout=50", "explorer.max_timeout=10", runner=False).up() as scheduler:
-        scheduler.schedule(tasks(1), 1)
-        started = now()
-        assert await scheduler.get_results(1) == ([], [])
-        assert 50.0 <= now() - started < 52.0
-
-
 async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
     stage = Stage("explorer.max_repeat_times_per_runner=3")
     async with stage.up() as scheduler:
@@ -171,15 +165,6 @@ async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
         assert len({one.eid.rid for one in experiences}) == 16
         assert {one.eid.tid for one in experiences} == {"1/0", "1/1"}
         assert sorted(task_slice.repeat_times for task_slice in stage.runner.done) == [2, 2, 3, 3, 3, 3]
-
-
-async def test_the_same_batch_twice_is_two_tickets() -> None:
-    async with Stage().up() as scheduler:
-        first = scheduler.schedule(tasks(2, which="first"), 1)
-        second = scheduler.schedule(tasks(3, which="second"), 1)
-        assert first != second
-        statuses, experiences = await scheduler.get_results(1)
-        assert len(statuses) == len(experiences) == 5
 
 
 async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
@@ -255,15 +240,6 @@ async def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_re
         assert manifest.metrics["rollout/finished_runs"] == 6.0
         assert not scheduler.has_step(1)
         assert len(stage.batch_queues()) == 1, "it is the operators'"
-
-
-async def test_two_callers_of_a_batch_share_its_tasks() -> None:
-    async with Stage().up() as scheduler:
-        scheduler.schedule(tasks(6, repeat=2), 1)
-        both = await asyncio.gather(scheduler.get_results(1), scheduler.get_results(1))
-        assert sum(len(statuses) for statuses, _ in both) == 6
-        rids = [one.eid.rid for _, experiences in both for one in experiences]
-        assert len(rids) == len(set(rids)) == 12
 
 
 async def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:

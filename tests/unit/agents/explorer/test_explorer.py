@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import failure
+from tests.unit.agents.world import beside, failure
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
@@ -28,7 +28,9 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.fakes import FakeEngine
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 REPLIES = Queue(name="tmq.sim.replies.submit.test")
 SHORT = ("explorer.stall_timeout=60", "explorer.batch_timeout=60", "explorer.max_timeout=10")
@@ -87,16 +89,13 @@ def test_killed_between_manifest_and_answers_it_follows_what_was_consumed_meanwh
     check_history(sim, 2)
 
 
-def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_path: Path) -> None:
+async def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=None)
     sim.holds = lambda who, mail: 60.0 if mail.kind == "submission_outcome" else 0.0
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await sim.client()
         await client.declare(REPLIES)
         await sim.submit(1, reply_to=REPLIES.name)
-
-    run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
 
 
@@ -246,7 +245,7 @@ def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str]
     assert sim.trainers[1].loop.generation == 0
 
 
-def test_it_tells_the_end_to_an_agent_that_is_cut_off_and_does_not_see_the_folder(tmp_path: Path) -> None:
+async def test_it_tells_the_end_to_an_agent_that_is_cut_off_and_does_not_see_the_folder(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=2)
     was_away: list[bool] = []
 
@@ -259,10 +258,8 @@ def test_it_tells_the_end_to_an_agent_that_is_cut_off_and_does_not_see_the_folde
         was_away.append(not runner.bus.usable)
         await task
 
-    async def nearby() -> None:  # serves the last evaluation meanwhile
+    async with beside(sim.run(runners=far_away)):
         await sim.make_runner("runner-1").run()
-
-    run_virtually(sim.run(runners=far_away, beside=nearby), limit=100)
     assert was_away == [True]
 
 
@@ -384,15 +381,12 @@ def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Pa
     assert "the last batches to be consumed" in str(failure(sim.run(trainer=dies), FatalError, limit=10_000))
 
 
-def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
+async def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, SHORT, batches=1, taskset=None)
-
-    async def late() -> None:
+    async with beside(sim.run()):
         await asyncio.sleep(300)
         assert sim.explorer.state == "idle"
         await sim.submit(1)
-
-    run_virtually(sim.run(beside=late), limit=30_000)
     assert sim.trainer.loop.progress == 1
 
 
@@ -597,7 +591,7 @@ def strict(sim: Simulation) -> Callable[[TaskSlice], str | None]:
     return lambda task_slice: "failed" if task_slice.pinned not in {None, sim.engine.snapshot.version} else None
 
 
-def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evaluation_pinned_anew(
+async def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evaluation_pinned_anew(
     tmp_path: Path,
 ) -> None:
     engine = MortalEngine()
@@ -605,12 +599,9 @@ def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evalua
         tmp_path, batches=4, engine=engine, runner_seconds=lambda task_slice: 10.0 if task_slice.lane == "eval" else 0.1
     )
     sim.spoil = strict(sim)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)))
         await engine.die()
-
-    run_virtually(sim.run(beside=scene), limit=1000)
     check_history(sim, 4)
     assert engine.served == sorted(engine.served)
     assert engine.served.count((1, 2)) == 1, "the try that was put off is the one that is done"
@@ -620,19 +611,16 @@ def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evalua
 
 @pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
 @pytest.mark.parametrize("step", [0, 2])
-def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int) -> None:
+async def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int) -> None:
     engine = MortalEngine(receive_seconds=1.0)
     sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=3, engine=engine)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await until(
             lambda: bool(sim.trainers) and sim.trainer.loop.step == step and sim.trainer.loop.gate.phase == "entering",
             step=0.001,
         )
         await asyncio.sleep(at)
         await engine.die(2.0)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
     check_history(sim, 3)
     assert engine.served == sorted(engine.served)
     assert sim.trainer.loop.gate.aborts >= 1

@@ -11,13 +11,15 @@ import pytest
 
 from tests.unit.agents.explorer.test_explorer import REPLIES, check_history, restarted, sent_by
 from tests.unit.agents.watched import WatchedSimulation
-from tests.unit.agents.world import Over, failure
+from tests.unit.agents.world import Over, beside, failure
 from trinity_agents.explorer import loop as exploration
 from trinity_agents.simulation import killed, until
 from trinity_mq.bus import Binding, Queue
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, SubmissionOutcome, TaskSlice
 from trinity_mq.runtime.errors import RestartRequested
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 def open_tickets(sim: WatchedSimulation) -> list[Any]:
@@ -55,17 +57,14 @@ def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypat
         assert {message.ticket for message in sim.published(kind)} == set(trained)
 
 
-def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
+async def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = WatchedSimulation(tmp_path, batches=1, taskset=None, runner_seconds=lambda task_slice: 60.0)
     sim.watch_saves(monkeypatch)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
         await sim.submit(1)
-
-    run_virtually(sim.run(beside=scene), limit=500)
     (acked,) = sim.where("acked", "submitted")
     saved = [place for place in sim.where("saved") if "s1" in sim.acts[place].subject.split(",")]
     (closed,) = sim.where("publish", "batch_closed")
@@ -147,19 +146,16 @@ def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path, m
     assert {round(later - before) for before, later in itertools.pairwise(second[1:])} == {5}
 
 
-def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: Path) -> None:
+async def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 5.0)
     seen: list[str] = []
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
         name = sim.topology.batch_queue(1, open_tickets(sim)[0].ticket).name
         await (await sim.client()).delete(name)
         sim.broker.drop(sim.explorer.bus, delay=1.0)  # type: ignore[arg-type]
         await asyncio.sleep(2.0)
         seen.extend(queue for queue in sim.broker.queues if queue == name)
-
-    run_virtually(sim.run(beside=scene), limit=500)
     assert seen == []
     assert sim.trainer.loop.progress == 1
 
@@ -167,7 +163,7 @@ def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: P
 # -- restart
 
 
-def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_mark(tmp_path: Path) -> None:
+async def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_mark(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 8.0)
     sim.holds = lambda who, mail: 20.0 if mail.kind == "mark" and who == "explorer-0'" else 0.0
     left: list[float] = []
@@ -177,15 +173,13 @@ def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_m
         await asyncio.sleep(1.5)
         left.append(open_tickets(sim)[0].time_left)
 
-    async def scene() -> None:
+    async with beside(sim.run(explorer=restarted(sim, published))):
         await until(lambda: len(sim.explorers) == 2 and sim.explorer.exploration is not None)
         await until(lambda: bool(open_tickets(sim)))
         known = open_tickets(sim)[0].time_left
         await until(lambda: bool(sim.where("publish", "mark", who="explorer-0'")))
         await asyncio.sleep(19.0)
         left.extend([known, open_tickets(sim)[0].time_left])
-
-    run_virtually(sim.run(explorer=restarted(sim, published), beside=scene), limit=500)
     check_history(sim, 2)
     assert left[1] == left[2], "time passes only once it has caught up"
     (mark,) = sim.where("confirmed", "mark", who="explorer-0'")
@@ -250,17 +244,14 @@ def test_an_explorer_that_lost_its_lock_stops_acting_and_writes_no_state(tmp_pat
 # -- what passes twice
 
 
-def test_every_message_may_come_twice(tmp_path: Path) -> None:
+async def test_every_message_may_come_twice(tmp_path: Path) -> None:
     """A publish whose confirm was lost is repeated under its id; every reader drops repeats by it."""
     sim = WatchedSimulation(tmp_path, batches=4)
     sim.times_published = 2
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await (await sim.client()).declare(REPLIES)
         await asyncio.sleep(0.5)
         await sim.submit(1, reply_to=REPLIES.name)
-
-    run_virtually(sim.run(beside=scene), limit=500)
     check_history(sim, 4)
     assert sorted(set(sim.evaluated_steps())) == [0, 2, 4]
     assert sim.learners[0].steps == [1, 2, 3, 4]
@@ -292,7 +283,7 @@ def test_message_ids_are_derived_so_that_repeats_are_known(tmp_path: Path) -> No
 # -- mandatory is a hint only
 
 
-def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:
+async def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:
     """With it nothing is ever unroutable: what comes after its batch was closed is lost on the tap, and not missed."""
     sim = WatchedSimulation(
         tmp_path,
@@ -306,12 +297,9 @@ def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:
         runner_seconds=lambda task_slice: 45.0 if task_slice.task.raw_task.get("n") == 1 else 0.1,
         step_seconds=20.0,
     )
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         bindings = tuple(Binding(exchange, "#") for exchange in sim.topology.exchanges)
         await (await sim.client()).declare(Queue(name="somebodys-tap", bindings=bindings))
-
-    run_virtually(sim.run(beside=scene), limit=1000)
     check_history(sim, 3)
     manifests = {one.batch: one for one in sim.published(BatchClosed)}
     assert manifests[1].outcomes == {"finished": 1, "cancelled": 1}

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.agents.explorer.test_explorer import REPLIES
 from tests.unit.agents.explorer.test_state import commits
+from tests.unit.agents.world import beside
 from trinity_agents.explorer import loop, training_batches
 from trinity_agents.explorer.in_flight import InFlightBatch, PendingTask, SubmittedTask
 from trinity_agents.explorer.state import ExplorerState
@@ -24,7 +25,9 @@ from trinity_mq.messages import JSON_CONTENT_TYPE as JSON
 from trinity_mq.messages import BatchClosed, Progress, SubmissionOutcome, TaskBody, TaskSlice, TaskSubmission
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 MANY = 400
 
@@ -282,20 +285,17 @@ class OneWithAnImage(NumberedTasks):
         ]
 
 
-def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1")
     sim = Simulation(tmp_path, settings, batches=3, taskset=OneWithAnImage)
     reasons: list[str | None] = []
-
-    async def watch() -> None:
+    async with beside(sim.run()):
         await until(lambda: bool(sim.explorers) and sim.explorer.exploration is not None)
         dispatcher = sim.explorer.exploration.dispatcher  # type: ignore[union-attr]
         await until(lambda: any(ticket.batch == 1 for ticket in dispatcher.tickets.values()))
         (ticket,) = [ticket for ticket in dispatcher.tickets.values() if ticket.batch == 1]
         await until(lambda: bool(ticket.results_of(1)))
         reasons.extend(one.message for one in ticket.results_of(1))
-
-    run_virtually(sim.run(beside=watch), limit=1000)
     assert sim.learners[0].steps == [1, 2, 3]
     first = sim.published(BatchClosed)[0]
     assert first.outcomes == {"finished": 2, "failed": 2}
