@@ -19,38 +19,22 @@ from trinity_agents.simulation.schedule import draw
 CHUNK, CHUNKS = 50, 4
 """Number of seeds of a default test, and number of default tests."""
 EXTENDED_CHUNK, END = 250, 10_000
-OFTEN = [
-    "gate: coordinator: applying",
-    "gate: member: applied",
-    "gate: trust in an engine: quarantined",
-    "gate: catch-up fetch: fetched",
-    "gate: catch-up fetch: broken off",
-    "ticket: opened again",
-    "ticket: closed, cut off",
-    "ticket: closed again",
-    "ticket: decided again",
-    "ticket: consumed: trained",
-    "ticket: consumed: empty",
-    "ticket: consumed: dropped",
-    "ticket: consumed again",
-    "slice: published again",
-    "slice: done again",
-    "slice: partial",
-    "slice: failed",
-    "slice: cancelled",
-    "slice: poisoned",
-    "explorer: killed",
-    "explorer: frozen",
-    "runner: killed",
-    "runner: frozen",
-    "operator: killed",
-    "operator: frozen",
-    "trainer: killed",
-    "trainer: frozen",
-    "engine: killed",
-    "work of trainer and operator: final",
-]
-"""States that the 200 seeds of the default suite reach."""
+OFTEN = {
+    "gate: coordinator": ("applying",),
+    "gate: member": ("applied",),
+    "gate: trust in an engine": ("quarantined",),
+    "gate: catch-up fetch": ("fetched", "broken off"),
+    "ticket": ("opened again", "closed, cut off", "closed again", "decided again", "consumed again"),
+    "ticket: consumed": ("trained", "empty", "dropped"),
+    "slice": ("published again", "done again", "partial", "failed", "cancelled", "poisoned"),
+    "explorer": ("killed", "frozen"),
+    "runner": ("killed", "frozen"),
+    "operator": ("killed", "frozen"),
+    "trainer": ("killed", "frozen"),
+    "engine": ("killed",),
+    "work of trainer and operator": ("final",),
+}
+"""States that the 200 seeds of the default suite reach, by what is in them."""
 REACHED = Coverage()
 """States that the seeds of the tests so far have reached."""
 
@@ -76,7 +60,8 @@ def test_simulation_under_faults_counts_every_run_once(seeds: range) -> None:
 def test_the_faults_come_to_where_they_matter() -> None:
     if REACHED.seeds < CHUNK * CHUNKS:
         pytest.skip(f"{REACHED.seeds} seeds were played before in this process, wanted {CHUNK * CHUNKS}")
-    assert [state for state in OFTEN if state in REACHED.missing()] == []
+    missing = REACHED.missing()
+    assert [f"{what}: {state}" for what in OFTEN for state in OFTEN[what] if f"{what}: {state}" in missing] == []
 
 
 ONCE_WRONG = [
