@@ -25,12 +25,6 @@ def first_loss(
     return float("inf"), []
 
 
-def test_slices_of_an_empty_queue_are_lost_after_a_while() -> None:
-    seconds, lost = first_loss(LostSlices(), names(3), 0)
-    assert lost == names(3)
-    assert LOST_AFTER <= seconds <= LOST_AFTER + LOOK_SECONDS
-
-
 @pytest.mark.parametrize("capacity", [5, 6, 1000])
 def test_slices_that_wait_in_a_queue_are_not_lost_however_long(capacity: int) -> None:
     assert first_loss(LostSlices(), names(5), capacity, seconds=24 * 3600) == (float("inf"), [])

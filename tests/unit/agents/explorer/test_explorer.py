@@ -52,12 +52,21 @@ def check_history(sim: Simulation, batches: int) -> None:
     assert len(manifests) == batches
 
 
-def restarted(sim: Simulation, when: Callable[[], Any], pause: float = 1.0) -> Callable[[], Any]:
-    """An explorer that is killed after ``when()`` and started again."""
+def has_slices(sim: Simulation, batch: int | str) -> Callable[[], bool]:
+    return lambda: any(task_slice.batch == batch for task_slice in sim.published(TaskSlice))
+
+
+def restarted(
+    sim: Simulation, when: Callable[[], Any], *, then: float = 0.0, pause: float = 1.0, step: float = 0.01
+) -> Callable[[], Any]:
+    """An explorer that is killed when a condition holds or a coroutine ends, or some seconds then, and started again
+    after a pause.
+    """
 
     async def explorer() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await when()
+        await (when() if asyncio.iscoroutinefunction(when) else until(when, step))
+        await asyncio.sleep(then)
         if not await killed(first):
             return
         await asyncio.sleep(pause)
@@ -69,7 +78,7 @@ def restarted(sim: Simulation, when: Callable[[], Any], pause: float = 1.0) -> C
 @pytest.mark.parametrize("after", [round(0.23 * n, 2) for n in range(1, 20)])
 def test_killed_at_any_moment_and_started_again(tmp_path: Path, after: float) -> None:
     sim = Simulation(tmp_path, batches=4, step_seconds=0.3)
-    run_virtually(sim.run(explorer=restarted(sim, lambda: asyncio.sleep(after))), limit=3000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: True, then=after)), limit=3000)
     check_history(sim, 4)
     assert sim.evaluated_steps().count(4) == 1
     assert sorted(set(sim.evaluated_steps())) == [0, 2, 4]
@@ -81,11 +90,7 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path, after: float) ->
 def test_killed_between_manifest_and_answers_it_follows_what_was_consumed_meanwhile(tmp_path: Path) -> None:
     """Its Progress comes while nobody lives to hear it; a batch that is followed for ever would end no run."""
     sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2, step_seconds=0.01)
-
-    async def consumed() -> None:
-        await until(lambda: bool(sim.published(BatchClosed)))
-
-    run_virtually(sim.run(explorer=restarted(sim, consumed, pause=30.0)), limit=200)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: bool(sim.published(BatchClosed)), pause=30.0)), limit=200)
     check_history(sim, 2)
 
 
@@ -103,10 +108,7 @@ def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_rest
     sim = WatchedSimulation(tmp_path, batches=1)
     sim.holds = lambda who, mail: 1e5 if mail.kind == "task_slice" and who == "explorer-0" else 0.0
 
-    async def stuck() -> None:
-        await until(lambda: bool(sim.where("publish", "task_slice")))
-
-    run_virtually(sim.run(explorer=restarted(sim, stuck)), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: bool(sim.where("publish", "task_slice")))), limit=1000)
     check_history(sim, 1)
 
 
@@ -165,11 +167,7 @@ def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path)
     tasks = [TaskBody(workflow="none", is_eval=True, raw_task={"n": n}) for n in range(3)]
     sim.eval_sets = {"held": tasks[:2], "other": tasks[2:]}
 
-    async def half_way() -> None:
-        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)), 0.5)
-        await asyncio.sleep(2.0)
-
-    run_virtually(sim.run(explorer=restarted(sim, half_way)), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, "2/held"), then=2.0, step=0.5)), limit=1000)
     batches = collections.Counter(
         task_slice.batch for task_slice in sim.published(TaskSlice) if task_slice.lane == "eval"
     )
@@ -181,11 +179,7 @@ def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path)
 def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path) -> None:
     """Due is what belongs to the version of then: the gate is held from the first moment of the new life."""
     sim = Simulation(tmp_path, batches=4, runner_seconds=lambda task_slice: 20.0 if task_slice.lane == "eval" else 0.1)
-
-    async def due() -> None:
-        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)))
-
-    run_virtually(sim.run(explorer=restarted(sim, due, pause=0.1)), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, "2/held"), pause=0.1)), limit=1000)
     assert dict(sim.values("eval/held/version/min"))[2] == 1.0
     assert sim.evaluated_steps() == [0, 2, 4]
 
@@ -234,10 +228,7 @@ def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str]
             group.create_task(make(names[1]).run())
 
     run_virtually(
-        sim.run(
-            explorer=lambda: two(sim.make_explorer, ids),
-            trainer=lambda: two(sim.make_trainer, trainers),
-        ),
+        sim.run(explorer=lambda: two(sim.make_explorer, ids), trainer=lambda: two(sim.make_trainer, trainers)),
         limit=300,
     )
     assert sim.evaluated_steps() == [0, 2]
@@ -460,10 +451,7 @@ def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their
         await asyncio.sleep(0.5)
         await sim.submit(2, reply_to=REPLIES.name)
 
-    async def opened() -> None:
-        await until(lambda: any(task_slice.batch == 1 for task_slice in sim.published(TaskSlice)))
-
-    run_virtually(sim.run(explorer=restarted(sim, opened), beside=scene), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, 1)), beside=scene), limit=1000)
     told = [one for one in _replies(sim) if isinstance(one, SubmissionOutcome)]
     assert [(one.submission_id, one.outcome, one.completed_runs, one.total_runs) for one in told] == [
         ("s1", "finished", 2, 2),
@@ -500,7 +488,7 @@ def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_pat
     async def scene() -> None:
         client = await sim.client()
         await client.declare(REPLIES)
-        await until(lambda: any(task_slice.batch == 1 for task_slice in sim.published(TaskSlice)))
+        await until(has_slices(sim, 1))
         await sim.submit(1, reply_to=REPLIES.name)
         await until(lambda: bool(sim.published(RunEnd)))
         await asyncio.sleep(5.0)
@@ -600,7 +588,7 @@ async def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_
     )
     sim.spoil = strict(sim)
     async with beside(sim.run()):
-        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)))
+        await until(has_slices(sim, "2/held"))
         await engine.die()
     check_history(sim, 4)
     assert engine.served == sorted(engine.served)

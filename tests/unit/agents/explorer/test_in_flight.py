@@ -5,34 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.explorer.in_flight import InFlightBatches
 from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
-from trinity_mq.config import Config, SyncConfig, load_config
+from trinity_mq.config import Config, load_config
 from trinity_mq.config.agents import ExplorerConfig, RefillConfig
-from trinity_mq.dispatch.pacing import TrainerCounters, may_open, required_progress
-from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket, sort_batch_id
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, new_ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
 
 
 def test_order_of_batch_ids() -> None:
     assert sorted([3, "3/b", 2, "4/a", "x", "10/z", 10], key=sort_batch_id) == [2, 3, "3/b", "4/a", 10, "10/z", "x"]
-
-
-@given(batch=st.integers(1, 1000), interval=st.integers(1, 7), offset=st.integers(0, 7))
-def test_admission_keeps_the_promised_staleness(batch: int, interval: int, offset: int) -> None:
-    config = SyncConfig(sync_interval=interval, sync_offset=offset)
-    wanted = required_progress(batch, config)
-    assert wanted % interval == 0, "only multiples of the interval are ever committed"
-    assert wanted <= batch - 1, "it can come true before the batch is opened"
-    assert batch - 1 - wanted <= config.inherent_staleness
-    assert may_open(batch, TrainerCounters(committed_progress=wanted), config)
-    if wanted:
-        assert not may_open(batch, TrainerCounters(committed_progress=wanted - 1), config)
 
 
 def ticket(tasks: int = 2, repeat: int = 4, size: int | None = None) -> Ticket:
@@ -59,16 +44,6 @@ def result(
     )
 
 
-def test_slices_cover_the_runs_once() -> None:
-    slices = cut([TaskBody(repeat_times=7), TaskBody(repeat_times=2)], 3)
-    assert [(p.task_id, p.run_base, p.repeat_times) for p in slices] == [
-        (0, 0, 3),
-        (0, 3, 3),
-        (0, 6, 1),
-        (1, 0, 2),
-    ]
-
-
 def test_the_first_outcome_of_a_slice_decides_and_others_are_counted() -> None:
     one = ticket(1, 4, 2)
     assert one.record(result(one, 0, 2, "a"))
@@ -82,30 +57,6 @@ def test_the_first_outcome_of_a_slice_decides_and_others_are_counted() -> None:
     manifest = one.make_manifest()
     assert [accepted.attempt for accepted in manifest.accepted] == ["a"]
     assert manifest.outcomes == {"finished": 1, "failed": 1}
-
-
-def test_closed_tickets_are_published_again_and_then_buried() -> None:
-    following = InFlightBatches()
-    manifest = ticket().make_manifest()
-    following.add(manifest)
-    ask = {"deadline": 10.0, "max_tries": 2}
-    assert following.tick(9.0, [], **ask) == []
-    assert following.tick(1.0, [manifest.ticket], **ask) == [], "somebody works on it: the clock starts anew"
-    assert following.tick(9.0, [], **ask) == []
-    assert following.tick(1.0, [], **ask) == [("publish again", manifest)]
-    assert following.tick(10.0, [], **ask) == [("tombstone", manifest)]
-    del following.tickets[manifest.ticket]
-    assert following.tick(100.0, [], **ask) == []
-
-
-def test_tasks_that_came_out_too_old_are_given_back_in_order_and_no_others() -> None:
-    following = InFlightBatches()
-    one = ticket(tasks=4)
-    following.add(one.make_manifest(), (), {n: task for n, task in enumerate(one.tasks) if n != 1})
-    again = InFlightBatches.model_validate(following.model_dump(mode="python"))
-    returned = again.tickets[one.ticket].returned([3, 0, 1, 3, 77])
-    assert [pending.task for pending in returned] == [one.tasks[0], one.tasks[3]]
-    assert all(pending.given_back for pending in returned)
 
 
 class Endless:
@@ -232,10 +183,3 @@ def test_a_submission_is_completed_from_the_taskset() -> None:
     assert (state.accepted, intake.room) == (["s"], room - 1)
     assert task.workflow == config().buffer.taskset.workflow
     assert task.repeat_times == config().algorithm.repeat_times
-
-
-@pytest.mark.parametrize(
-    "state", [ExplorerState(), ExplorerState(tickets={"t": ticket()}, pending=[PendingTask(task=TaskBody())])]
-)
-def test_state_survives_its_own_dump(state: ExplorerState) -> None:
-    assert ExplorerState.model_validate(state.model_dump()) == state

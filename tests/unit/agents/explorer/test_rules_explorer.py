@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.agents.explorer.test_explorer import REPLIES, check_history, restarted, sent_by
+from tests.unit.agents.explorer.test_explorer import REPLIES, check_history, has_slices, restarted, sent_by
 from tests.unit.agents.watched import WatchedSimulation
 from tests.unit.agents.world import Over, beside, failure
 from trinity_agents.explorer import loop as exploration
@@ -25,6 +26,11 @@ LOOP = VirtualTimeLoop
 def open_tickets(sim: WatchedSimulation) -> list[Any]:
     explorer = sim.explorer.exploration if sim.explorers else None
     return [one for one in explorer.state.tickets.values() if one.lane == "train"] if explorer is not None else []
+
+
+def is_open(sim: WatchedSimulation) -> Callable[[], bool]:
+    """Whether the slices of a batch are published."""
+    return lambda: any(ticket.published for ticket in open_tickets(sim))
 
 
 # -- open
@@ -129,12 +135,7 @@ def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path, m
     assert exploration.KEEP_QUEUES_INTERVAL <= 24 * 3600
     monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
     sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 40.0)
-
-    async def published() -> None:
-        await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
-        await asyncio.sleep(2.0)
-
-    run_virtually(sim.run(explorer=restarted(sim, published)), limit=500)
+    run_virtually(sim.run(explorer=restarted(sim, is_open(sim), then=2.0)), limit=500)
     (ticket,) = sim.tickets("batch_closed")
     declared = [sim.acts[place] for place in sim.where("declare", f"batch.{ticket}")]
     second = [act.time for act in declared if act.who == "explorer-0'"]
@@ -150,7 +151,7 @@ async def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_p
     sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 5.0)
     seen: list[str] = []
     async with beside(sim.run()):
-        await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
+        await until(is_open(sim))
         name = sim.topology.batch_queue(1, open_tickets(sim)[0].ticket).name
         await (await sim.client()).delete(name)
         sim.broker.drop(sim.explorer.bus, delay=1.0)  # type: ignore[arg-type]
@@ -169,7 +170,7 @@ async def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before
     left: list[float] = []
 
     async def published() -> None:
-        await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
+        await until(is_open(sim))
         await asyncio.sleep(1.5)
         left.append(open_tickets(sim)[0].time_left)
 
@@ -192,11 +193,7 @@ async def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before
 def test_a_restarted_explorer_reads_results_from_where_it_stood(tmp_path: Path) -> None:
     """Outcomes that came while nobody lived are taken in; those taken in before are not asked for again."""
     sim = WatchedSimulation(tmp_path, batches=3, runner_seconds=lambda task_slice: 2.0)
-
-    async def published() -> None:
-        await until(lambda: any(task_slice.batch == 2 for task_slice in sim.published(TaskSlice)))
-
-    run_virtually(sim.run(explorer=restarted(sim, published, pause=30.0)), limit=500)
+    run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, 2), pause=30.0)), limit=500)
     check_history(sim, 3)
     slices = [(one.ticket, one.task_id, one.run_base) for one in sim.published(TaskSlice)]
     assert len(slices) == len(set(slices))
@@ -212,7 +209,7 @@ def test_an_explorer_that_lost_its_lock_stops_acting_and_writes_no_state(tmp_pat
     async def scene() -> None:
         loop = asyncio.get_running_loop()
         first = loop.create_task(sim.make_explorer("explorer-0").run())
-        await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
+        await until(is_open(sim))
         await asyncio.sleep(1.0)
         before = sim.explorers[0].exploration
         assert before is not None
@@ -262,11 +259,8 @@ async def test_every_message_may_come_twice(tmp_path: Path) -> None:
 def test_message_ids_are_derived_so_that_repeats_are_known(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=2)
 
-    async def published() -> None:
-        await until(lambda: bool(sim.where("publish", "batch_closed")))
-
     sim.holds = lambda who, mail: 5.0 if mail.kind == "batch_closed" and who == "explorer-0" else 0.0
-    run_virtually(sim.run(explorer=restarted(sim, published)), limit=300)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: bool(sim.where("publish", "batch_closed")))), limit=300)
     mails = [act.mail for act in sim.acts if act.what == "publish"]
     closed = [mail for mail in mails if mail is not None and mail.kind == "batch_closed"]
     assert {mail.message_id for mail in closed} == {f"closed-{mail.headers['ticket']}" for mail in closed}

@@ -44,10 +44,6 @@ def queued(world: World) -> list[str]:
     return [str(message.message_id) for message in messages]
 
 
-def groups_of(world: World) -> list[list[str]]:
-    return [[one["id"] for one in message.task.raw_task["sessions"]] for message in world.accepted.values()]
-
-
 # -- gateways that were away
 
 
@@ -79,7 +75,8 @@ async def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew()
             await asyncio.sleep(60)
             task.cancel()
             assert state(second, "s3") == "parked"
-    assert groups_of(world) == [["s1", "s2"]]
+    records = [message.task.raw_task["sessions"] for message in world.accepted.values()]
+    assert [[session["id"] for session in record] for record in records] == [["s1", "s2"]]
 
 
 async def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
@@ -218,8 +215,7 @@ async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> 
         await live_on(world, store)
         async with world.gateway(acts=False) as fresh:
             assert state(fresh, "a") == "batched"
-            found = session_of(fresh, "a")
-            assert found.batch == outcome
+            assert session_of(fresh, "a").batch == outcome
 
 
 # -- time
@@ -369,8 +365,7 @@ async def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
             await end(store, "a", None)
             for one in (store, fresh):
                 await reaches(one, "a", "trained")
-                found = session_of(one, "a")
-                assert found.reward == 2.0
+                assert session_of(one, "a").reward == 2.0
 
 
 # -- memory

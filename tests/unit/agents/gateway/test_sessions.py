@@ -112,8 +112,7 @@ async def test_confirms_are_lost_and_what_was_said_counts_once() -> None:
         for number in range(4):
             world.broker.lose_confirm_once()
             await store.report(SessionReward(session="a", reward=1.0, how="add"), f"r{number}")
-        found = session_of(store, "a")
-        assert found.reward == 4.0
+        assert session_of(store, "a").reward == 4.0
         world.broker.lose_confirm_once()
         await end(store, "a", None)
         await reaches(store, "a", "trained")
