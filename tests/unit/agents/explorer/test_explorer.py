@@ -438,10 +438,11 @@ def written(sim: Simulation, folder: Path) -> Path:
 # -- submissions
 
 
-def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(tmp_path: Path) -> None:
+async def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(
+    tmp_path: Path,
+) -> None:
     sim = Simulation(tmp_path, batches=2, taskset=None, runner_seconds=lambda task_slice: 3.0)
-
-    async def scene() -> None:
+    async with beside(sim.run(explorer=restarted(sim, has_slices(sim, 1)))):
         client = await sim.client()
         await client.declare(REPLIES)
         await until(lambda: bool(sim.explorers) and sim.explorers[0].state == "idle")
@@ -450,9 +451,7 @@ def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their
         await sim.submit(1, reply_to=REPLIES.name)
         await asyncio.sleep(0.5)
         await sim.submit(2, reply_to=REPLIES.name)
-
-    run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, 1)), beside=scene), limit=1000)
-    told = [one for one in _replies(sim) if isinstance(one, SubmissionOutcome)]
+    told = [one for one in await sim.replies() if isinstance(one, SubmissionOutcome)]
     assert [(one.submission_id, one.outcome, one.completed_runs, one.total_runs) for one in told] == [
         ("s1", "finished", 2, 2),
         ("s2", "finished", 2, 2),
@@ -463,17 +462,14 @@ def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their
     check_history(sim, 2)
 
 
-def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -> None:
+async def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=2)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await sim.client()
         await client.declare(REPLIES)
         await asyncio.sleep(1.0)
         await sim.submit(1, reply_to=REPLIES.name, is_eval=True)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    (told,) = _replies(sim)
+    (told,) = await sim.replies()
     assert isinstance(told, SubmissionOutcome)
     assert (told.submission_id, told.outcome, told.experiences) == ("s1", "finished", 0)
     assert told.metrics["accuracy"] == 1.0
@@ -481,11 +477,10 @@ def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -
     assert not sim.state().tickets
 
 
-def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_path: Path) -> None:
+async def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=1, step_seconds=30.0)
     sim.runner_seconds = lambda task_slice: 60.0 if "submitted" in str(task_slice.batch) else 0.1
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await sim.client()
         await client.declare(REPLIES)
         await until(has_slices(sim, 1))
@@ -494,9 +489,7 @@ def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_pat
         await asyncio.sleep(5.0)
         await sim.submit(2, reply_to=REPLIES.name)
         await sim.submit(3, reply_to=REPLIES.name, is_eval=True)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    told = {one.submission_id: one.outcome for one in _replies(sim) if isinstance(one, SubmissionOutcome)}
+    told = {one.submission_id: one.outcome for one in await sim.replies() if isinstance(one, SubmissionOutcome)}
     assert told == {"s1": "cancelled", "s2": "cancelled", "s3": "finished"}
     assert not sim.state().pending
 
@@ -633,10 +626,6 @@ def test_weights_lost_in_the_middle_of_a_try_show_after_it(tmp_path: Path) -> No
 
 def _tickets(explorer: Explorer) -> list[Any]:
     return list(explorer.exploration.state.tickets.values()) if explorer.exploration else []
-
-
-def _replies(sim: Simulation) -> list[Any]:
-    return asyncio.run(sim.replies())
 
 
 def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path) -> None:

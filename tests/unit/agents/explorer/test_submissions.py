@@ -47,69 +47,61 @@ async def idle(sim: Simulation) -> MemoryBus:
     return client
 
 
-def told(sim: Simulation) -> dict[str, SubmissionOutcome]:
+async def told(sim: Simulation) -> dict[str, SubmissionOutcome]:
     """The outcome sent for each submission, each once."""
-    outcomes = [message for message in asyncio.run(sim.replies()) if isinstance(message, SubmissionOutcome)]
+    outcomes = [message for message in await sim.replies() if isinstance(message, SubmissionOutcome)]
     assert len({outcome.submission_id for outcome in outcomes}) == len(outcomes)
     return {outcome.submission_id: outcome for outcome in outcomes}
 
 
-def answers(sim: Simulation) -> dict[str, str]:
-    return {name: outcome.outcome for name, outcome in told(sim).items()}
+async def answers(sim: Simulation) -> dict[str, str]:
+    return {name: outcome.outcome for name, outcome in (await told(sim)).items()}
 
 
 def trained(sim: Simulation) -> list[TaskBody]:
     return [task_slice.task for task_slice in sim.published(TaskSlice) if task_slice.lane == "train"]
 
 
-def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(tmp_path: Path) -> None:
+async def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=3, taskset=None, runner_seconds=lambda task_slice: 5.0)
     pending: list[int] = []
     waiting: list[int | None] = []
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await submit_many(sim, MANY)
         await until(lambda: bool(sim.published(TaskSlice)))
         waiting.append(await (await sim.client()).depth(sim.topology.submitted.name))
         while not sim.state().finished:
             pending.append(len(sim.state().pending))
             await asyncio.sleep(0.5)
-
-    run_virtually(sim.run(beside=scene), limit=3000)
     assert max(pending) <= LEAST_PENDING
     assert waiting[0] is not None
     assert waiting[0] > MANY - 2 * LEAST_PENDING
     assert commits(tmp_path / "state" / "explorer.db") < MANY / 4, "submissions are saved in groups"
-    outcomes = answers(sim)
+    outcomes = await answers(sim)
     assert [outcomes.pop(f"s{n}") for n in range(6)] == ["finished"] * 6, "in the order in which they came"
     assert outcomes == {f"s{n}": "cancelled" for n in range(6, MANY)}, "the rest is answered, once each"
 
 
-def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(
+async def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "OPEN_EVALUATIONS", 20)
     sim = Simulation(tmp_path, batches=1)
     most = 0
-
-    async def scene() -> None:
-        nonlocal most
+    async with beside(sim.run()):
         await submit_many(sim, 60, is_eval=True)
         await until(lambda: sim.explorer.exploration is not None)
         open_now = sim.explorer.exploration.batches  # type: ignore[union-attr]
         while not sim.explorer.exploration.state.finished:  # type: ignore[union-attr]
             most = max(most, open_now.open_submitted)
             await asyncio.sleep(0.05)
-
-    run_virtually(sim.run(beside=scene), limit=3000)
     assert most == 20
-    assert answers(sim) == {f"s{n}": "finished" for n in range(60)}
+    assert await answers(sim) == {f"s{n}": "finished" for n in range(60)}
 
 
-def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
+async def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=2, taskset=None)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await idle(sim)
         for number in (1, 1, 2, 2):
             await sim.submit(number, reply_to=REPLIES.name)
@@ -120,27 +112,22 @@ def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: P
         await until(lambda: sim.explorer.exploration.state.opened == 1)  # type: ignore[union-attr]
         await sim.submit(1, reply_to=REPLIES.name)
         await sim.submit(3, reply_to=REPLIES.name)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    assert answers(sim) == {"s1": "finished", "s2": "finished", "s3": "finished"}
+    assert await answers(sim) == {"s1": "finished", "s2": "finished", "s3": "finished"}
     reasons = sorted(str(headers["dead-reason"])[:24] for headers in sim.dead_letters())
     assert reasons == ["a submission needs a sub", "a submission needs a sub", "does not decode: body of"]
 
 
-def test_a_submitter_cannot_take_the_id_of_a_gateways_submission(tmp_path: Path) -> None:
+async def test_a_submitter_cannot_take_the_id_of_a_gateways_submission(tmp_path: Path) -> None:
     """An agent knows its session's id, from which that of the submission follows: the gateway's would be a repeat."""
     sim = Simulation(tmp_path, batches=1, taskset=None)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await idle(sim)
         body = TaskSubmission(task=TaskBody(), submission_id="sessions-0123")
         taken = envelope(body, message_id="m", reply_to=REPLIES.name)
         await client.publish(sim.topology.exchange("tasks"), "submit", taken)
         await until(lambda: bool(sim.dead_letters()))
         await sim.submit(1, reply_to=REPLIES.name)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    assert answers(sim) == {"m": "failed", "s1": "finished"}
+    assert await answers(sim) == {"m": "failed", "s1": "finished"}
     assert ["sessions-" in str(headers["dead-reason"]) for headers in sim.dead_letters()] == [True]
 
 
@@ -155,10 +142,10 @@ def alone(folder: Path, batches: int = 1) -> Simulation:
     return Simulation(folder, ("buffer.batch_size=1",), batches=batches, taskset=None)
 
 
-def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str] | Envelope) -> None:
+async def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str] | Envelope) -> None:
     """Hand in submissions, then one that is allowed, which ends the run."""
 
-    async def scene() -> None:
+    async with beside(sim.run()):
         client = await idle(sim)
         await client.declare(sim.topology.sessions)
         for submission in submissions:
@@ -170,8 +157,6 @@ def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str] | Envelop
             await client.publish(sim.topology.exchange("tasks"), key, mail)
         await sim.submit(99, reply_to=REPLIES.name)
 
-    run_virtually(sim.run(beside=scene), limit=1000)
-
 
 @pytest.mark.parametrize(
     ("task", "setting"),
@@ -181,10 +166,12 @@ def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str] | Envelop
         ({"workflow": "none", "workflow_args": {"command": ["true"]}}, "outsiders.workflows"),
     ],
 )
-def test_code_that_is_not_open_is_answered_with_the_reason(tmp_path: Path, task: dict[str, Any], setting: str) -> None:
+async def test_code_that_is_not_open_is_answered_with_the_reason(
+    tmp_path: Path, task: dict[str, Any], setting: str
+) -> None:
     sim = alone(tmp_path)
-    play(sim, ("evil", TaskBody.model_validate(task), "submit", REPLIES.name))
-    outcomes = told(sim)
+    await play(sim, ("evil", TaskBody.model_validate(task), "submit", REPLIES.name))
+    outcomes = await told(sim)
     assert (outcomes["evil"].outcome, outcomes["s99"].outcome) == ("failed", "finished")
     assert setting in str(outcomes["evil"].message)
     assert [str(headers["dead-reason"]) for headers in sim.dead_letters()] == [outcomes["evil"].message]
@@ -192,17 +179,17 @@ def test_code_that_is_not_open_is_answered_with_the_reason(tmp_path: Path, task:
     assert sim.values("rollout/submissions/refused") == [(1, 1.0)]
 
 
-def test_recorded_sessions_are_taken_from_the_gateway_alone(tmp_path: Path) -> None:
+async def test_recorded_sessions_are_taken_from_the_gateway_alone(tmp_path: Path) -> None:
     """A submitter can publish any body, and any header, and with the routing key ``submit`` alone."""
     sim = alone(tmp_path, batches=2)
     sessions = sim.topology.sessions.name
-    play(
+    await play(
         sim,
         ("forged", RECORDED, "submit", REPLIES.name),
         ("posing", RECORDED, "submit", sessions),
         ("own", RECORDED, BY_GATEWAY, sessions),
     )
-    assert answers(sim) == {"forged": "failed", "s99": "finished"}
+    assert await answers(sim) == {"forged": "failed", "s99": "finished"}
     assert sorted(task.workflow for task in trained(sim)) == ["none", "recorded_sessions"]
     stream = sim.broker.queues[sessions].messages
     assert [one.message_id for one in stream] == ["outcome-own"]
@@ -225,25 +212,25 @@ CONTAINERS = MAX_CONTAINERS - 6
     ],
     ids=["integer", "surrogate", "infinity", "digits", "deep", "type", "containers"],
 )
-def test_content_that_cannot_travel_becomes_a_dead_letter(
+async def test_content_that_cannot_travel_becomes_a_dead_letter(
     tmp_path: Path, body: bytes, content_type: str | None, reason: str
 ) -> None:
     sim = alone(tmp_path)
     message = Envelope(body=body, kind="task_submission", content_type=content_type or "", message_id="evil")
-    play(sim, message)
+    await play(sim, message)
     (letter,) = sim.dead_letters()
     assert reason in str(letter["dead-reason"])
-    assert answers(sim) == {"s99": "finished"}
+    assert await answers(sim) == {"s99": "finished"}
 
 
 @pytest.mark.parametrize("queue", ["closed", "ready", "sessions", "tasks.train", "dead", "replies.reward.x"])
-def test_an_outcome_goes_to_no_other_queue_of_the_run(tmp_path: Path, queue: str) -> None:
+async def test_an_outcome_goes_to_no_other_queue_of_the_run(tmp_path: Path, queue: str) -> None:
     sim = alone(tmp_path)
-    play(sim, ("evil", TaskBody(workflow="none"), "submit", sim.topology.prefix + queue))
+    await play(sim, ("evil", TaskBody(workflow="none"), "submit", sim.topology.prefix + queue))
     (letter,) = sim.dead_letters()
     assert "tmq.<run>.replies.submit." in str(letter["dead-reason"])
     assert len(trained(sim)) == 1, "only the other one"
-    assert answers(sim) == {"s99": "finished"}
+    assert await answers(sim) == {"s99": "finished"}
     assert not sim.broker.queues[sim.topology.sessions.name].messages
 
 
@@ -306,7 +293,7 @@ async def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_go
     assert "over broker.max_message_bytes" in shown.text
 
 
-def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:
+async def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=None)
     make_bus = sim.bus
 
@@ -315,7 +302,7 @@ def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: P
         bus.max_message_bytes = 1 << 20
         return bus
 
-    async def scene() -> None:
+    async with beside(sim.run()):
         await idle(sim)
         sim.bus = with_a_higher_limit  # type: ignore[method-assign]  # a client with other settings
         await sim.submit(1, reply_to=REPLIES.name, format_args={"text": "x" * LIMIT})
@@ -323,9 +310,7 @@ def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: P
         await sim.submit(3)
         await until(lambda: sim.explorer.exploration.state.opened == 1)  # type: ignore[union-attr]
         await sim.submit(4)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    outcomes = told(sim)
+    outcomes = await told(sim)
     assert {name: outcome.outcome for name, outcome in outcomes.items()} == {"s1": "failed", "s2": "failed"}
     assert all("broker.max_message_bytes leaves 57344" in str(outcome.message) for outcome in outcomes.values())
     reasons = [headers.get("dead-reason") for headers in sim.dead_letters()]
@@ -334,17 +319,14 @@ def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: P
     assert sim.learners[0].steps == [1, 2]
 
 
-def test_tasks_whose_slices_no_manifest_has_room_for_fail_before_they_run(tmp_path: Path) -> None:
+async def test_tasks_whose_slices_no_manifest_has_room_for_fail_before_they_run(tmp_path: Path) -> None:
     overrides = (*SMALL_MESSAGES, "explorer.max_repeat_times_per_runner=1", "buffer.batch_size=3")
     sim = Simulation(tmp_path, overrides, batches=1, taskset=None)
-
-    async def scene() -> None:
+    async with beside(sim.run()):
         await (await sim.client()).declare(REPLIES)
         for number, runs in enumerate((2, 2000, 3)):
             await sim.submit(number, reply_to=REPLIES.name, repeat_times=runs)
-
-    run_virtually(sim.run(beside=scene), limit=1000)
-    outcomes = told(sim)
+    outcomes = await told(sim)
     assert {name: outcome.outcome for name, outcome in outcomes.items()} == {
         "s0": "finished",
         "s1": "failed",

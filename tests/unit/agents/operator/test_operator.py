@@ -352,15 +352,6 @@ async def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_
     assert (world.count(QUEUE), world.count("closed")) == (1, 0)
 
 
-async def test_a_chain_that_recovers_makes_one_set() -> None:
-    world = make_world()
-    Scripted.fails = 2
-    await batch_of(world, "a")
-    await serve(world, 30)
-    assert decision(world).state == "ready"
-    assert world.reasons() == []
-
-
 async def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_operator() -> None:
     world = make_world("broker.max_message_bytes=65536", "broker.delivery_limit=2")
     Scripted.grows = 100_000
