@@ -4,7 +4,6 @@ tasks in their place. Whole runs on MemoryBus in virtual time.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.explorer.test_explorer import restarted
 from tests.unit.agents.watched import WatchedSimulation
-from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, killed, until
+from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, TaskSlice
@@ -184,14 +184,8 @@ def test_an_explorer_that_is_killed_pays_each_debt_once(tmp_path: Path, style: s
     sim = refilling(tmp_path, f"synchronizer.sync_style={style}", batches=6)
     sim.runner_seconds = lambda task_slice: 0.7  # so that batches are open at many of these moments
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await asyncio.sleep(after)
-        assert await killed(first), "killed too late to show anything"
-        await asyncio.sleep(1.0)
-        await sim.make_explorer().run()
-
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: True, then=after)), limit=1000)
+    assert len(sim.explorers) == 2, "killed too late to show anything"
     check(sim, 6)
 
 
@@ -201,14 +195,11 @@ def test_a_debt_that_was_not_saved_is_read_again(tmp_path: Path) -> None:
     def debt() -> int:
         return sum(one.exploration.state.refill_debt for one in sim.explorers[-1:] if one.exploration is not None)
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+    async def owes() -> None:
         await until(lambda: debt() > 0, step=0.001)
         assert sim.state().refill_debt == 0, "it is saved with the batch that pays it"
-        await killed(first)
-        await sim.make_explorer().run()
 
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, owes, pause=0.0)), limit=1000)
     assert list(check(sim, 4).opened.values()) == [4, 6, 7, 8]
 
 
@@ -256,13 +247,8 @@ class Epochs(Simulation):
 def test_epochs_give_every_task_as_often_and_end_when_they_are_over(tmp_path: Path, style: str) -> None:
     sim = refilling(tmp_path, f"synchronizer.sync_style={style}", kind=Epochs)
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await asyncio.sleep(5.0)
-        assert await killed(first)
-        await sim.make_explorer().run()
-
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: True, then=5.0, pause=0.0)), limit=1000)
+    assert len(sim.explorers) == 2
     found = ledger(sim)
     slices = [each for each in sim.published(TaskSlice) if each.lane == "train"]
     numbers = {(each.ticket, each.task_id): each.task.raw_task["n"] for each in slices}

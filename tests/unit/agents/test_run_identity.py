@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.explorer.test_explorer import restarted
 from tests.unit.agents.world import beside, failure
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import RECORDED, Simulation, killed, until
@@ -94,14 +95,11 @@ def test_a_resumed_explorer_keeps_the_identity(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
     before: list[str] = []
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+    async def half_way() -> None:
         await until(lambda: bool(sim.trainers) and sim.trainer.loop.progress == 2)
         before.append(sim.state().run_id)
-        await killed(first)
-        await sim.make_explorer().run()
 
-    run_virtually(sim.run(explorer=explorer), limit=3000)
+    run_virtually(sim.run(explorer=restarted(sim, half_way)), limit=3000)
     assert sim.state().run_id == before[0]
     assert trained(sim) == manifests(sim)
 

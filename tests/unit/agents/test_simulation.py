@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.explorer.test_explorer import restarted
 from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import failure
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
@@ -327,13 +328,7 @@ def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
     sim = styled(tmp_path, "fully_async", *settings, batches=8)
     behind(sim, 8, 9)
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await until(lambda: any(one.stale_tasks for one in sim.published(Progress)))
-        await killed(first)
-        await asyncio.sleep(1.0)
-        await sim.make_explorer().run()
-
+    explorer = restarted(sim, lambda: any(progress.stale_tasks for progress in sim.published(Progress)))
     run_virtually(sim.run(explorer=explorer), limit=1000)
     counts = [number for _, number in tasks_done(sim)]
     assert counts.count(8) >= 2

@@ -61,10 +61,12 @@ def task_slice(workflow, runs=4, base=0, **keys):
     )
 
 
-class Asks(Workflow):
-    """One request; not repeatable; spoils its task and leaves info and metrics out."""
-
+class Coroutine(Workflow):
     is_async = True
+
+
+class Asks(Coroutine):
+    """One request; not repeatable; spoils its task and leaves info and metrics out."""
 
     async def run_async(self):
         assert self.task.raw_task["question"] == "3+4="
@@ -98,9 +100,7 @@ class FailsOnce(Asks):
         return await super().run_async()
 
 
-class Never(Workflow):
-    is_async = True
-
+class Never(Coroutine):
     async def run_async(self):
         await asyncio.Event().wait()
 
@@ -130,16 +130,12 @@ class Numberless(AsyncSimpleWorkflow):
         return experiences
 
 
-class Empty(Workflow):
-    is_async = True
-
+class Empty(Coroutine):
     async def run_async(self):
         return []
 
 
-class Exits(Workflow):
-    is_async = True
-
+class Exits(Coroutine):
     async def run_async(self):
         sys.exit(9)
 
@@ -553,19 +549,28 @@ class Blocks(Workflow):
         return self.model.chat([{"role": "user", "content": "q"}])
 
 
-class BlocksItsLoop(Workflow):
-    is_async = True
-
+class BlocksItsLoop(Coroutine):
     async def run_async(self):
         Blocks.at_work.wait()
         return await self.model.chat_async([{"role": "user", "content": "q"}])
 
 
-async def test_sequential_runs_are_done_one_after_the_other_by_one_instance(ran, engine):
-    (outcome,) = await ran("sequential", a_slice("Resets"))
+@pytest.mark.parametrize(
+    ("mode", "kind", "instances", "resets", "at_once", "loops"),
+    [
+        pytest.param("sequential", "Resets", 1, 2, 1, 1, id="one after the other by one instance"),
+        pytest.param("sequential", "Noted", 3, 0, 1, 1, id="what cannot be reset"),
+        pytest.param("asynchronous", "Resets", 3, 0, 3, 1, id="all at once on one loop"),
+        pytest.param("multi-threading", "Resets", 3, 0, None, 3, id="threads and loops of their own"),
+    ],
+)
+async def test_runs_of_a_slice_in_each_mode(ran, engine, mode, kind, instances, resets, at_once, loops):
+    (outcome,) = await ran(mode, a_slice(kind))
     assert (outcome.runs, outcome.message) == ([0, 1, 2], None)
-    assert (len(Noted.instances), len(Noted.resets), Noted.most) == (1, 2, 1)
-    assert Noted.histories == [1, 1, 1]  # each run sees its own only
+    assert (len(Noted.instances), len(Noted.resets), len(Noted.loops)) == (instances, resets, loops)
+    assert at_once in {Noted.most, None}
+    assert (asyncio.get_running_loop() in {loop for loop, _ in Noted.loops}) == (mode != "multi-threading")
+    assert Noted.histories == [1, 1, 1], "each run sees its own only"
     assert len({request["seed"] for request in engine.requests}) == 3
 
 
@@ -587,12 +592,6 @@ async def test_asynchronous_slices_share_no_instance(ran):
     assert (len(Noted.instances), Noted.resets) == (2, [])
 
 
-async def test_sequential_runs_of_what_cannot_be_reset_have_instances_of_their_own(ran):
-    (outcome,) = await ran("sequential", a_slice("Noted"))
-    assert outcome.runs == [0, 1, 2]
-    assert (len(Noted.instances), Noted.most) == (3, 1)
-
-
 async def test_an_instance_whose_run_failed_is_not_used_again(ran):
     (outcome,) = await ran("sequential", a_slice("FailsSecond"))
     assert outcome.runs == [0, 1, 2]
@@ -610,20 +609,6 @@ async def test_sequential_runs_that_are_done_outlive_the_time_of_the_slice(ran, 
     (outcome,) = await ran("sequential", a_slice("Resets", slice_timeout=1.0))
     assert outcome.runs == [0, 1]
     assert outcome.message == "not done within the 1 s of the slice"
-
-
-async def test_asynchronous_runs_are_done_all_at_once_on_one_loop(ran):
-    (outcome,) = await ran("asynchronous", a_slice("Resets"))
-    assert outcome.runs == [0, 1, 2]
-    assert (len(Noted.instances), Noted.most, len(Noted.loops), Noted.resets) == (3, 3, 1, [])
-    assert Noted.histories == [1, 1, 1]
-
-
-async def test_multi_threading_runs_have_threads_and_loops_of_their_own(ran):
-    (outcome,) = await ran("multi-threading", a_slice("Resets"))
-    assert (outcome.runs, outcome.message) == ([0, 1, 2], None)
-    assert (len(Noted.instances), len(Noted.loops)) == (3, 3)
-    assert asyncio.get_running_loop() not in {loop for loop, _ in Noted.loops}
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ def commits(path: Path) -> int:
     return int.from_bytes(path.read_bytes()[24:28], "big")
 
 
-def test_saves_that_are_asked_for_at_once_share_a_write(tmp_path: Path) -> None:
+async def test_saves_that_are_asked_for_at_once_share_a_write(tmp_path: Path) -> None:
     file, state = StateFile(tmp_path / "explorer.db"), ExplorerState()
-    asyncio.run(file.save(state))
+    await file.save(state)
     before = commits(tmp_path / "explorer.db")
 
     async def save(number: int) -> None:
@@ -115,16 +115,13 @@ def test_saves_that_are_asked_for_at_once_share_a_write(tmp_path: Path) -> None:
         await file.save(state)
         assert StateFile(tmp_path / "explorer.db").load().opened >= number
 
-    async def save_all() -> None:
-        async with asyncio.TaskGroup() as group:
-            for number in range(100):
-                group.create_task(save(number))
-
-    asyncio.run(save_all())
+    async with asyncio.TaskGroup() as group:
+        for number in range(100):
+            group.create_task(save(number))
     assert commits(tmp_path / "explorer.db") - before == 2, "the first, and one for all who asked while it was written"
 
 
-def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
     write = StateFile._write
 
@@ -136,19 +133,15 @@ def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(StateFile, "_write", slow)
     file, state = StateFile(tmp_path / "explorer.db"), ExplorerState(opened=1)
-
-    async def scene() -> None:
-        first = asyncio.create_task(file.save(state))
-        await asyncio.to_thread(began.wait)
-        first.cancel()
-        state.opened = 2
-        second = asyncio.create_task(file.save(state))
-        await asyncio.sleep(0)
-        go_on.set()
-        await second
-        assert first.cancelled()
-
-    asyncio.run(scene())
+    first = asyncio.create_task(file.save(state))
+    await asyncio.to_thread(began.wait)
+    first.cancel()
+    state.opened = 2
+    second = asyncio.create_task(file.save(state))
+    await asyncio.sleep(0)
+    go_on.set()
+    await second
+    assert first.cancelled()
     assert file.load().opened == 2
 
 
@@ -198,38 +191,28 @@ def test_a_file_that_cannot_be_written_is_an_error_that_names_it(
     assert StateFile(tmp_path / "explorer.db").load() == ExplorerState()
 
 
-def user_version(path: Path) -> int:
-    with closing(sqlite3.connect(path)) as database:
-        return int(database.execute("PRAGMA user_version").fetchone()[0])
-
-
-def set_user_version(path: Path, number: int) -> None:
-    with closing(sqlite3.connect(path)) as database:
-        database.execute(f"PRAGMA user_version = {number}")
-
-
-def test_the_file_of_release_0_1_0_has_no_format_and_gets_one_with_the_next_save(tmp_path: Path) -> None:
-    path = tmp_path / "explorer.db"
-    state = ExplorerState(opened=3)
+def test_the_file_of_a_newer_release_is_refused_and_left_as_it_is_and_one_without_a_format_gets_one(
+    tmp_path: Path,
+) -> None:
+    """Release 0.1.0 wrote no format."""
+    path, state = tmp_path / "explorer.db", ExplorerState(opened=3)
     asyncio.run(StateFile(path).save(state))
-    set_user_version(path, 0)
-    file = StateFile(path)
-    assert file.load() == state
-    asyncio.run(file.save(ExplorerState(opened=4)))
-    assert user_version(path) == state_module.NEWEST_FORMAT
-    assert StateFile(path).load().opened == 4
-
-
-def test_the_file_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "explorer.db"
-    asyncio.run(StateFile(path).save(ExplorerState(opened=3)))
     newer = state_module.NEWEST_FORMAT + 1
-    set_user_version(path, newer)
-    before = path.read_bytes()
-    with pytest.raises(NewerStateError) as refused:
-        StateFile(path).load()
-    said = str(refused.value)
-    assert f"{path} has format {newer}" in said
-    assert f"reads formats 1 to {state_module.NEWEST_FORMAT}" in said
-    assert "Upgrade trinity-mq here, or restore" in said
-    assert path.read_bytes() == before
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"PRAGMA user_version = {newer}")
+        before = path.read_bytes()
+        with pytest.raises(NewerStateError) as refused:
+            StateFile(path).load()
+        assert path.read_bytes() == before
+        for words in (
+            f"{path} has format {newer}",
+            f"reads formats 1 to {newer - 1}",
+            "Upgrade trinity-mq here, or re",
+        ):
+            assert words in str(refused.value)
+        database.execute("PRAGMA user_version = 0")
+        file = StateFile(path)
+        assert file.load() == state
+        asyncio.run(file.save(ExplorerState(opened=4)))
+        assert database.execute("PRAGMA user_version").fetchone() == (newer - 1,)
+    assert StateFile(path).load().opened == 4
