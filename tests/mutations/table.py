@@ -14,7 +14,7 @@ RUNNER, OPERATOR, GATEWAY = (
     "agents/trinity_agents/operator",
     "agents/trinity_agents/gateway",
 )
-OUTAGES = "unit/agents/gateway/test_outages.py"
+OUTAGES = "unit/agents/gateway/test_sessions.py"
 CHECKPOINTS = "trinity_mq/training/checkpoints"
 GATE = "trinity_mq/sync/gate"
 DEADLY = "unit/agents/trainer/test_deadly_steps.py"
@@ -302,7 +302,7 @@ MUTATIONS = [
         "trinity_mq/dispatch/dispatcher.py",
         '            with span("save state", ticket.batch, wait=True):\n                await self._save()\n',
         '            with span("save state", ticket.batch, wait=True):\n                pass\n',
-        "unit/agents/explorer/test_rules_explorer.py::test_open_is_save_then_queue_then_slices_then_save",
+        "unit/agents/explorer/test_explorer.py::test_open_is_save_then_queue_then_slices_then_save",
     ),
     Mutation(
         "a runner acknowledges before its experiences are confirmed",
