@@ -620,16 +620,6 @@ async def test_a_caller_passes_over_a_mark_of_the_queues_owner(disk: Disk) -> No
     assert world.reasons() == []
 
 
-async def test_a_store_that_is_away_for_a_moment_delays_the_caller(disk: Disk) -> None:
-    call = Call(disk)
-    collector = await call.collector()
-    disk.down()
-    taking = asyncio.create_task(call.take(collector))
-    await asyncio.sleep(30)
-    disk.up()
-    assert await taking == [LARGE]
-
-
 @pytest.mark.parametrize(("timeout", "error"), [(300, StoreUnavailable), (20, TimeoutError)])
 async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, timeout: int, error: type[Exception]

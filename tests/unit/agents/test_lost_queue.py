@@ -207,24 +207,11 @@ def first_loss(
     return float("inf"), []
 
 
-@pytest.mark.parametrize("capacity", [5, 6, 1000])
-def test_slices_that_wait_in_a_queue_are_not_lost_however_long(capacity: int) -> None:
-    assert first_loss(LostSlices(), names(5), capacity, seconds=24 * 3600) == (float("inf"), [])
-
-
 def test_of_a_queue_that_holds_some_the_oldest_are_lost() -> None:
     looks = LostSlices()
     looks.look(0.0, names(4, "old"), 4)
     _, lost = first_loss(looks, [*names(6, "new"), *names(4, "old")], 6, begin=LOOK_SECONDS)
     assert lost == names(4, "old")
-
-
-def test_what_a_queue_held_before_it_was_purged_does_not_delay_the_repair() -> None:
-    looks = LostSlices()
-    assert first_loss(looks, names(50), 50, seconds=100.0)[1] == []
-    seconds, lost = first_loss(looks, names(50), 0, begin=110.0)
-    assert lost == names(50)
-    assert seconds <= LOST_AFTER + LOOK_SECONDS
 
 
 def test_one_look_at_which_a_queue_seems_empty_is_no_evidence() -> None:

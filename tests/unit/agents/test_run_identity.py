@@ -84,13 +84,6 @@ async def test_a_new_run_under_an_old_name_trains_on_its_own_tickets_alone(tmp_p
     assert second.dead_letters() == []
 
 
-def test_the_first_run_of_a_name_finds_nothing_left_over(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, SETTINGS, batches=2)
-    run_virtually(sim.run(), limit=1000)
-    assert sim.state().left_over == 0
-    assert all(bus.foreign == 0 for bus in (sim.explorer.bus, sim.trainer.bus))
-
-
 def test_a_resumed_explorer_keeps_the_identity(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
     before: list[str] = []
@@ -329,7 +322,8 @@ def test_a_run_takes_the_id_that_its_folder_was_claimed_with(tmp_path: Path) -> 
     claim_folder(tmp_path)
     assert read_run_id(tmp_path) == claimed_id
     run_virtually(sim.run(), limit=1000)
-    assert sim.state().run_id == claimed_id
+    assert (sim.state().run_id, sim.state().left_over) == (claimed_id, 0)
+    assert all(bus.foreign == 0 for bus in (sim.explorer.bus, sim.trainer.bus))
     write_run_id(tmp_path, claimed_id)
     assert claimed_run_id(tmp_path) != claimed_id, "an id that a run has used is not used again"
 

@@ -65,31 +65,23 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
     assert [failure.count for failure in status.failures] == [6]
 
 
+@pytest.mark.parametrize("batches", [7, 3], ids=["more batches", "as it was"])
 @pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven", "fully_async"])
-async def test_a_finished_run_goes_on_when_it_is_started_again_with_more_batches(tmp_path: Path, style: str) -> None:
+async def test_a_finished_run_goes_on_when_it_is_started_again(tmp_path: Path, style: str, batches: int) -> None:
     settings = (f"synchronizer.sync_style={style}", "synchronizer.sync_interval=2")
     first = Simulation(tmp_path, settings, batches=3)
-    more = Simulation(tmp_path, settings, batches=7, broker=first.broker)
+    more = Simulation(tmp_path, settings, batches=batches, broker=first.broker)
     await first.run()
     await asyncio.sleep(60.0)
     await more.run()
-    entries = lineage(tmp_path / "history", more.trainer.loop.generation, 7)
-    assert sorted(entry["batch"] for entry in entries) == list(range(1, 8))
-    assert [entry["progress"] for entry in entries] == list(range(1, 8))
+    entries = lineage(tmp_path / "history", more.trainer.loop.generation, batches)
+    assert sorted(entry["batch"] for entry in entries) == list(range(1, batches + 1))
+    assert [entry["progress"] for entry in entries] == list(range(1, batches + 1))
     assert first.evaluated_steps()[-1] == 3
-    assert more.evaluated_steps()[-1] == 7
+    assert [*first.evaluated_steps(), *more.evaluated_steps()][-1] == batches
+    assert more.learners[0].steps == list(range(4, batches + 1))
     assert more.state().finished
-    assert (more.trainer.loop.finished, more.trainer.loop.progress) == (True, 7)
-
-
-async def test_a_finished_run_that_is_started_again_as_it_was_has_nothing_to_do(tmp_path: Path) -> None:
-    first = Simulation(tmp_path, batches=2)
-    again = Simulation(tmp_path, batches=2, broker=first.broker)
-    await first.run()
-    await asyncio.sleep(60.0)
-    await again.run()
-    assert again.learners[0].steps == []
-    assert again.state().opened == 2
+    assert (more.trainer.loop.finished, more.trainer.loop.progress) == (True, batches)
 
 
 # -- the styles
@@ -182,28 +174,19 @@ def test_a_trainer_that_is_away_is_not_waited_for_by_the_requests_clock(tmp_path
     check_whole(sim, 4)
 
 
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [pytest.param("empty", 0, id="all are empty"), pytest.param("failed", 3, id="every second one is parked")],
+)
 @pytest.mark.parametrize("style", ALL)
-def test_empty_batches_do_not_stop_the_run(tmp_path: Path, style: str) -> None:
-    sim = styled(
-        tmp_path,
-        style,
-        "explorer.max_consecutive_empty=100",
-        spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
-    )
-    run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 0)
-    assert len(sim.engine.served) == 1, "nothing changed: commits without a transfer"
+def test_batches_without_experiences_do_not_stop_the_run(tmp_path: Path, style: str, how: str, steps: int) -> None:
+    def spoil(task_slice: TaskSlice) -> str | None:
+        return how if task_slice.lane == "train" and (how == "empty" or int(task_slice.batch) % 2 == 0) else None
 
-
-@pytest.mark.parametrize("style", ALL)
-def test_every_second_batch_parked(tmp_path: Path, style: str) -> None:
-    sim = styled(
-        tmp_path,
-        style,
-        spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
-    )
+    sim = styled(tmp_path, style, "explorer.max_consecutive_empty=100", spoil=spoil)
     run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 3)
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, steps)
+    assert steps or len(sim.engine.served) == 1, "nothing changed: commits without a transfer"
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])

@@ -6,7 +6,6 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
-from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from tests.unit.rollout.scripted_engine import completion, refused, scripted_engine
@@ -574,22 +573,18 @@ async def test_runs_of_a_slice_in_each_mode(ran, engine, mode, kind, instances, 
     assert len({request["seed"] for request in engine.requests}) == 3
 
 
-async def test_sequential_slices_share_an_instance_which_is_reset_to_each_task(ran, engine):
+@pytest.mark.parametrize(("mode", "instances", "resets"), [("sequential", 1, 5), ("asynchronous", 6, 0)])
+async def test_sequential_slices_share_an_instance_which_is_reset_to_each_task(ran, engine, mode, instances, resets):
     def asking(question):
         task = {"raw_task": {"question": question}, "rollout_args": {"top_k": len(question)}}
         return task_slice("Resets", 2, task=task)
 
-    outcomes = await ran("sequential", *map(asking, ("q", "other", "q")))
+    outcomes = await ran(mode, *map(asking, ("q", "other", "q")))
     assert [(outcome.runs, outcome.message) for outcome in outcomes] == [([0, 1], None)] * 3
-    assert (len(Noted.instances), len(Noted.resets)) == (1, 5)
+    assert (len(Noted.instances), len(Noted.resets)) == (instances, resets)
     assert Noted.questions == ["q", "q", "other", "other", "q", "q"]
     assert Noted.histories == [1] * 6
     assert [request["top_k"] for request in engine.requests] == [1, 1, 5, 5, 1, 1]
-
-
-async def test_asynchronous_slices_share_no_instance(ran):
-    await ran("asynchronous", a_slice("Resets", 1), a_slice("Resets", 1))
-    assert (len(Noted.instances), Noted.resets) == (2, [])
 
 
 async def test_an_instance_whose_run_failed_is_not_used_again(ran):
@@ -619,8 +614,3 @@ async def test_what_blocks_is_done_in_parallel(ran, mode, kind):
     Blocks.at_work.reset()
     (outcome,) = await ran(mode, a_slice(kind))
     assert (outcome.runs, outcome.message) == ([0, 1, 2], None)
-
-
-def test_any_other_mode_is_an_error():
-    with pytest.raises(ValidationError, match="'sequential', 'asynchronous' or 'multi-threading'"):
-        RunnerConfig(concurrent_mode="parallel")

@@ -130,13 +130,6 @@ def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which
         assert metrics["time/eval"] > 0
 
 
-def test_a_run_that_fails_is_no_reason_to_do_an_evaluation_again_that_is_of_no_version() -> None:
-    bench = Bench(spoil=lambda task_slice: "failed", style="trainer_driven")
-    bench.play(4)
-    assert len(bench.runner.done) == 4
-    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
-
-
 def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
     names = []
     for detailed in (False, True):
@@ -166,6 +159,8 @@ def test_the_answers_to_each_question_are_kept(tmp_path: Path) -> None:
 def test_a_question_whose_runs_failed_says_why_and_a_full_disk_ends_no_evaluation(tmp_path: Path) -> None:
     bench = Bench(spoil=lambda task_slice: "failed", folder=tmp_path, style="trainer_driven")
     bench.play(2)
+    assert len(bench.runner.done) == 4, "an evaluation that is of no version is not done again"
+    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
     [question, _] = read_evaluations(tmp_path)[0].questions
     assert (question.answers, question.failure) == ([], "spoilt")
     (tmp_path / "b").write_text("a file in place of the folder")

@@ -722,28 +722,14 @@ def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypat
         assert {message.ticket for message in sim.published(kind)} == set(trained)
 
 
-async def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=None, runner_seconds=lambda task_slice: 60.0)
-    sim.watch_saves(monkeypatch)
-    async with beside(sim.run()):
-        await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
-        await sim.submit(1)
-    (acked,) = sim.where("acked", "submitted")
-    saved = [place for place in sim.where("saved") if "s1" in sim.acts[place].subject.split(",")]
-    (closed,) = sim.where("publish", "batch_closed")
-    assert saved[0] < acked < closed
-    assert sim.acts[closed].time - sim.acts[acked].time > 50.0
-
-
 # -- close
 
 
 def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=None)
+    """Its submission is acknowledged once saved and long before."""
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=None, runner_seconds=lambda task_slice: 60.0)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:
@@ -751,6 +737,8 @@ def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
         await sim.submit(1, reply_to=REPLIES.name)
 
     run_virtually(sim.run(beside=scene), limit=300)
+    (acked,) = sim.where("acked", "submitted")
+    taken = [place for place in sim.where("saved") if "s1" in sim.acts[place].subject.split(",")]
     (ticket,) = sim.tickets("batch_closed")
     fixed = sim.saves(ticket, lambda one: one.manifest is not None)
     (unbound,) = sim.where("unbind", f"batch.{ticket}")
@@ -758,6 +746,8 @@ def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
     (answered,), (told,) = (sim.where(what, "submission_outcome", ticket) for what in ("publish", "confirmed"))
     without = [place for place in sim.where("saved") if place > fixed[0] and ticket not in sim.acts[place].state]
     assert fixed[0] < unbound < sent < confirmed < answered < told < without[0]
+    assert taken[0] < acked < fixed[0]
+    assert sim.acts[sent].time - sim.acts[acked].time > 50.0
     mail = sim.acts[answered].mail
     assert mail is not None
     assert (mail.correlation_id, sim.acts[sent].mail.message_id) == ("c1", f"closed-{ticket}")  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_agents.explorer import state as state_module
-from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile, TicketStatistics
+from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile
 from trinity_agents.explorer.task_source import TaskSource, task_stats
 from trinity_agents.simulation import Simulation, killed
 from trinity_mq.config import Config, TasksetConfig, load_config
@@ -30,14 +30,6 @@ from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
 from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.state_formats import NewerStateError
 from trinity_mq.testing.virtual_time import run_virtually
-
-
-def test_what_is_saved_is_loaded_and_a_missing_file_is_a_fresh_start(tmp_path: Path) -> None:
-    file = StateFile(tmp_path / "state" / "explorer.db")
-    assert file.load() == ExplorerState()
-    state = ExplorerState(opened=3, due=[2], pending=[PendingTask(task=TaskBody(raw_task={"n": 1}))])
-    asyncio.run(file.save(state))
-    assert StateFile(tmp_path / "state" / "explorer.db").load() == state
 
 
 def a_ticket(tasks: int = 3) -> Ticket:
@@ -69,6 +61,7 @@ def test_a_state_that_changes_step_by_step_is_loaded_as_it_was_last_saved(tmp_pa
         lambda: (state.following.tickets.clear(), state.pending.clear(), state.due.append(3)),
     ]
     file = StateFile(path)
+    assert file.load() == ExplorerState(), "a missing file is a fresh start"
     asyncio.run(file.save(state))
     for number, step in enumerate(steps):
         step()
@@ -516,20 +509,3 @@ def test_each_ticket_is_observed_once_and_a_restored_selector_knows_all_of_it(
     counts = sim.values("selector/train/observed_tasks")
     assert sorted({step for step, _ in counts}) == list(range(1, 9))
     assert 2 <= counts[-1][1] <= 16
-
-
-def test_a_state_keeps_what_was_told_in_order_and_writes_each_once(tmp_path: Path) -> None:
-    path = tmp_path / "explorer.db"
-    file, state = StateFile(path), ExplorerState()
-    told = [TicketStatistics(ticket=f"t{n}", stats={"train": [TaskStats(n, n / 7, 2)]}) for n in range(12)]
-
-    async def save_all() -> None:
-        for one in told:
-            state.observations = [one]
-            await file.save(state)
-        state.observations = [told[3].model_copy(update={"stats": {}})]
-        await file.save(state)
-
-    asyncio.run(save_all())
-    assert state.observations == []
-    assert StateFile(path).load().observations == told
