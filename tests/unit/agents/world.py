@@ -200,6 +200,7 @@ async def beside(run: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
     """Do what stands in the block beside a run, and wait for the end of both."""
     async with asyncio.TaskGroup() as group:
         group.create_task(run)
+        await asyncio.sleep(0.001)  # from then on what is published is recorded
         yield
 
 
