@@ -90,6 +90,8 @@ class Scene:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """The first look, that of a start, is over."""
+        if not self.bus.usable:
+            await self.begin()
         watching = asyncio.create_task(self.queues.watch())
         await asyncio.sleep(0.1)
         self.world.wire.clear()
@@ -127,7 +129,6 @@ async def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(agai
 
 async def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> None:
     scene = Scene()
-    await scene.begin()
     async with scene.watched():
         scene.fall_silent()
         await asyncio.sleep(60)
@@ -143,7 +144,6 @@ async def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any])
 @pytest.mark.parametrize("missed", [0, 3])
 async def test_one_that_answers_stays(missed: int) -> None:
     scene = Scene()
-    await scene.begin()
     async with scene.watched():
         if missed:
             scene.fall_silent()
@@ -185,7 +185,6 @@ async def test_a_silent_one_is_replaced_only_if_nothing_can_be_in_it(
     logs: list[Any], deliver: str, change: Callable[[Scene], None] | None, sees: list[str], replaced: bool
 ) -> None:
     scene = Scene(deliver=deliver)
-    await scene.begin()
     async with scene.watched():
         scene.fall_silent()
         if change is None:
@@ -222,7 +221,6 @@ async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(delive
 @pytest.mark.parametrize("after", [PATIENCE / 2, PATIENCE + DELETING / 2])
 async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
     scene = Scene()
-    await scene.begin()
     async with scene.watched():
         scene.fall_silent()
         scene.world.broker.drop(scene.bus, delay=0.0)
@@ -240,7 +238,6 @@ async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> N
 async def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
     scene = Scene(published=False)
     world, queues = scene.world, scene.queues
-    await scene.begin()
     async with scene.watched():
         assert queues.spare is None, "nothing was opened yet"
         queues.want_spare()
@@ -266,7 +263,6 @@ async def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
 async def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
     scene = Scene(published=False)
     spent: list[float] = []
-    await scene.begin()
     async with scene.watched():
         scene.queues.want_spare()
         await asyncio.sleep(0.1)
@@ -314,7 +310,6 @@ async def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
             raise BusRefused("so many queues are not allowed")
         await declare(*queues)
 
-    await scene.begin()
     async with scene.watched():
         scene.bus.declare = refuses  # type: ignore[method-assign]
         scene.queues.want_spare()

@@ -108,12 +108,21 @@ async def close(world: World, closed: BatchClosed, deliveries: int = 0, failed: 
         world.held_back("closed", deliveries, failed=failed)
 
 
-async def batch_of(world: World, *attempts: str, deliveries: int = 0, failed: int = 0, **fields: Any) -> None:
-    """One part an attempt, closed."""
+async def batch_of(
+    world: World, *attempts: str, missing: str = "", deliveries: int = 0, failed: int = 0, **fields: Any
+) -> None:
+    """One part an attempt, closed; parts of the ``missing`` ones are listed only."""
     await open_batch(world)
     for run, attempt in enumerate(attempts):
         await send(world, attempt, run=run)
-    await close(world, manifest(*((attempt, 1) for attempt in attempts), **fields), deliveries, failed)
+    listed = manifest(*((attempt, 1) for attempt in (*attempts, *missing)), **fields)
+    await close(world, listed, deliveries, failed)
+
+
+async def send_late(world: World, attempt: str, part: int = 0, **how: Any) -> None:
+    """Send a part after its batch was closed."""
+    await world.outside.declare(world.topology.batch_queue(1, "t1"))
+    await send(world, attempt, part, **how)
 
 
 def ready(world: World) -> list[BatchReady]:
@@ -197,8 +206,7 @@ async def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> 
     await close(world, manifest(("a", 2), ("b", 1)))
     async with world.living(make(world)):
         await asyncio.sleep(20)
-        await world.outside.declare(world.topology.batch_queue(1, "t1"))
-        await send(world, "b", 0, run=2)
+        await send_late(world, "b", 0, run=2)
         await asyncio.sleep(20)
         assert world.stream("ready") == []
         await send(world, "a", 1, run=1)
@@ -303,8 +311,7 @@ async def test_a_queue_that_is_gone_is_told_and_acknowledged(how: str) -> None:
     world = make_world()
     await world.ready()
     if how != "before it is read":
-        await open_batch(world)
-    await close(world, manifest(("a", 1)))
+        await batch_of(world, missing="a")
     async with world.living(make(world)):
         await asyncio.sleep(1 if how == "before it is read" else 9)
         name = world.topology.batch_queue(1, "t1").name
@@ -427,9 +434,7 @@ async def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_read
 
 async def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
     world = make_world()
-    await open_batch(world)
-    await send(world, "a", 0)
-    await close(world, manifest(("a", 1), ("b", 1)))
+    await batch_of(world, "a", missing="b")
     async with world.living(make(world)):
         await asyncio.sleep(58)
         assert ready(world) == []
@@ -441,13 +446,11 @@ async def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None
 
 async def test_each_part_starts_the_deadline_anew() -> None:
     world = make_world()
-    await open_batch(world)
-    await close(world, manifest(*((attempt, 1) for attempt in "abcd")))
+    await batch_of(world, missing="abcd")
     async with world.living(make(world)):
         for run, attempt in enumerate("abcd"):
             await asyncio.sleep(40)
-            await world.outside.declare(world.topology.batch_queue(1, "t1"))
-            await send(world, attempt, run=run)
+            await send_late(world, attempt, run=run)
         await asyncio.sleep(3)
     assert decision(world).state == "ready"
 
@@ -456,8 +459,7 @@ async def test_each_part_starts_the_deadline_anew() -> None:
 async def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str) -> None:
     world = make_world()
     operator = make(world)
-    await open_batch(world)
-    await close(world, manifest(("a", 1)))
+    await batch_of(world, missing="a")
     async with world.living(operator):
         await asyncio.sleep(20)
         if trouble == "blocked":
@@ -469,8 +471,7 @@ async def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str)
             await asyncio.sleep(201)
         await asyncio.sleep(30)
         assert ready(world) == []
-        await world.outside.declare(world.topology.batch_queue(1, "t1"))
-        await send(world, "a", 0)
+        await send_late(world, "a", 0)
         await asyncio.sleep(10)
     assert [decided.state for decided in ready(world)][:1] == ["ready"]
     assert world.reasons() == []
@@ -539,15 +540,12 @@ async def test_killed_anywhere_a_second_one_completes(after: float) -> None:
 async def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
     world = make_world()
     frozen, other = make(world), make(world, "operator-1")
-    await open_batch(world)
-    await send(world, "a", 0)
-    await close(world, manifest(("a", 1), ("b", 1)))
+    await batch_of(world, "a", missing="b")
     async with world.living(frozen, other):
         await asyncio.sleep(5)
         world.broker.drop(frozen.bus, delay=20)
         await asyncio.sleep(5)
-        await world.outside.declare(world.topology.batch_queue(1, "t1"))
-        await send(world, "b", 0, run=1)
+        await send_late(world, "b", 0, run=1)
         await asyncio.sleep(60)
     states = [decided.state for decided in ready(world)]
     assert states[0] == "ready"
