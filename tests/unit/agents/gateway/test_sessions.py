@@ -428,10 +428,7 @@ async def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile()
 
 async def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() -> None:
     world = World()
-    bus = world.bus()
-    await bus.connect()
-    await bus.declare(*world.topology.durable, world.topology.sessions)
-    async with world.gateway() as store:
+    async with world.alone(), world.gateway() as store:
         for number in range(20):
             await world.session(store, f"s{number}")
             await end(store, f"s{number}")
@@ -441,16 +438,12 @@ async def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() 
         async with world.gateway():
             await asyncio.sleep(2 * RESUBMIT_SECONDS)
     assert len(queued(world)) == len(set(queued(world))) == 20
-    await bus.close()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
 async def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) -> None:
     world = World()
-    bus = world.bus()
-    await bus.connect()
-    await bus.declare(*world.topology.durable, world.topology.sessions)
-    async with world.gateway() as store:
+    async with world.alone(), world.gateway() as store:
         for number in range(5):
             await world.session(store, f"s{number}")
             await end(store, f"s{number}")
@@ -463,7 +456,6 @@ async def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) 
             world.broker.queues[world.topology.submitted.name].purge()  # type: ignore[attr-defined]
         await asyncio.sleep(2 * RESUBMIT_SECONDS)
         assert sorted(queued(world)) == sorted(before)
-    await bus.close()
 
 
 class FullBus(MemoryBus):

@@ -93,14 +93,19 @@ class World:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[MemoryBus]:
         """Run explorer and trainer; yield a bus of somebody outside."""
-        bus = self.bus()
-        await bus.connect()
-        await bus.declare(*self.topology.durable, self.topology.sessions)
-        async with asyncio.TaskGroup() as group:
+        async with self.alone() as bus, asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in (self._explore(bus), self._bury(bus))]
             yield bus
             for task in tasks:
                 task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[MemoryBus]:
+        """Yield a bus of somebody outside, without an explorer and a trainer."""
+        bus = self.bus()
+        await bus.connect()
+        await bus.declare(*self.topology.durable, self.topology.sessions)
+        yield bus
         await bus.close()
 
     async def _explore(self, bus: MemoryBus) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
+from tests.unit.agents.operator.test_operator import batch_of, chunks, decision, ready
 from tests.unit.agents.world import World, experience, kill
+from trinity_agents import simulation
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
@@ -45,18 +46,16 @@ def operator(world: World, name: str = "operator-0") -> Operator:
 
 async def rewards(world: World) -> dict[int, float | None]:
     """The rewards by run of the one processed batch."""
-    (decided,) = ready(world)
+    decided = decision(world)
     bodies = [Experience.deserialize_many(chunk.body) for chunk in chunks(world, decided.op)]
     return {exp.eid.run: exp.reward for body in bodies for exp in body}
 
 
-async def until(condition: Callable[[], bool], seconds: float = 300.0) -> float:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # in virtual time looking costs nothing
-            await asyncio.sleep(0.05)
-    return loop.time() - began
+async def until(condition: Callable[[], bool]) -> float:
+    """Return how long it took."""
+    began = asyncio.get_running_loop().time()
+    await simulation.until(condition, 0.05)
+    return asyncio.get_running_loop().time() - began
 
 
 def asked(world: World) -> list[ReviewRequest]:
@@ -101,7 +100,7 @@ async def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> Non
         (end,) = closings(world)
         assert (end.verdict, end.reward, end.how, end.by) == ("reward", 0.25, "verdict", "ann")
         assert await rewards(world) == {0: 0.0, 1: 0.25}
-        metrics = {name: value for name, value in ready(world)[0].metrics.items() if name.startswith("review/")}
+        metrics = {name: value for name, value in decision(world).metrics.items() if name.startswith("review/")}
         counts = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
         assert metrics == {f"review/{name}": value for name, value in counts.items()}
 
@@ -117,7 +116,7 @@ async def test_the_default_counts_after_the_deadline(default: str, left: dict[in
         assert 99.0 < took < 103.0
         assert [end.how for end in closings(world)] == ["timeout"]
         assert await rewards(world) == left
-        assert ready(world)[0].metrics["review/timed_out"] == 1
+        assert decision(world).metrics["review/timed_out"] == 1
 
 
 async def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:

@@ -309,8 +309,10 @@ async def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> 
 @pytest.mark.parametrize("how", ["before it is read", "while it waits", "unannounced"])
 async def test_a_queue_that_is_gone_is_told_and_acknowledged(how: str) -> None:
     world = make_world()
-    await world.ready()
-    if how != "before it is read":
+    if how == "before it is read":
+        await world.ready()
+        await close(world, manifest(("a", 1)))
+    else:
         await batch_of(world, missing="a")
     async with world.living(make(world)):
         await asyncio.sleep(1 if how == "before it is read" else 9)
