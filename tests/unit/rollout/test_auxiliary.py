@@ -255,15 +255,3 @@ def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
         assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}, "the other one's server is away"
 
     run_virtually(main())
-
-
-@pytest.mark.parametrize("lacking", [{"role": ""}, {"role": "other"}, {"name": None}, {"url": None}, {"id": None}])
-def test_heartbeats_without_what_a_client_needs_are_no_engines(lacking):
-    async def main():
-        engines = Named()
-        engines.beat("good", load=9)
-        engines.beat("odd", **lacking)
-        engines.beat("odd too", **{"role": "auxiliary", "name": "judge", **lacking})
-        assert engines.chosen() == {"good": 20}
-
-    run_virtually(main())

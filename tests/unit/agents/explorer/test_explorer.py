@@ -109,7 +109,6 @@ async def test_a_progress_that_comes_while_submitters_are_answered_counts(tmp_pa
 def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=1)
     sim.holds = lambda who, mail: 1e5 if mail.kind == "task_slice" and who == "explorer-0" else 0.0
-
     run_virtually(sim.run(explorer=restarted(sim, lambda: bool(sim.where("publish", "task_slice")))), limit=1000)
     check_history(sim, 1)
 
@@ -168,7 +167,6 @@ def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path)
     sim = Simulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 5.0 if task_slice.lane == "eval" else 0.1)
     tasks = [TaskBody(workflow="none", is_eval=True, raw_task={"n": n}) for n in range(3)]
     sim.eval_sets = {"held": tasks[:2], "other": tasks[2:]}
-
     run_virtually(sim.run(explorer=restarted(sim, has_slices(sim, "2/held"), then=2.0, step=0.5)), limit=1000)
     batches = collections.Counter(
         task_slice.batch for task_slice in sim.published(TaskSlice) if task_slice.lane == "eval"
@@ -351,27 +349,29 @@ def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
 
 
-def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, SHORT)
-
-    async def never() -> None:
-        await asyncio.Event().wait()
-
-    fatal = failure(sim.run(trainer=never), FatalError, limit=10_000)
-    assert "explorer.stall_timeout" in str(fatal)
-    assert "an engine to take the weights" in str(fatal)
-    assert sim.state().incarnations == 1
-
-
-def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lives", "waits_for"),
+    [
+        pytest.param(False, "an engine to take the weights", id="a trainer that never comes"),
+        pytest.param(True, "the last batches to be consumed", id="one that dies for good before the end"),
+    ],
+)
+def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(
+    tmp_path: Path, lives: bool, waits_for: str
+) -> None:
     sim = Simulation(tmp_path, SHORT, batches=2)
 
-    async def dies() -> None:
+    async def trainer() -> None:
+        if not lives:
+            await asyncio.Event().wait()
         task = asyncio.get_running_loop().create_task(sim.make_trainer().run())
         await until(lambda: bool(sim.published(RunEnd)))
         await killed(task)
 
-    assert "the last batches to be consumed" in str(failure(sim.run(trainer=dies), FatalError, limit=10_000))
+    fatal = failure(sim.run(trainer=trainer), FatalError, limit=10_000)
+    assert "explorer.stall_timeout" in str(fatal)
+    assert waits_for in str(fatal)
+    assert sim.state().incarnations == 1
 
 
 async def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
