@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,11 @@ class AllRight(ColumnOperator):
 class Ledger:
     """Groups of a run that has ended, by what became of them."""
 
-    opened: dict[int, int] = field(default_factory=dict)
+    opened: dict[int, int]
     """By batch."""
-    filtered: dict[int, int] = field(default_factory=dict)
+    filtered: dict[int, int]
     """By batch, as the trainer reported it."""
-    debt: int = 0
+    debt: int
 
     @property
     def trained(self) -> dict[int, int]:

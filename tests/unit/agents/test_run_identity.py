@@ -256,11 +256,10 @@ async def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, n
 async def test_a_trainer_in_a_folder_that_names_no_run_does_not_wait_for_the_lock(tmp_path: Path) -> None:
     """It would take over without the checkpoints."""
     first, second = two(tmp_path)
-    sentences: list[str] = []
     async with beside(first.run()):
         await until(lambda: begun(first))
-        sentences.append(await sentence_of(in_folder(second, second.make_trainer("trainer-1"))))
-    assert f"{first.folder} has another run folder than {second.folder}" in sentences[0]
+        sentence = await sentence_of(in_folder(second, second.make_trainer("trainer-1")))
+    assert f"{first.folder} has another run folder than {second.folder}" in sentence
 
 
 async def test_a_second_explorer_in_the_same_folder_waits_for_its_turn(tmp_path: Path) -> None:
