@@ -5,7 +5,6 @@ and runners.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,6 @@ from trinity_mq.testing.fakes import FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
 LOOP = VirtualTimeLoop
-
-
-def expected_commits(batches: int, interval: int) -> list[int]:
-    """Steps whose weights are committed: the first, every interval, the last."""
-    return sorted({0, *range(interval, batches + 1, interval), batches})
-
-
-@pytest.mark.parametrize(("interval", "offset"), list(itertools.product(range(1, 5), range(5))))
-def test_every_interval_and_offset_ends_with_the_expected_commits(tmp_path: Path, interval: int, offset: int) -> None:
-    sim = Simulation(
-        tmp_path, (f"synchronizer.sync_interval={interval}", f"synchronizer.sync_offset={offset}"), batches=9
-    )
-    run_virtually(sim.run(), limit=1000)
-    assert [step for _, step in sim.engine.served] == expected_commits(9, interval)
-    assert sim.learners[0].steps == list(range(1, 10))
-    assert max(age for _, age in sim.values("sample/staleness/max")) <= interval - 1 + offset
-    assert sim.trainer.loop.gate.aborts == 0
 
 
 def test_evaluations_are_of_the_right_versions_and_the_final_one_is_done_once(tmp_path: Path) -> None:
@@ -107,15 +89,17 @@ def check_whole(sim: Simulation, batches: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+@pytest.mark.parametrize("style", ALL)
 def test_every_style_ends_with_all_trained_and_the_last_weights_served(
     tmp_path: Path, style: str, interval: int, depth: int
 ) -> None:
-    settings = (f"synchronizer.sync_interval={interval}", f"synchronizer.pipeline_depth={depth}")
-    sim = styled(tmp_path, style, *settings, batches=8)
+    ahead = f"synchronizer.{'sync_offset' if style == 'fixed' else 'pipeline_depth'}={depth}"
+    sim = styled(tmp_path, style, f"synchronizer.sync_interval={interval}", ahead, batches=8)
     run_virtually(sim.run(), limit=1000)
     check_whole(sim, 8)
+    assert sim.learners[0].steps == list(range(1, 9))
+    assert sim.trainer.loop.gate.aborts == 0
     served = [step for _, step in sim.engine.served]
     if style == "explorer_driven":
         # the first one, one for each time it asked whose weights were new, the last one
@@ -124,6 +108,8 @@ def test_every_style_ends_with_all_trained_and_the_last_weights_served(
         assert len(served) <= 2 + (8 - 1) // interval
     else:
         assert served == sorted({0, *range(interval, 9, interval), 8})
+    if style == "fixed":
+        assert max(age for _, age in sim.values("sample/staleness/max")) <= interval - 1 + depth
 
 
 def test_explorer_driven_opens_on_the_newest_weights_it_asked_for(tmp_path: Path) -> None:
