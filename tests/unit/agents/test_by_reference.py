@@ -174,9 +174,6 @@ async def trained(world: World, disk: Disk | None) -> TrainBatch:
         await bus.close()
 
 
-# -- the way it should go
-
-
 async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,9 +460,6 @@ async def test_what_an_operator_left_that_died_before_it_could_delete_is_swept(d
     assert disk.blobs("batch") == []
 
 
-# -- the trainer
-
-
 async def processed(world: World, disk: Disk) -> None:
     """A batch with a stored chunk on the stream."""
     await batch_of(world, disk, "a")
@@ -511,9 +505,6 @@ async def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(
     batch = await trained(world, None if trouble == "no store" else disk)
     assert (batch.state, len(batch.experiences)) == ("failed", 0)
     assert reason in str(batch.reason)
-
-
-# -- a whole run
 
 
 class Grows(ExperienceOperatorV1):

@@ -182,9 +182,6 @@ def test_the_last_step_has_a_finite_reward(rewards, needed, fault) -> None:
     assert found is None or f"{HERE}:{line_of(Own.run)})" in found
 
 
-# -- the expected answer that experiences carry, and the answers that results of evaluations carry
-
-
 @pytest.mark.parametrize(
     ("record", "wanted"),
     [

@@ -495,9 +495,6 @@ async def test_restart_runner_asks_that_runner() -> None:
         await feed.close()
 
 
-# -- what runners hear, and deadlines
-
-
 async def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
     stage = Stage(runner=False)
     beats: list[tuple[float, Heartbeat]] = []
@@ -638,9 +635,6 @@ async def test_a_callback_that_fails_is_logged_and_stops_nothing() -> None:
             assert len((await scheduler.get_results(1))[0]) == 3
     failures = [line for line in logs if line["event"] == "task_done_callback_failed"]
     assert sorted((line["batch"], line["task"]) for line in failures) == [(1, 0), (1, 1), (1, 2)]
-
-
-# -- ten thousand tasks in one schedule(): nothing is made per task that lives as long as it, and time is linear
 
 
 class Bulk(Stage):

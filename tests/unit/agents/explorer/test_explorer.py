@@ -437,9 +437,6 @@ def written(sim: Simulation, folder: Path) -> Path:
     return folder
 
 
-# -- submissions
-
-
 async def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(
     tmp_path: Path,
 ) -> None:
@@ -494,9 +491,6 @@ async def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(t
     told = {one.submission_id: one.outcome for one in await sim.replies() if isinstance(one, SubmissionOutcome)}
     assert told == {"s1": "cancelled", "s2": "cancelled", "s3": "finished"}
     assert not sim.state().pending
-
-
-# -- drain and end
 
 
 @pytest.mark.parametrize("after", [0.3, 1.5, 2.2, 3.5, 4.4, 5.2, 5.6])
@@ -645,9 +639,6 @@ def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path
     assert sim.state().finished
 
 
-# -- dead letters that the broker drops are counted, over restarts
-
-
 def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=4)
     counts: list[int] = []
@@ -679,9 +670,6 @@ def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
     assert sim.topology.dead.dead_letter_exchange == sim.topology.exchange("control")
 
 
-# -- the sentences of docs/protocol.md, each with a test that fails without it (tests/RULES.md)
-
-
 def open_tickets(sim: WatchedSimulation) -> list[Any]:
     explorer = sim.explorer.exploration if sim.explorers else None
     return [one for one in explorer.state.tickets.values() if one.lane == "train"] if explorer is not None else []
@@ -690,9 +678,6 @@ def open_tickets(sim: WatchedSimulation) -> list[Any]:
 def is_open(sim: WatchedSimulation) -> Callable[[], bool]:
     """Whether the slices of a batch are published."""
     return lambda: any(ticket.published for ticket in open_tickets(sim))
-
-
-# -- open
 
 
 def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,9 +795,6 @@ async def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_p
     assert sim.trainer.loop.progress == 1
 
 
-# -- restart
-
-
 async def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_mark(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 8.0)
     sim.holds = lambda who, mail: 20.0 if mail.kind == "mark" and who == "explorer-0'" else 0.0
@@ -849,9 +831,6 @@ def test_a_restarted_explorer_reads_results_from_where_it_stood(tmp_path: Path) 
     assert sim.state().results_offset > 0  # type: ignore[operator]
 
 
-# -- exclusion
-
-
 def test_an_explorer_that_lost_its_lock_stops_acting_and_writes_no_state(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=60, runner_seconds=lambda each: 100.0 if each.lane == "train" else 0.1)
 
@@ -882,12 +861,6 @@ def test_an_explorer_that_lost_its_lock_stops_acting_and_writes_no_state(tmp_pat
         raise Over
 
     failure(sim.run(explorer=scene), Over, limit=500)
-
-
-# -- evaluation
-
-
-# -- what passes twice
 
 
 async def test_every_message_may_come_twice(tmp_path: Path) -> None:
@@ -921,9 +894,6 @@ def test_message_ids_are_derived_so_that_repeats_are_known(tmp_path: Path) -> No
     assert chunks
     for mail in chunks:
         assert mail.message_id == "-".join(str(mail.headers[name]) for name in ("ticket", "op", "n"))
-
-
-# -- mandatory is a hint only
 
 
 async def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:

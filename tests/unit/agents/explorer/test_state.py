@@ -394,9 +394,6 @@ def test_a_submission_is_completed_from_the_taskset() -> None:
     assert task.repeat_times == settings_with().algorithm.repeat_times
 
 
-# -- what selectors are told: each finished ticket once, whatever is dropped later and whenever the explorer is killed
-
-
 POOLS = {
     "selector_type": "difficulty_pools",
     "pools": [{"threshold": 0.0, "weight": 1.0}, {"threshold": 0.5, "weight": 4.0}],

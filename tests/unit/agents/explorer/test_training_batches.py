@@ -242,9 +242,6 @@ async def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_c
     assert all("will not arrive" in str(one.message) for one in answers[2:])
 
 
-# -- limits
-
-
 @pytest.mark.parametrize(("seconds", "expected"), [(2.0, 6.0), (100.0, 50.0)])
 def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(seconds: float, expected: float) -> None:
     desk = Desk("explorer.dynamic_timeout.enable=true", "explorer.max_timeout=50", "explorer.max_retry_times=1")
@@ -365,9 +362,6 @@ async def test_a_batchs_time_stands_still_while_all_runners_have_paused_its_lane
     desk.peers.receive(runner("a", 2))
     assert await passed() == [1.0, 1.0]
     assert (train.time_left, held_out.time_left) == (left[0] - 3.0, left[1] - 5.0)
-
-
-# -- when enough tasks are done and the rest is cut off
 
 
 @pytest.mark.parametrize(

@@ -335,18 +335,12 @@ async def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_othe
         assert 0 < store.position - before < 1000, "the call alone"
 
 
-# -- outages: gateways that were away or frozen, queues that are full or purged, time that nobody had
-
-
 GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
 
 
 def queued(world: World) -> list[str]:
     messages = world.broker.queues[world.topology.submitted.name].messages  # type: ignore[attr-defined]
     return [str(message.message_id) for message in messages]
-
-
-# -- gateways that were away
 
 
 async def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> None:
@@ -423,9 +417,6 @@ async def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile()
         assert repeated == ["opened-a", "call-a-call-0"]
 
 
-# -- submissions
-
-
 async def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() -> None:
     world = World()
     async with world.alone(), world.gateway() as store:
@@ -488,9 +479,6 @@ async def test_a_full_queue_holds_nothing_else_up() -> None:
         assert 5 < bus.refused < 20
         bus.is_full = False
         await reaches(store, "a", "trained")
-
-
-# -- retention
 
 
 async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
@@ -597,9 +585,6 @@ async def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> N
         assert session.ended_at == 1e9 + 7.5
 
 
-# -- what others send
-
-
 async def reward(bus: Any, world: World, message_id: str = "", **body: Any) -> None:
     raw = json.dumps(body).encode()
     given: dict[str, Any] = {"message_id": message_id} if message_id else {}
@@ -662,9 +647,6 @@ async def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
                 assert session_of(one, "a").reward == 2.0
 
 
-# -- memory
-
-
 async def test_answers_that_wait_for_the_broker_are_bounded() -> None:
     world = World(config())
     own = world.bus()
@@ -694,9 +676,6 @@ async def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorde
         for _ in range(20):
             assert not await store.record(world.call("a", 2))
         assert len(first.ledger.live["a"].calls) == 1
-
-
-# -- one gateway acts
 
 
 async def holds(agent: Gateway, acts: bool) -> None:

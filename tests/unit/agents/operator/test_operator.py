@@ -509,9 +509,6 @@ async def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_othe
     assert world.count("closed") == 0
 
 
-# -- killed, and more than one
-
-
 @pytest.mark.parametrize("after", [0.205, 0.3, 0.705, *range(1, 11)])
 async def test_killed_anywhere_a_second_one_completes(after: float) -> None:
     """Killed while it gathers or in the chain (seconds), or after so many things went over the wire."""
