@@ -290,28 +290,6 @@ def settings_with(**buffer: object) -> Config:
     return load_config({"model": {"tiny": {}}, "buffer": {"batch_size": 4, **buffer}})
 
 
-def test_epochs_give_every_task_the_last_batch_being_what_is_left() -> None:
-    state, taskset = ExplorerState(), Endless(10)
-    intake = TaskSource(settings_with(total_epochs=1), state, taskset)
-    assert intake.total_batches == 3
-    sizes = []
-    while not intake.is_over:
-        sizes.append(len(intake.take()))
-        state.opened += 1
-    assert sizes == [4, 4, 2]
-
-
-def test_pending_tasks_come_first() -> None:
-    state, taskset = ExplorerState(), Endless(100)
-    intake = TaskSource(settings_with(total_steps=5), state, taskset)
-    state.pending.append(PendingTask(task=TaskBody(raw_task={"mine": 1}), given_back=True))
-    batch = intake.take()
-    assert batch[0].task.raw_task == {"mine": 1}
-    assert len(batch) == 4
-    assert taskset.given == 3
-    assert not state.pending
-
-
 def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
     state, taskset = ExplorerState(), Endless(10)
     intake = TaskSource(settings_with(total_epochs=1), state, taskset)

@@ -231,19 +231,15 @@ async def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_c
                 assert delivery.correlation_id == "c"
                 answers.append(decode(delivery.body, SubmissionOutcome))
                 await delivery.ack()
-    assert [(one.submission_id, one.outcome, one.experiences) for one in answers[:2]] == [
-        ("0", "finished", 1),
-        ("1", "finished", 1),
-    ]
-    assert [(one.submission_id, one.outcome, one.experiences) for one in answers[2:]] == [
-        ("0", "finished", 0),
-        ("1", "finished", 0),
-    ] * told
-    assert all("will not arrive" in str(one.message) for one in answers[2:])
+    counts = [(answer.submission_id, answer.outcome, answer.experiences) for answer in answers]
+    assert counts == [(name, "finished", count) for count in (1, 0)[: 1 + told] for name in "01"]
+    assert all("will not arrive" in str(answer.message) for answer in answers[2:])
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(2.0, 6.0), (100.0, 50.0)])
-def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(seconds: float, expected: float) -> None:
+async def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(
+    seconds: float, expected: float
+) -> None:
     desk = Desk("explorer.dynamic_timeout.enable=true", "explorer.max_timeout=50", "explorer.max_retry_times=1")
     times = desk.dispatcher.slice_times
     first = desk.ticket(2)
@@ -255,18 +251,14 @@ def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(second
     assert times.limit(50.0) == 50.0, "not warm before a batch is complete"
     times.batch_done()
     assert times.limit(50.0) == expected
+    await desk.bus.connect()
+    await desk.bus.declare(*desk.topology.durable)
+    await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], 2, deliver="none"))
+    await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], "2/e", deliver="none", lane="eval"))
     slices: list[TaskSlice] = []
-
-    async def opens() -> None:
-        await desk.bus.connect()
-        await desk.bus.declare(*desk.topology.durable)
-        await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], 2, deliver="none"))
-        await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], "2/e", deliver="none", lane="eval"))
-        for lane in (desk.topology.tasks_train, desk.topology.tasks_eval):
-            async with await desk.bus.consume(lane) as feed:
-                slices.append(decode((await anext(feed)).body, TaskSlice))
-
-    run_virtually(opens())
+    for lane in (desk.topology.tasks_train, desk.topology.tasks_eval):
+        async with await desk.bus.consume(lane) as feed:
+            slices.append(decode((await anext(feed)).body, TaskSlice))
     train, evaluation = slices
     assert (train.max_timeout, train.slice_timeout) == (expected, min(100.0, 2 * expected))
     assert (evaluation.max_timeout, evaluation.slice_timeout) == (50.0, 100.0)
@@ -277,17 +269,6 @@ def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(second
 
 def progress(ticket: str, outcome: Any, number: int = 1, generation: int = 1) -> Progress:
     return Progress(progress=number, generation=generation, step=0, batch=number, ticket=ticket, outcome=outcome)
-
-
-def test_counters_only_rise_within_a_generation_and_an_older_one_is_not_heard() -> None:
-    batches = Desk().batches
-    batches.update_counters(2, progress=5, committed=4)
-    batches.update_counters(2, progress=3, committed=5)
-    assert (batches.counters.progress, batches.counters.committed_progress) == (5, 5)
-    batches.update_counters(1, progress=9, committed=9)
-    assert batches.counters.progress == 5
-    batches.update_counters(3, progress=2, committed=0)
-    assert (batches.counters.progress, batches.counters.committed_progress) == (2, 0), "a restart may have gone back"
 
 
 def test_a_progress_said_again_by_a_restarted_trainer_is_no_further_empty_batch() -> None:
