@@ -63,7 +63,8 @@ async def test_a_finished_run_goes_on_when_it_is_started_again(tmp_path: Path, s
     assert [*first.evaluated_steps(), *more.evaluated_steps()][-1] == batches
     assert more.learners[0].steps == list(range(4, batches + 1))
     assert more.state().finished
-    assert (more.trainer.loop.finished, more.trainer.loop.progress) == (True, batches)
+    assert more.trainer.loop.progress == batches
+    assert more.trainer.loop.finished == (batches > 3), "of a run that was over it has nothing to do"
 
 
 # -- the styles
