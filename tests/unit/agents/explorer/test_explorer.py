@@ -493,16 +493,19 @@ async def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(t
     assert not sim.state().pending
 
 
-@pytest.mark.parametrize("after", [0.3, 1.5, 2.2, 3.5, 4.4, 5.2, 5.6])
-def test_drained_at_any_moment_it_saves_and_the_next_start_goes_on(tmp_path: Path, after: float) -> None:
-    sim = Simulation(tmp_path, ("runner.drain_timeout=2",), batches=3)
+@pytest.mark.parametrize("after", [0.3, 1.5, 2.2, 3.5, 4.4, 5.2, 5.6, None])
+def test_drained_at_any_moment_it_saves_and_the_next_start_goes_on(tmp_path: Path, after: float | None) -> None:
+    """None: while the last batches are trained, it does not evaluate early."""
+    sim = Simulation(tmp_path, ("runner.drain_timeout=2",), batches=3, step_seconds=20.0 if after is None else 1.0)
 
     async def explorer() -> None:
         first = sim.make_explorer()
         async with asyncio.TaskGroup() as group:
             group.create_task(first.run())
-            await asyncio.sleep(after)
+            await (until(lambda: bool(sim.published(RunEnd))) if after is None else asyncio.sleep(after))
+            await asyncio.sleep(1.0 if after is None else 0.0)
             first.drain()
+        assert after is not None or sim.state().due == []
         if first.exploration is not None and first.exploration.state.finished:
             return
         await sim.make_explorer().run()
@@ -511,23 +514,6 @@ def test_drained_at_any_moment_it_saves_and_the_next_start_goes_on(tmp_path: Pat
     check_history(sim, 3)
     assert sorted(sim.evaluated_steps()) == [0, 2, 3]
     assert dict(sim.values("eval/held/version/min"))[3] == 3.0, "the last evaluation is of the final weights"
-
-
-def test_drained_while_the_last_batches_are_trained_it_does_not_evaluate_early(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("runner.drain_timeout=2",), batches=2, step_seconds=20.0)
-
-    async def explorer() -> None:
-        first = sim.make_explorer()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(first.run())
-            await until(lambda: bool(sim.published(RunEnd)))
-            await asyncio.sleep(1.0)
-            first.drain()
-        assert sim.state().due == []
-        await sim.make_explorer().run()
-
-    run_virtually(sim.run(explorer=explorer), limit=1000)
-    assert dict(sim.values("eval/held/version/min"))[2] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -639,9 +625,8 @@ def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path
     assert sim.state().finished
 
 
-def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
+async def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=4)
-    counts: list[int] = []
 
     async def drop(count: int) -> None:
         client = await sim.client()
@@ -651,21 +636,19 @@ def test_dropped_dead_letters_are_counted_over_the_run(tmp_path: Path) -> None:
             assert await client.publish(sim.topology.exchange("control"), DROPPED, letter)
         await client.close()
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+    async def counted() -> None:
         await until(lambda: sim.explorer.detail().opened > 0)
         await drop(3)
         await until(lambda: sim.state().dropped_dead == 3)
-        await killed(first)
-        second = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await until(lambda: sim.explorer.exploration is not None and sim.explorer.exploration.dispatcher.is_caught_up)
+
+    def resumed() -> bool:
+        loop = sim.explorer.exploration if len(sim.explorers) == 2 else None
+        return loop is not None and loop.dispatcher.is_caught_up
+
+    async with beside(sim.run(explorer=restarted(sim, counted, pause=0.0))):
+        await until(resumed)
         await drop(2)
         await until(lambda: sim.explorer.detail().dropped_dead == 5)
-        counts.append(sim.explorer.detail().dropped_dead)
-        await second
-
-    run_virtually(sim.run(explorer=explorer), limit=3000)
-    assert counts == [5]
     assert sim.topology.dead.dead_letter_routing_key == DROPPED
     assert sim.topology.dead.dead_letter_exchange == sim.topology.exchange("control")
 
