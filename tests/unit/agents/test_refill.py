@@ -4,17 +4,17 @@ tasks in their place. Whole runs on MemoryBus in virtual time.
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.agents.explorer.test_explorer import restarted
 from tests.unit.agents.watched import WatchedSimulation
-from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, killed, until
+from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, TaskSlice
@@ -42,11 +42,11 @@ class AllRight(ColumnOperator):
 class Ledger:
     """Groups of a run that has ended, by what became of them."""
 
-    opened: dict[int, int] = field(default_factory=dict)
+    opened: dict[int, int]
     """By batch."""
-    filtered: dict[int, int] = field(default_factory=dict)
+    filtered: dict[int, int]
     """By batch, as the trainer reported it."""
-    debt: int = 0
+    debt: int
 
     @property
     def trained(self) -> dict[int, int]:
@@ -100,17 +100,12 @@ def test_on_policy_the_next_batch_replaces_what_was_dropped(tmp_path: Path) -> N
     entries = lineage(tmp_path / "history", 1, 8)
     groups = [{uid.rsplit("/", 3)[0] for uid in entry["uids"]} for entry in entries]
     assert [len(each) for each in groups] == list(found.trained.values())
-
-
-def test_what_is_dropped_and_owed_is_in_the_metrics_and_dropped_groups_still_count_in_them(tmp_path: Path) -> None:
-    sim = refilling(tmp_path, batches=5)
-    run_virtually(sim.run(), limit=1000)
-    found = ledger(sim)
-    assert dict(sim.values("rollout/filtered_groups")) == found.filtered == {1: 2, 2: 3, 3: 4, 4: 4, 5: 4}
-    assert dict(sim.values("rollout/refilled_groups")) == {1: 0, 2: 2, 3: 3, 4: 4, 5: 4}
-    assert dict(sim.values("rollout/refill_debt")) == dict.fromkeys(range(1, 6), 0.0), "all of it was paid at once"
+    # the metrics tell it, and dropped groups still count in them
+    assert dict(sim.values("rollout/filtered_groups")) == found.filtered
+    assert dict(sim.values("rollout/refilled_groups")) == {n: count - BATCH for n, count in found.opened.items()}
+    assert dict(sim.values("rollout/refill_debt")) == dict.fromkeys(range(1, 9), 0.0), "all of it was paid at once"
     assert dict(sim.values("rollout/finished_task_count")) == found.opened
-    assert {one.batch: one.filtered_groups for one in sim.published(BatchReady)} == found.filtered
+    assert {ready.batch: ready.filtered_groups for ready in sim.published(BatchReady)} == found.filtered
 
 
 def test_a_group_with_too_few_runs_is_replaced_too_and_a_task_without_a_run_is_only_given_back(tmp_path: Path) -> None:
@@ -189,14 +184,8 @@ def test_an_explorer_that_is_killed_pays_each_debt_once(tmp_path: Path, style: s
     sim = refilling(tmp_path, f"synchronizer.sync_style={style}", batches=6)
     sim.runner_seconds = lambda task_slice: 0.7  # so that batches are open at many of these moments
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await asyncio.sleep(after)
-        assert await killed(first), "killed too late to show anything"
-        await asyncio.sleep(1.0)
-        await sim.make_explorer().run()
-
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: True, then=after)), limit=1000)
+    assert len(sim.explorers) == 2, "killed too late to show anything"
     check(sim, 6)
 
 
@@ -206,14 +195,11 @@ def test_a_debt_that_was_not_saved_is_read_again(tmp_path: Path) -> None:
     def debt() -> int:
         return sum(one.exploration.state.refill_debt for one in sim.explorers[-1:] if one.exploration is not None)
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+    async def owes() -> None:
         await until(lambda: debt() > 0, step=0.001)
         assert sim.state().refill_debt == 0, "it is saved with the batch that pays it"
-        await killed(first)
-        await sim.make_explorer().run()
 
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, owes, pause=0.0)), limit=1000)
     assert list(check(sim, 4).opened.values()) == [4, 6, 7, 8]
 
 
@@ -261,13 +247,8 @@ class Epochs(Simulation):
 def test_epochs_give_every_task_as_often_and_end_when_they_are_over(tmp_path: Path, style: str) -> None:
     sim = refilling(tmp_path, f"synchronizer.sync_style={style}", kind=Epochs)
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await asyncio.sleep(5.0)
-        assert await killed(first)
-        await sim.make_explorer().run()
-
-    run_virtually(sim.run(explorer=explorer), limit=1000)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: True, then=5.0, pause=0.0)), limit=1000)
+    assert len(sim.explorers) == 2
     found = ledger(sim)
     slices = [each for each in sim.published(TaskSlice) if each.lane == "train"]
     numbers = {(each.ticket, each.task_id): each.task.raw_task["n"] for each in slices}

@@ -165,17 +165,3 @@ def test_one_that_never_comes_back_ends_the_run_with_what_to_do(tmp_path: Path) 
     assert "the runners wait for the sandbox of the train lane: the last" in str(error)
     assert "runner.circuit_breaker.enable=false" in str(error)
     assert {result.outcome for result in sim.published(TaskResult)} == {"finished"}
-
-
-def test_without_the_breaker_they_fail_at_once(tmp_path: Path) -> None:
-    sim = Outage(
-        tmp_path,
-        (*SETTINGS, "runner.circuit_breaker.enable=false", "explorer.max_consecutive_empty=100"),
-        batches=BATCHES,
-    )
-    run_virtually(sim.begin(7.0, 8 * MINUTE), limit=3600)
-    failed = [result for result in sim.published(TaskResult) if result.outcome == "failed"]
-    assert failed
-    assert {result.failure_kind for result in failed} == {"sandbox"}
-    assert sum(value for _, value in sim.values("rollout/failures/sandbox")) >= TASKS
-    assert all(result.message and result.message.startswith("sandbox: connection refused (") for result in failed)

@@ -151,7 +151,8 @@ class WatchedSimulation(Simulation):
 
     def saves(self, ticket: str, like: Callable[[Ticket], bool]) -> list[int]:
         """The places of the saves in which a ticket was like this."""
-        return [place for place in self.where("saved") if like_this(self.acts[place].state.get(ticket), like)]
+        states = {place: self.acts[place].state.get(ticket) for place in self.where("saved")}
+        return [place for place, state in states.items() if state is not None and like(state)]
 
     def tickets(self, kind: str = "task_slice", who: str = "") -> list[str]:
         """The tickets of which a kind of message was published, in their order."""
@@ -165,7 +166,3 @@ def late_operators(seconds: Callable[[int], float]) -> Callable[[str, Envelope],
         return seconds(int(mail.headers["batch"])) if mail.kind == "experience_chunk" and not mail.headers["n"] else 0.0
 
     return held
-
-
-def like_this(ticket: Ticket | None, like: Callable[[Ticket], bool]) -> bool:
-    return ticket is not None and like(ticket)

@@ -16,7 +16,7 @@ from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
-from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
+from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskSlice, decode_any
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import envelope
@@ -195,6 +195,15 @@ class AcksNoted(Consumer):
         return delivery
 
 
+@asynccontextmanager
+async def beside(run: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Do what stands in the block beside a run, and wait for the end of both."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run)
+        await asyncio.sleep(0.001)  # from then on what is published is recorded
+        yield
+
+
 class Over(Exception):
     """The scene has been seen."""
 
@@ -274,9 +283,6 @@ async def send_slice(world: World, task_slice: TaskSlice) -> None:
         await world.outside.declare(world.topology.batch_queue(task_slice.batch, task_slice.ticket))
     mail = envelope(task_slice, message_id=f"{task_slice.ticket}-{task_slice.task_id}-{task_slice.run_base}")
     await world.outside.publish(world.topology.exchange("tasks"), f"{task_slice.lane}.1", mail)
-
-
-__all__ = ["World", "a_slice", "an_outcome", "decode", "experience", "kill", "send_slice"]
 
 
 def one_by_one(message: Message) -> Sequence[Message]:

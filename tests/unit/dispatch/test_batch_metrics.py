@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_mq.dispatch.batch_metrics import OUTCOMES, eval_metrics, rollout_metrics, submission_outcome, task_status
+from trinity_mq.dispatch.batch_metrics import (
+    MAX_KINDS,
+    MAX_LISTED,
+    MAX_TEXT,
+    OTHERS,
+    OUTCOMES,
+    Failures,
+    eval_metrics,
+    rollout_metrics,
+    submission_outcome,
+    task_status,
+)
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, new_ticket
-from trinity_mq.messages import FAILURE_KINDS, TaskBody, TaskResult
+from trinity_mq.messages import FAILURE_KINDS, Outcome, TaskBody, TaskResult
 
 
 def a_ticket(tasks: int = 2, runs: int = 4, per_slice: int | None = 2, **how: Any) -> Ticket:
@@ -79,13 +90,6 @@ def test_what_a_cut_off_left_unfinished_is_no_failure() -> None:
     tell(ticket, 0, 0, "partial", runs=[0], failure_kind="stopped", message="its result is not needed any more")
     ticket.cancel_rest("time")
     assert sum(n for name, n in rollout_metrics(ticket).items() if "/failures/" in name) == 0
-
-
-def test_tasks_count_alike_however_many_of_their_runs_finished() -> None:
-    ticket = a_ticket(per_slice=None)
-    tell(ticket, 0, 0, runs=[0, 1, 2, 3], metrics=[{"reward": 1.0}] * 4)
-    tell(ticket, 1, 0, "partial", runs=[2], metrics=[{"reward": 0.0}])
-    assert rollout_metrics(ticket)["rollout/reward/mean"] == 0.5
 
 
 def test_runs_of_a_task_that_was_cut_off_count_only_where_they_are_kept() -> None:
@@ -166,3 +170,61 @@ def test_what_a_submitter_is_told() -> None:
     assert (told.metrics, told.message, told.experiences) == ({"reward": 0.5}, "it killed its process", 2)
     nothing = submission_outcome(ticket, one.model_copy(update={"task_id": 0}))
     assert (nothing.outcome, nothing.experiences) == ("cancelled", 0)
+
+
+# -- failures by kind
+
+
+def three_tasks() -> Ticket:
+    tasks = [TaskBody(index={"taskset": "sums", "index": 40 + n}) for n in range(3)]
+    return new_ticket(1, tasks, deliver="pipeline", lane="train", time_left=60.0)
+
+
+def a_result(task: int, message: str | None, outcome: Outcome = "failed", **more: Any) -> TaskResult:
+    return TaskResult(batch=1, ticket="t", task_id=task, attempt="a", outcome=outcome, message=message, **more)
+
+
+def test_a_kind_is_counted_with_the_task_that_had_it_first() -> None:
+    failures = Failures()
+    for task, word in ((2, "a"), (0, "b")):
+        failures.add(three_tasks(), a_result(task, f"KeyError: {word!r} (bad.py:7)"))
+    (kind,) = failures.listed()
+    assert (kind.text, kind.count, kind.failed) == ("KeyError: 'a' (bad.py:7)", 2, 2)
+    assert failures.summary() == (
+        "2 slices failed: KeyError: 'a' (bad.py:7); first: task 2 of batch 1 (record 42 of sums)"
+    )
+
+
+def test_an_attempt_that_failed_in_a_finished_slice_is_told_apart() -> None:
+    failures = Failures()
+    failures.add(three_tasks(), a_result(0, "ValueError: x (bad.py:7)", "finished"))
+    assert "1 slice finished with a fault: ValueError" in failures.summary()
+    failures.add(three_tasks(), a_result(1, "ValueError: x (bad.py:7)"))
+    assert "2 slices of which 1 failed: ValueError" in failures.summary()
+
+
+def test_what_was_cut_off_is_no_failure() -> None:
+    failures, cut_off = Failures(), three_tasks()
+    cut_off.grace = 1.0
+    failures.add(cut_off, a_result(0, "its result is not needed any more", "partial"))
+    failures.add(three_tasks(), a_result(0, "the batch's time is up", "cancelled"))
+    failures.add(three_tasks(), a_result(0, None, "finished"))
+    assert (failures.listed(), failures.summary()) == ([], "")
+
+
+def test_kinds_are_bounded_and_the_frequent_ones_are_listed() -> None:
+    failures = Failures()
+    for line in range(3 * MAX_KINDS):
+        failures.add(three_tasks(), a_result(0, f"KeyError: 'x' (bad.py:{line})"))
+    listed = failures.listed()
+    assert len(listed) == MAX_LISTED
+    assert (listed[0].text, listed[0].count) == (OTHERS, 2 * MAX_KINDS + 1)
+
+
+def test_a_text_is_short_keeps_its_place_and_holds_no_password() -> None:
+    failures = Failures()
+    failures.add(three_tasks(), a_result(0, f"ValueError: amqp://me:secret@host {'prompt ' * 500} (bad.py:7)"))
+    (kind,) = failures.listed()
+    assert len(kind.text) < MAX_TEXT + 10
+    assert kind.text.endswith("(bad.py:7)")
+    assert "secret" not in kind.text

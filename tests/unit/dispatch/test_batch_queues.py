@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ from trinity_mq.dispatch.batch_queues import NEW_PATIENCE, PATIENCE, BatchQueues
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.messages import BatchClosed, Mark, TaskBody, TaskResult
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 SENT = "sent mark"
 DELETING = 5.0
@@ -88,6 +90,8 @@ class Scene:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """The first look, that of a start, is over."""
+        if not self.bus.usable:
+            await self.begin()
         watching = asyncio.create_task(self.queues.watch())
         await asyncio.sleep(0.1)
         self.world.wire.clear()
@@ -103,183 +107,126 @@ class Scene:
         return f"deleted {self.name}" in self.world.wire
 
     def report(self, parts: int) -> None:
-        task_slice = self.ticket.slices[0]
-        self.ticket.record(
-            TaskResult(
-                batch=1,
-                ticket=self.ticket.ticket,
-                task_id=task_slice.task_id,
-                run_base=task_slice.run_base,
-                repeat_times=task_slice.repeat_times,
-                attempt="a",
-                outcome="finished",
-                runs=[0],
-                parts=parts,
-            )
-        )
-
-
-def test_a_new_queue_is_not_looked_at() -> None:
-    scene = Scene(published=False)
-
-    async def main() -> None:
-        await scene.begin()
-        await scene.queues.make(scene.ticket, again=False)
-
-    run_virtually(main())
-    assert SENT not in scene.world.wire
-    assert scene.world.count(scene.name) == 0
+        about = {"batch": 1, "ticket": self.ticket.ticket, "task_id": 0, "run_base": 0, "repeat_times": 1}
+        self.ticket.record(TaskResult(**about, attempt="a", outcome="finished", runs=[0], parts=parts))
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(again: bool) -> None:
+async def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(again: bool) -> None:
     scene = Scene(published=False)
     spent: list[float] = []
-
-    async def main() -> None:
-        await scene.begin()
-        scene.fall_silent()
-        scene.bus.breaks_at_declare = not again
-        started = asyncio.get_running_loop().time()
-        await scene.queues.make(scene.ticket, again=again)
-        spent.append(asyncio.get_running_loop().time() - started)
-
-    run_virtually(main())
+    await scene.begin()
+    scene.fall_silent()
+    scene.bus.breaks_at_declare = not again
+    started = asyncio.get_running_loop().time()
+    await scene.queues.make(scene.ticket, again=again)
+    spent.append(asyncio.get_running_loop().time() - started)
     assert scene.was_replaced
     assert scene.world.count(scene.name) == 1, "the mark that was taken"
     # what slices went out for is given longer
     assert spent[0] == pytest.approx(DELETING + (PATIENCE if again else NEW_PATIENCE + 0.5), abs=0.2)
 
 
-def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> None:
+async def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> None:
     scene = Scene()
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.fall_silent()
-            await asyncio.sleep(60)
-            assert not scene.world.wire, "nothing was lost, so nothing is looked at"
-            scene.world.broker.drop(scene.bus, delay=100.0)
-            await asyncio.sleep(100 + PATIENCE - 1)
-            assert not scene.was_replaced, "while the broker is away nobody is silent"
-            await asyncio.sleep(2 + DELETING)
-            assert scene.was_replaced
-
-    run_virtually(main())
+    async with scene.watched():
+        scene.fall_silent()
+        await asyncio.sleep(60)
+        assert not scene.world.wire, "nothing was lost, so nothing is looked at"
+        scene.world.broker.drop(scene.bus, delay=100.0)
+        await asyncio.sleep(100 + PATIENCE - 1)
+        assert not scene.was_replaced, "while the broker is away nobody is silent"
+        await asyncio.sleep(2 + DELETING)
+        assert scene.was_replaced
     assert [entry["event"] for entry in logs if "queue" in entry["event"]] == ["batch_queue_replaced"]
 
 
 @pytest.mark.parametrize("missed", [0, 3])
-def test_one_that_answers_stays(missed: int) -> None:
+async def test_one_that_answers_stays(missed: int) -> None:
     scene = Scene()
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            if missed:
-                scene.fall_silent()
-                scene.bus.missed_tries = missed
-            scene.world.broker.drop(scene.bus)
-            await asyncio.sleep(3 * PATIENCE)
-            assert scene.world.wire == [SENT] * missed + [SENT, "confirmed mark"]
-
-    run_virtually(main())
+    async with scene.watched():
+        if missed:
+            scene.fall_silent()
+            scene.bus.missed_tries = missed
+        scene.world.broker.drop(scene.bus)
+        await asyncio.sleep(3 * PATIENCE)
+        assert scene.world.wire == [SENT] * missed + [SENT, "confirmed mark"]
     assert not scene.was_replaced
 
 
-@pytest.mark.parametrize("holds", ["a reported part", "a message"])
-def test_one_with_something_in_it_is_left_alone(logs: list[Any], holds: str) -> None:
-    scene = Scene()
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.fall_silent()
-            if holds == "a message":
-                await scene.world.put(scene.name, b"x")
-            else:
-                scene.report(parts=1)
-            scene.world.broker.drop(scene.bus)
-            await asyncio.sleep(3 * PATIENCE)
-
-    run_virtually(main())
-    assert not scene.was_replaced
-    (told,) = (entry for entry in logs if entry["event"] == "batch_queue_silent")
-    assert told["queue"].endswith(scene.name)
+def hold_nothing(scene: Scene) -> None:
+    scene.report(parts=0)
 
 
-def test_a_result_without_parts_holds_nothing() -> None:
-    scene = Scene()
+def report_a_part(scene: Scene) -> None:
+    scene.report(parts=1)
 
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.fall_silent()
-            scene.report(parts=0)
-            scene.world.broker.drop(scene.bus)
-            await asyncio.sleep(3 * PATIENCE)
 
-    run_virtually(main())
-    assert scene.was_replaced
+def close(scene: Scene) -> None:
+    scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
+
+
+def unopen(scene: Scene) -> None:
+    scene.ticket.published = False
+
+
+@pytest.mark.parametrize(
+    ("deliver", "change", "sees", "replaced"),
+    [
+        pytest.param("pipeline", hold_nothing, ["batch_queue_replaced"], True, id="a result without parts"),
+        pytest.param("pipeline", report_a_part, ["batch_queue_silent"], False, id="a reported part"),
+        pytest.param("pipeline", None, ["batch_queue_silent"], False, id="a message"),
+        pytest.param("pipeline", close, [], False, id="closed"),
+        pytest.param("pipeline", unopen, [], False, id="not opened yet"),
+        pytest.param("caller", hold_nothing, [], False, id="read by its owner"),
+    ],
+)
+async def test_a_silent_one_is_replaced_only_if_nothing_can_be_in_it(
+    logs: list[Any], deliver: str, change: Callable[[Scene], None] | None, sees: list[str], replaced: bool
+) -> None:
+    scene = Scene(deliver=deliver)
+    async with scene.watched():
+        scene.fall_silent()
+        if change is None:
+            await scene.world.put(scene.name, b"x")
+        else:
+            change(scene)
+        scene.world.broker.drop(scene.bus)
+        await asyncio.sleep(3 * PATIENCE)
+    assert scene.was_replaced == replaced
+    assert [entry["event"] for entry in logs if entry["event"].startswith("batch_queue")] == sees
+    assert (SENT in scene.world.wire) == bool(sees), "who needs no look gets none"
 
 
 @pytest.mark.parametrize("deliver", ["pipeline", "caller"])
 @pytest.mark.parametrize("published", [True, False], ids=["published", "about to be"])
-def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(deliver: str, published: bool) -> None:
+async def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(deliver: str, published: bool) -> None:
     scene = Scene(published=False, deliver=deliver)
-
-    async def main() -> None:
-        await scene.begin()
-        await scene.queues.make(scene.ticket, again=False)
-        scene.ticket.published = published
-        async with scene.watched():
-            queue = scene.world.topology.batch_queue(1, scene.ticket.ticket)
-            await scene.world.outside.unbind(queue)
-            part = envelope(Mark(nonce="x"))
-            key = scene.world.topology.batch_routing_key(1, scene.ticket.ticket)
-            assert not await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
-            scene.world.broker.drop(scene.bus, delay=1.0)
-            await asyncio.sleep(2.0)
-            assert await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
-
-    run_virtually(main())
+    await scene.begin()
+    await scene.queues.make(scene.ticket, again=False)
+    assert SENT not in scene.world.wire, "a new one is not looked at"
+    scene.ticket.published = published
+    async with scene.watched():
+        queue = scene.world.topology.batch_queue(1, scene.ticket.ticket)
+        await scene.world.outside.unbind(queue)
+        part = envelope(Mark(nonce="x"))
+        key = scene.world.topology.batch_routing_key(1, scene.ticket.ticket)
+        assert not await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
+        scene.world.broker.drop(scene.bus, delay=1.0)
+        await asyncio.sleep(2.0)
+        assert await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
     assert not scene.was_replaced
-
-
-@pytest.mark.parametrize("why", ["closed", "read by its owner", "not opened yet"])
-def test_who_needs_no_look_gets_none(why: str) -> None:
-    scene = Scene(published=True, deliver="caller" if why == "read by its owner" else "pipeline")
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.fall_silent()
-            if why == "closed":
-                scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
-            scene.ticket.published = why != "not opened yet"
-            scene.world.broker.drop(scene.bus)
-            await asyncio.sleep(3 * PATIENCE)
-
-    run_virtually(main())
-    assert not scene.was_replaced
-    assert SENT not in scene.world.wire
 
 
 @pytest.mark.parametrize("after", [PATIENCE / 2, PATIENCE + DELETING / 2])
-def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
+async def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
     scene = Scene()
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.fall_silent()
-            scene.world.broker.drop(scene.bus, delay=0.0)
-            await asyncio.sleep(after)
-            scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
-            await asyncio.sleep(3 * PATIENCE)
-
-    run_virtually(main())
+    async with scene.watched():
+        scene.fall_silent()
+        scene.world.broker.drop(scene.bus, delay=0.0)
+        await asyncio.sleep(after)
+        close(scene)
+        await asyncio.sleep(3 * PATIENCE)
     assert SENT in scene.world.wire
     left_alone = after < PATIENCE
     assert scene.world.count(scene.name) == (0 if left_alone else None)
@@ -288,96 +235,73 @@ def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
 # -- the queue declared ahead
 
 
-def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
+async def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
     scene = Scene(published=False)
     world, queues = scene.world, scene.queues
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            assert queues.spare is None, "nothing was opened yet"
-            queues.want_spare()
-            await asyncio.sleep(0.1)
-            spare = queues.spare
-            assert spare is not None
-            assert world.count(f"batch.{spare}") == 0
-            exchange, mark = world.topology.exchange("experiences"), envelope(Mark(nonce="x"))
-            for batch in (0, 1):
-                key = world.topology.batch_routing_key(batch, spare)
-                assert not await scene.bus.publish(exchange, key, mark), "nothing is bound yet"
-            assert queues.next_ticket() == spare
-            assert queues.next_ticket() != spare, "each id is taken once"
-            scene.ticket.ticket = spare
-            await queues.make(scene.ticket, again=False)
-            assert await scene.bus.publish(exchange, key, mark)
-            assert world.count(f"batch.{spare}") == 1
-            queues.want_spare()
-            await asyncio.sleep(0.1)
-            assert queues.spare not in {None, spare}
-
-    run_virtually(main())
+    async with scene.watched():
+        assert queues.spare is None, "nothing was opened yet"
+        queues.want_spare()
+        await asyncio.sleep(0.1)
+        spare = queues.spare
+        assert spare is not None
+        assert world.count(f"batch.{spare}") == 0
+        exchange, mark = world.topology.exchange("experiences"), envelope(Mark(nonce="x"))
+        for batch in (0, 1):
+            key = world.topology.batch_routing_key(batch, spare)
+            assert not await scene.bus.publish(exchange, key, mark), "nothing is bound yet"
+        assert queues.next_ticket() == spare
+        assert queues.next_ticket() != spare, "each id is taken once"
+        scene.ticket.ticket = spare
+        await queues.make(scene.ticket, again=False)
+        assert await scene.bus.publish(exchange, key, mark)
+        assert world.count(f"batch.{spare}") == 1
+        queues.want_spare()
+        await asyncio.sleep(0.1)
+        assert queues.spare not in {None, spare}
 
 
-def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
+async def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
     scene = Scene(published=False)
     spent: list[float] = []
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.queues.want_spare()
-            await asyncio.sleep(0.1)
-            scene.world.broker.drop(scene.bus)
-            await asyncio.sleep(1.0)
-            scene.ticket.ticket = scene.queues.next_ticket()
-            scene.name = f"batch.{scene.ticket.ticket}"
-            scene.fall_silent()
-            started = asyncio.get_running_loop().time()
-            await scene.queues.make(scene.ticket, again=False)
-            spent.append(asyncio.get_running_loop().time() - started)
-
-    run_virtually(main())
+    async with scene.watched():
+        scene.queues.want_spare()
+        await asyncio.sleep(0.1)
+        scene.world.broker.drop(scene.bus)
+        await asyncio.sleep(1.0)
+        scene.ticket.ticket = scene.queues.next_ticket()
+        scene.name = f"batch.{scene.ticket.ticket}"
+        scene.fall_silent()
+        started = asyncio.get_running_loop().time()
+        await scene.queues.make(scene.ticket, again=False)
+        spent.append(asyncio.get_running_loop().time() - started)
     assert scene.was_replaced
     assert spent[0] == pytest.approx(DELETING + NEW_PATIENCE, abs=0.2)
 
 
-def test_one_that_is_gone_by_then_is_made_again() -> None:
+async def test_one_that_expired_is_made_again_and_it_goes_with_its_owner() -> None:
     scene = Scene(published=False)
-
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.queues.want_spare()
-            await asyncio.sleep(0.1)
-            scene.ticket.ticket = scene.queues.next_ticket()
-            await scene.world.outside.delete(f"{scene.world.topology.prefix}batch.{scene.ticket.ticket}")  # expired
-            await scene.queues.make(scene.ticket, again=False)
-            assert scene.world.count(f"batch.{scene.ticket.ticket}") == 0
-
-    run_virtually(main())
-
-
-def test_it_is_renewed_with_the_others_and_goes_with_its_owner() -> None:
-    scene = Scene(published=False)
-
-    async def main() -> None:
-        await scene.begin()
-        watching = asyncio.create_task(scene.queues.watch())
-        scene.queues.want_spare()
-        await asyncio.sleep(0.1)
-        name = f"batch.{scene.queues.spare}"
-        await scene.world.outside.delete(scene.world.topology.prefix + name)
-        await scene.queues.keep()
-        assert scene.world.count(name) == 0
-        watching.cancel()
-        await asyncio.wait([watching])
-        assert scene.world.count(name) is None
-        assert scene.queues.spare is None
-
-    run_virtually(main())
+    await scene.begin()
+    watching = asyncio.create_task(scene.queues.watch())
+    scene.queues.want_spare()
+    await asyncio.sleep(0.1)
+    name = f"batch.{scene.queues.spare}"
+    await scene.world.outside.delete(scene.world.topology.prefix + name)
+    await scene.queues.keep()
+    assert scene.world.count(name) == 0, "it is renewed with the others"
+    scene.ticket.ticket = scene.queues.next_ticket()
+    await scene.world.outside.delete(scene.world.topology.prefix + name)
+    await scene.queues.make(scene.ticket, again=False)
+    assert scene.world.count(name) == 0, "it is made again when it is used"
+    scene.queues.want_spare()
+    await asyncio.sleep(0.1)
+    name = f"batch.{scene.queues.spare}"
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert scene.world.count(name) is None
+    assert scene.queues.spare is None
 
 
-def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
+async def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
     scene = Scene(published=False)
     declare = scene.bus.declare
 
@@ -386,16 +310,12 @@ def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
             raise BusRefused("so many queues are not allowed")
         await declare(*queues)
 
-    async def main() -> None:
-        await scene.begin()
-        async with scene.watched():
-            scene.bus.declare = refuses  # type: ignore[method-assign]
-            scene.queues.want_spare()
-            await asyncio.sleep(0.1)
-            assert scene.queues.spare is None
-            await scene.queues.make(scene.ticket, again=False)
-            assert scene.world.count(scene.name) == 0
-
-    run_virtually(main())
+    async with scene.watched():
+        scene.bus.declare = refuses  # type: ignore[method-assign]
+        scene.queues.want_spare()
+        await asyncio.sleep(0.1)
+        assert scene.queues.spare is None
+        await scene.queues.make(scene.ticket, again=False)
+        assert scene.world.count(scene.name) == 0
     (told,) = (entry for entry in logs if entry["event"] == "no_spare_queue")
     assert "not allowed" in told["reason"]

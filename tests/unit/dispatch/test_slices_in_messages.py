@@ -26,7 +26,9 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.messages.msgpack_scan import MAX_NESTING
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 def runner(number: int, grouped: bool = True) -> Heartbeat:
@@ -123,21 +125,19 @@ def test_short_slices_share_messages_and_every_runner_gets_some(
     assert all(each.headers["batch"] == 1 and each.headers["ticket"] for each in messages)
 
 
-def test_all_runs_of_a_task_are_in_them_once() -> None:
-    messages = Desk(runner(0)).sent(tasks(5, runs=6))
-    assert keys(messages) == Counter((task, base) for task in range(5) for base in (0, 2, 4))
-    assert sizes(messages) == [8, 7]
-
-
-@pytest.mark.parametrize("runners", [[], [runner(0, grouped=False)], [runner(0), runner(1, grouped=False)]])
-def test_without_runners_or_beside_one_that_takes_single_slices_only_they_travel_alone(
-    runners: list[Heartbeat],
+@pytest.mark.parametrize(
+    ("runners", "ticket"),
+    [
+        pytest.param([], {}, id="no runner"),
+        pytest.param([runner(0, grouped=False)], {}, id="one that takes single slices"),
+        pytest.param([runner(0), runner(1, grouped=False)], {}, id="two of which one takes single slices"),
+        pytest.param([runner(0)], {"lane": "eval", "deliver": "none"}, id="an evaluation"),
+    ],
+)
+def test_where_not_all_runners_take_several_and_in_evaluations_they_travel_alone(
+    runners: list[Heartbeat], ticket: dict[str, Any]
 ) -> None:
-    assert sizes(Desk(*runners).sent(tasks(8))) == [1] * 8
-
-
-def test_evaluations_travel_alone() -> None:
-    assert sizes(Desk(runner(0)).sent(tasks(8), lane="eval", deliver="none")) == [1] * 8
+    assert sizes(Desk(*runners).sent(tasks(8), **ticket)) == [1] * 8
 
 
 def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_its_task() -> None:
@@ -151,9 +151,11 @@ def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_it
     assert not any(ticket.is_finished(task) for task in range(3))
 
 
-def test_slices_that_have_an_outcome_are_not_sent_again() -> None:
-    messages = Desk(runner(0)).sent(tasks(6), done=[0, 4])
-    assert set(keys(messages)) == {(task, 0) for task in (1, 2, 3, 5)}
+def test_all_runs_of_a_task_without_an_outcome_are_sent_once() -> None:
+    messages = Desk(runner(0)).sent(tasks(6, runs=6), done=[0])
+    bases = {(0, 2), (0, 4)} | {(task, base) for task in range(1, 6) for base in (0, 2, 4)}
+    assert keys(messages) == Counter(bases)
+    assert sizes(messages) == [8, 9]
 
 
 def nested(levels: int) -> TaskBody:
@@ -190,22 +192,18 @@ def test_a_task_that_cannot_travel_fails_alone(value: object, problem: str) -> N
     assert problem in str(result.message)
 
 
-def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
+async def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
     desk = Desk()
     submission = SubmissionRef(submission_id="s", reply_to="amq.gen-x")
     outcome = SubmissionOutcome(submission_id="s", batch=1, ticket="t", outcome="finished", completed_runs=10**30)
     manifest = BatchClosed(batch=1, ticket="t", outcomes={"finished": 10**30})
-
-    async def main() -> list[Any]:
-        await desk.bus.connect()
-        await desk.bus.declare(*desk.topology.durable)
-        await desk.dispatcher.answer(submission, outcome)
-        await desk.dispatcher.announce(manifest)
-        published = list(desk.broker.queues[desk.topology.ready.name].messages)
-        await desk.bus.close()
-        return published
-
-    (message,) = run_virtually(main(), limit=60)
+    await desk.bus.connect()
+    await desk.bus.declare(*desk.topology.durable)
+    await desk.dispatcher.answer(submission, outcome)
+    await desk.dispatcher.announce(manifest)
+    published = list(desk.broker.queues[desk.topology.ready.name].messages)
+    await desk.bus.close()
+    (message,) = published
     tomb = decode(message.body, BatchReady)
     assert (tomb.ticket, tomb.state) == ("t", "failed")
     assert "an integer of 100 bits" in str(tomb.reason)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from tests.unit.agents.world import experience
 from trinity_mq.experience import Experience
+from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, PromptTooLong
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, failure_of, kind_of, reward_fault
-from trinity_mq.rollout.status import RunFailure
-from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
+from trinity_mq.rollout.run_results import RunResults, answer_texts
+from trinity_mq.rollout.status import RunFailure, SliceOutcome
+from trinity_mq.workflows import RunFailedError, SandboxFailed, Task, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 HERE = Path(__file__).name
@@ -49,11 +53,8 @@ def test_the_place_is_the_authors_line_and_not_the_librarys() -> None:
     assert text.startswith("JSONDecodeError: Expecting property name")
     assert f"{HERE}:{line_of(parse) + 1}, raised in decoder.py:" in text
     assert describe(raised(own_bug), Own).endswith(f"{HERE}:{line_of(own_bug) + 1})")
-
-
-def test_an_exception_of_a_task_group_is_that_of_its_task() -> None:
     group = ExceptionGroup("unhandled errors in a TaskGroup", [raised(own_bug)])
-    assert describe(group, Own).startswith("KeyError: 'my own bug' (")
+    assert describe(group, Own).startswith("KeyError: 'my own bug' ("), "that of its task"
 
 
 def test_a_run_that_gave_nothing_names_the_line_of_its_method() -> None:
@@ -179,3 +180,47 @@ def test_the_last_step_has_a_finite_reward(rewards, needed, fault) -> None:
     assert (found or "").startswith(fault or "")
     assert (found is None) == (fault is None)
     assert found is None or f"{HERE}:{line_of(Own.run)})" in found
+
+
+@pytest.mark.parametrize(
+    ("record", "wanted"),
+    [
+        ({"answer": "seven"}, "seven"),
+        ({"answer": 18}, "18"),
+        ({"answer": 0}, "0"),
+        ({"answer": False}, "false"),
+        ({"answer": ["a", {"b": 1}]}, '["a", {"b": 1}]'),
+        ({"answer": None}, None),
+        ({"answer": ""}, None),
+        ({}, None),
+        ({"answer": "\ud83d"}, "?"),
+        ({"answer": "x" * 5000 + "end"}, "x" * 249 + "…" + "x" * 747 + "end"),
+    ],
+)
+def test_each_sample_carries_the_expected_answer(record: dict[str, Any], wanted: str | None) -> None:
+    results = RunResults()
+    results.finished(Task(raw_task=record), 3, [experience(1, 3), experience(1, 3)], 1.0)
+    found = [one.info.get("truth") for one in results.experiences[3]]
+    assert found == [wanted, wanted]
+    entry = experience(1, 0, info={"truth": "mine"})
+    RunResults().finished(Task(raw_task=record), 0, [entry], 1.0)
+    assert entry.info["truth"] == "mine", "a workflow's own one is kept"
+    assert wanted is None or len(wanted) <= MOST_TRUTH
+
+
+def test_the_answer_of_a_run_is_what_its_last_step_said() -> None:
+    said = [experience(1, run) for run in (0, 0, 1, 2)]
+    for one, step, text in zip(said, (1, 0, 0, 0), ("last", "first", None, None), strict=True):
+        one.eid.step, one.response_text = step, text
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "in messages"}]
+    said[2].messages = [*talk, {"role": "tool", "content": "5"}]
+    assert answer_texts(SliceOutcome(experiences=said, runs=[0, 1, 2])) == ["last", "in messages", ""]
+
+
+def test_answers_are_bounded() -> None:
+    said = [experience(1, run) for run in range(MOST_ANSWERS + 5)]
+    for one in said:
+        one.response_text = "thoughts " * 1000 + "the answer is 7"
+    found = answer_texts(SliceOutcome(experiences=said, runs=list(range(len(said)))))
+    assert [len(text) for text in found] == [MOST_ANSWER] * MOST_ANSWERS
+    assert all(text.endswith("the answer is 7") for text in found)

@@ -9,12 +9,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.rollout.scripted_engine import completion, refused, scripted_engine
-from trinity_mq.config import Config
+from trinity_mq.config import Config, RunnerConfig
 from trinity_mq.messages import TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout import attempts
-from trinity_mq.rollout.attempts import consecutive_blocks
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.workflows import AsyncSimpleWorkflow, SandboxFailed, StepWiseRewardWorkflow, Task, Workflow
@@ -61,12 +60,22 @@ def task_slice(workflow, runs=4, base=0, **keys):
     )
 
 
-class Asks(Workflow):
-    """One request; not repeatable."""
-
+class Coroutine(Workflow):
     is_async = True
 
+
+class Asks(Coroutine):
+    """One request; not repeatable; spoils its task and leaves info and metrics out."""
+
     async def run_async(self):
+        assert self.task.raw_task["question"] == "3+4="
+        self.task.raw_task["question"] = "spoilt"
+        experiences = await self.ask()
+        for experience in experiences:
+            experience.info = experience.metrics = None
+        return experiences
+
+    async def ask(self):
         return await self.model.chat_async([{"role": "user", "content": "q"}])
 
 
@@ -90,9 +99,7 @@ class FailsOnce(Asks):
         return await super().run_async()
 
 
-class Never(Workflow):
-    is_async = True
-
+class Never(Coroutine):
     async def run_async(self):
         await asyncio.Event().wait()
 
@@ -122,16 +129,12 @@ class Numberless(AsyncSimpleWorkflow):
         return experiences
 
 
-class Empty(Workflow):
-    is_async = True
-
+class Empty(Coroutine):
     async def run_async(self):
         return []
 
 
-class Exits(Workflow):
-    is_async = True
-
+class Exits(Coroutine):
     async def run_async(self):
         sys.exit(9)
 
@@ -145,13 +148,6 @@ class Steps(StepWiseRewardWorkflow):
 
     def reward(self, exps, step_num):
         return float(step_num)
-
-
-class Spoils(Asks):
-    async def run_async(self):
-        assert self.task.raw_task["question"] == "3+4="
-        self.task.raw_task["question"] = "spoilt"
-        return await super().run_async()
 
 
 async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner, engine):
@@ -171,23 +167,9 @@ async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner
     assert outcome.metrics[0] == {"accuracy": 1.0, "reward": 1.0, "response_tokens:sum": 2.0}
 
 
-class Bare(AsyncSimpleWorkflow):
-    """Leaves its experiences without info and metrics."""
-
-    async def run_async(self):
-        experiences = await super().run_async()
-        for experience in experiences:
-            experience.info = experience.metrics = None
-        return experiences
-
-
-async def test_experiences_without_info_and_metrics_are_stamped_too(runner, engine):
-    outcome = await runner.run_slice(task_slice("Bare", runs=1), lambda: engine.model)
-    assert outcome.message is None
-    assert outcome.experiences[0].info == {"model_version": 3, "truth": "7"}
-
-
-async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):
+@pytest.mark.parametrize("kind", ["Asks", "Blocking"])
+async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine, kind):
+    """None sees what another did to its task; those that block have threads of their own."""
     together = asyncio.Barrier(4)
 
     async def script(body):
@@ -195,23 +177,12 @@ async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):
         return completion()
 
     engine.script = script
-    outcome = await runner.run_slice(task_slice("Asks"), lambda: engine.model)
-    assert outcome.runs == [0, 1, 2, 3]
-    assert len({exp.eid.rid for exp in outcome.experiences}) == 4
-    assert len({request["seed"] for request in engine.requests}) == 4
-
-
-async def test_blocking_workflows_run_in_threads_of_their_own(runner, engine):
-    together = asyncio.Barrier(3)
-
-    async def script(body):
-        await together.wait()
-        return completion()
-
-    engine.script = script
-    outcome = await runner.run_slice(task_slice("Blocking", runs=3), lambda: engine.model)
-    assert outcome.runs == [0, 1, 2]
+    outcome = await runner.run_slice(task_slice(kind), lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([0, 1, 2, 3], None)
     assert threading.current_thread().name not in Blocking.threads
+    assert len({exp.eid.rid for exp in outcome.experiences}) == 4
+    assert {exp.info["truth"] for exp in outcome.experiences} == {"7"}
+    assert len({request["seed"] for request in engine.requests}) == 4
 
 
 async def test_step_wise_workflows_have_histories_of_their_own(runner, engine):
@@ -266,29 +237,6 @@ async def test_a_sandbox_that_is_away_is_tried_again_unless_it_is_final(runner, 
     assert "test_workflow_runner.py:" in outcome.message
 
 
-@pytest.mark.parametrize(
-    ("kind", "limits", "failure_kind"),
-    [
-        ("Empty", {}, "workflow"),
-        ("Never", {"max_timeout": 0.05}, "timeout"),
-        ("Never", {"slice_timeout": 0.05}, "timeout"),
-        ("no.such.Workflow_", {}, "task"),
-    ],
-)
-async def test_what_happens_by_itself_has_a_kind_too(runner, engine, kind, limits, failure_kind):
-    task = task_slice(kind, runs=1, max_retry_times=0, **limits)
-    outcome = await runner.run_slice(task, lambda: engine.model)
-    assert (outcome.runs, outcome.failure_kind) == ([], failure_kind)
-
-
-async def test_without_an_engine_the_kind_says_so(runner):
-    def none():
-        raise EngineLost("no engine lives")
-
-    outcome = await runner.run_slice(task_slice("Asks", runs=1, slice_timeout=0.1), none)
-    assert (outcome.failure_kind, outcome.retryable) == ("engine", True)
-
-
 async def test_a_run_without_reward_is_told_where_a_batch_is_trained_on(runner, engine):
     outcome = await runner.run_slice(task_slice("Asks", runs=2, deliver="pipeline"), lambda: engine.model)
     assert outcome.runs == [0, 1]
@@ -335,16 +283,10 @@ async def test_the_time_of_the_slice_ends_everything_but_keeps_what_is_done(runn
     assert outcome.message == "not done within the 2 s of the slice"
 
 
-async def test_waiting_for_weights_is_no_attempt(runner, engine):
+async def test_waiting_for_an_engine_or_its_weights_is_no_attempt(runner, engine):
+    troubles = [EngineNotReady("waits for weights", 0.01), EngineLost("no living engine"), EngineLost("none yet")]
     answers = [refused(503, "engine_not_current", 0.01) for _ in range(5)]
     engine.script = lambda body: answers.pop() if answers else None
-    outcome = await runner.run_slice(task_slice("async_simple_workflow", max_retry_times=0), lambda: engine.model)
-    assert len(outcome.runs) == 4
-    assert outcome.message is None
-
-
-async def test_having_no_engine_is_no_attempt(runner, engine):
-    troubles = [EngineNotReady("waits for weights", 0.01), EngineLost("no living engine"), EngineLost("none yet")]
 
     def models():
         if troubles:
@@ -361,7 +303,7 @@ async def test_no_engine_at_all_ends_with_the_slice_and_says_so(runner):
         raise EngineLost("no living engine is known")
 
     outcome = await runner.run_slice(task_slice("Asks", slice_timeout=0.2), models)
-    assert outcome.runs == []
+    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], "engine", True)
     assert outcome.message == (
         "not done within the 0.2 s of the slice, waiting for an engine: no living engine is known"
     )
@@ -457,29 +399,27 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "limits", "failure_kind", "message"),
     [
-        ("Empty", "Empty returned no experience; a run gives at least one"),
-        ("Exits", "Exits called sys.exit(9)"),
+        ("Empty", {}, "workflow", "Empty returned no experience; a run gives at least one"),
+        ("Exits", {}, "workflow", "Exits called sys.exit(9)"),
+        ("Never", {"max_timeout": 0.05}, "timeout", "Never took longer than max_timeout, 0.05 s ("),
+        ("Never", {"slice_timeout": 0.05}, "timeout", "not done within the 0.05 s of the slice"),
+        (
+            "async_simple_workflw",
+            {},
+            "task",
+            "unknown workflow 'async_simple_workflw'; did you mean",
+        ),
+        ("async_simple_workflow", {"task": {"raw_task": {}}}, "task", "TaskError: raw_task['question']"),
     ],
 )
-async def test_what_gives_nothing_has_failed(runner, engine, kind, said):
-    outcome = await runner.run_slice(task_slice(kind, runs=2, max_retry_times=0), lambda: engine.model)
-    assert outcome.runs == []
-    assert outcome.message.startswith(said)
-
-
-async def test_a_task_nobody_knows_fails_at_once(runner, engine):
-    outcome = await runner.run_slice(task_slice("async_simple_workflw"), lambda: engine.model)
-    assert "did you mean 'async_simple_workflow'" in outcome.message
-    outcome = await runner.run_slice(task_slice("async_simple_workflow", task={"raw_task": {}}), lambda: engine.model)
-    assert outcome.message.startswith("TaskError: raw_task['question']")
+async def test_what_gives_nothing_has_failed_with_a_kind(runner, engine, kind, limits, failure_kind, message):
+    task = task_slice(kind, runs=2, max_retry_times=0, **limits)
+    outcome = await runner.run_slice(task, lambda: engine.model)
+    assert (outcome.runs, outcome.failure_kind) == ([], failure_kind)
+    assert outcome.message.startswith(message)
     assert engine.requests == []
-
-
-async def test_a_run_sees_nothing_of_what_another_did_to_the_task(runner, engine):
-    outcome = await runner.run_slice(task_slice("Spoils", max_retry_times=0), lambda: engine.model)
-    assert (len(outcome.runs), outcome.message) == (4, None)
 
 
 async def test_cancelling_reaches_the_workflow(runner, engine):
@@ -509,11 +449,168 @@ async def test_run_task_gives_status_and_experiences(config, engine):
     await runner.close()
 
 
-def test_consecutive():
-    assert consecutive_blocks([]) == []
-    assert consecutive_blocks([0, 1, 4, 5, 7]) == [[0, 1], [4, 5], [7]]
-
-
 def test_seeds_are_stable():
     assert stable_seed(1, "2/x", 3) == 1347747480926742596
     assert len({stable_seed(a, b) for a in range(10) for b in (0, 1, "0", "1")}) == 40
+
+
+# -- ``runner.concurrent_mode``: how the runs of a slice are done
+
+
+def a_slice(kind, runs=3, **limits):
+    return task_slice(kind, runs, task={"raw_task": {"question": "q"}}, **{"max_retry_times": 1, **limits})
+
+
+@pytest.fixture
+def ran(engine, config, monkeypatch):
+    """Runs slices in a mode by one runner."""
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    Noted.reset_all()
+
+    async def run(mode, *slices):
+        made = WorkflowRunner(in_mode(config, mode))
+        with capture_logs():
+            try:
+                return [await made.run_slice(each, lambda: engine.model) for each in slices]
+            finally:
+                await made.close()
+
+    return run
+
+
+def in_mode(config, mode):
+    runner = RunnerConfig(concurrent_mode=mode)
+    return config.model_copy(update={"runner": runner})
+
+
+class Noted(Workflow):
+    """Notes who does what, and how many at a time."""
+
+    is_async = True
+    instances: ClassVar[list] = []
+    resets: ClassVar[list] = []
+    loops: ClassVar[set] = set()
+    histories: ClassVar[list] = []
+    at_work: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+    questions: ClassVar[list] = []
+
+    @classmethod
+    def reset_all(cls):
+        for noted in (Noted.instances, Noted.resets, Noted.histories, Noted.questions):
+            noted.clear()
+        Noted.loops.clear()
+        Noted.at_work = Noted.most = 0
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.instances.append(self)
+        self.client = self.model.get_openai_async_client()
+
+    def begin(self):
+        Noted.at_work += 1
+        Noted.most = max(Noted.most, Noted.at_work)
+
+    async def run_async(self):
+        self.begin()
+        self.loops.add((asyncio.get_running_loop(), threading.current_thread()))
+        self.questions.append(self.task.raw_task["question"])
+        self.task.raw_task["question"] = "spoilt"
+        await asyncio.sleep(0.02)
+        try:
+            await self.client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+            self.histories.append(len(self.model.extract_experience_from_history(clear_history=False)))
+            return self.model.extract_experience_from_history(clear_history=False)
+        finally:
+            Noted.at_work -= 1
+
+
+class Resets(Noted):
+    can_reset = True
+
+    def reset(self, task):
+        self.task = task
+        self.resets.append(self)
+
+
+class FailsSecond(Resets):
+    async def run_async(self):
+        if len(self.resets) == 1 and len(self.instances) == 1:
+            raise ArithmeticError("once")
+        return await super().run_async()
+
+
+class Blocks(Workflow):
+    at_work: ClassVar[threading.Barrier] = threading.Barrier(3, timeout=5)
+
+    def run(self):
+        self.at_work.wait()
+        return self.model.chat([{"role": "user", "content": "q"}])
+
+
+class BlocksItsLoop(Coroutine):
+    async def run_async(self):
+        Blocks.at_work.wait()
+        return await self.model.chat_async([{"role": "user", "content": "q"}])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "instances", "resets", "at_once", "loops"),
+    [
+        pytest.param("sequential", "Resets", 1, 2, 1, 1, id="one after the other by one instance"),
+        pytest.param("sequential", "Noted", 3, 0, 1, 1, id="what cannot be reset"),
+        pytest.param("asynchronous", "Resets", 3, 0, 3, 1, id="all at once on one loop"),
+        pytest.param("multi-threading", "Resets", 3, 0, None, 3, id="threads and loops of their own"),
+    ],
+)
+async def test_runs_of_a_slice_in_each_mode(ran, engine, mode, kind, instances, resets, at_once, loops):
+    (outcome,) = await ran(mode, a_slice(kind))
+    assert (outcome.runs, outcome.message) == ([0, 1, 2], None)
+    assert (len(Noted.instances), len(Noted.resets), len(Noted.loops)) == (instances, resets, loops)
+    assert at_once in {Noted.most, None}
+    assert (asyncio.get_running_loop() in {loop for loop, _ in Noted.loops}) == (mode != "multi-threading")
+    assert Noted.histories == [1, 1, 1], "each run sees its own only"
+    assert len({request["seed"] for request in engine.requests}) == 3
+
+
+@pytest.mark.parametrize(("mode", "instances", "resets"), [("sequential", 1, 5), ("asynchronous", 6, 0)])
+async def test_sequential_slices_share_an_instance_which_is_reset_to_each_task(ran, engine, mode, instances, resets):
+    def asking(question):
+        task = {"raw_task": {"question": question}, "rollout_args": {"top_k": len(question)}}
+        return task_slice("Resets", 2, task=task)
+
+    outcomes = await ran(mode, *map(asking, ("q", "other", "q")))
+    assert [(outcome.runs, outcome.message) for outcome in outcomes] == [([0, 1], None)] * 3
+    assert (len(Noted.instances), len(Noted.resets)) == (instances, resets)
+    assert Noted.questions == ["q", "q", "other", "other", "q", "q"]
+    assert Noted.histories == [1] * 6
+    assert [request["top_k"] for request in engine.requests] == [1, 1, 5, 5, 1, 1]
+
+
+async def test_an_instance_whose_run_failed_is_not_used_again(ran):
+    (outcome,) = await ran("sequential", a_slice("FailsSecond"))
+    assert outcome.runs == [0, 1, 2]
+    assert "ArithmeticError: once" in outcome.message
+    assert len(Noted.instances) == 2
+    assert Noted.resets == [Noted.instances[0], Noted.instances[1]]
+
+
+async def test_sequential_runs_that_are_done_outlive_the_time_of_the_slice(ran, engine):
+    async def third_hangs(body):
+        if len(engine.requests) == 3:
+            await asyncio.Event().wait()
+
+    engine.script = third_hangs
+    (outcome,) = await ran("sequential", a_slice("Resets", slice_timeout=1.0))
+    assert outcome.runs == [0, 1]
+    assert outcome.message == "not done within the 1 s of the slice"
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("asynchronous", "Blocks"), ("multi-threading", "Blocks"), ("multi-threading", "BlocksItsLoop")]
+)
+async def test_what_blocks_is_done_in_parallel(ran, mode, kind):
+    """Each run waits in its thread for two others: one that held the event loop would wait for them until it failed."""
+    Blocks.at_work.reset()
+    (outcome,) = await ran(mode, a_slice(kind))
+    assert (outcome.runs, outcome.message) == ([0, 1, 2], None)

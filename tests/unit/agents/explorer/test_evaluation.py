@@ -13,6 +13,7 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.dispatch.dispatcher import Dispatcher
+from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskBody, TaskSlice, Version
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.evaluations.log import EvaluationLog, read_evaluations
@@ -129,13 +130,6 @@ def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which
         assert metrics["time/eval"] > 0
 
 
-def test_a_run_that_fails_is_no_reason_to_do_an_evaluation_again_that_is_of_no_version() -> None:
-    bench = Bench(spoil=lambda task_slice: "failed", style="trainer_driven")
-    bench.play(4)
-    assert len(bench.runner.done) == 4
-    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
-
-
 def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
     names = []
     for detailed in (False, True):
@@ -165,6 +159,8 @@ def test_the_answers_to_each_question_are_kept(tmp_path: Path) -> None:
 def test_a_question_whose_runs_failed_says_why_and_a_full_disk_ends_no_evaluation(tmp_path: Path) -> None:
     bench = Bench(spoil=lambda task_slice: "failed", folder=tmp_path, style="trainer_driven")
     bench.play(2)
+    assert len(bench.runner.done) == 4, "an evaluation that is of no version is not done again"
+    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
     [question, _] = read_evaluations(tmp_path)[0].questions
     assert (question.answers, question.failure) == ([], "spoilt")
     (tmp_path / "b").write_text("a file in place of the folder")
@@ -175,14 +171,11 @@ def test_a_question_whose_runs_failed_says_why_and_a_full_disk_ends_no_evaluatio
 
 def test_what_was_evaluated_is_remembered_of_the_latest_label_only() -> None:
     bench = Bench(ExplorerState(due=[2, 4], evaluated=["1/a", "1/b"]))
+    assert bench.evaluations.running == 2, "announced before anything has run"
     bench.play(6)
     assert [label for label, _ in bench.reports] == [2, 4, 6]
     assert bench.state.evaluated == ["6/a", "6/b"]
     assert bench.evaluations.is_done(6)
-
-
-def test_what_was_due_is_announced_before_anything_has_run() -> None:
-    assert Bench(ExplorerState(due=[2])).evaluations.running == 2
 
 
 def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
@@ -197,19 +190,26 @@ def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
     assert bench.state.evaluated == ["4/a", "4/b"]
 
 
-def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
-    bench = Bench(spoil=lambda task_slice: "failed")
-    seen: list[Version | None] = []
-    open_one = bench.dispatcher.open
+def losing(bench: Bench, lost: Callable[[Version], Version]) -> list[Version]:
+    """Have the version of each evaluation that is opened replaced at once; return those versions."""
+    pinned: list[Version] = []
+    open_ticket = bench.dispatcher.open
 
-    async def opens(ticket: Any) -> None:
-        seen.append(ticket.pinned)
-        await open_one(ticket)
-        bench.gate.version = (1, (ticket.pinned or (1, 0))[1] + 1)  # lost again at once
+    async def opens(ticket: Ticket) -> None:
+        version = ticket.pinned or (1, 0)
+        pinned.append(version)
+        await open_ticket(ticket)
+        bench.gate.version = lost(version)
 
     bench.dispatcher.open = opens  # type: ignore[method-assign]
+    return pinned
+
+
+def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
+    bench = Bench(spoil=lambda task_slice: "failed")
+    pinned = losing(bench, lambda version: (1, version[1] + 1))
     bench.play(4)
-    assert len(seen) == 2 * MAX_TRIES
+    assert len(pinned) == 2 * MAX_TRIES
     assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
     assert bench.state.tickets == {}
     assert [kind.count for kind in bench.dispatcher.failures.listed()] == [4]  # those of the last try
@@ -217,13 +217,7 @@ def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
 
 def test_slices_that_lost_their_version_are_no_failures_once_they_are_done_again() -> None:
     bench = Bench(spoil=lambda task_slice: "failed" if task_slice.pinned == (1, 3) else None)
-    open_one = bench.dispatcher.open
-
-    async def opens(ticket: Any) -> None:
-        await open_one(ticket)
-        bench.gate.version = (1, 4)
-
-    bench.dispatcher.open = opens  # type: ignore[method-assign]
+    losing(bench, lambda version: (1, 4))
     bench.play(4)
     assert bench.reports[0][1].get("eval/a/failed_runs", 0.0) == 0.0
     assert bench.dispatcher.failures.listed() == []

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.world import failure, leaf
+from tests.unit.agents.world import beside, failure, leaf
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import Simulation, until
-from trinity_mq.messages import Heartbeat, SyncEvent
+from trinity_mq.messages import SyncEvent
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.fakes import FakeEngine
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+LOOP = VirtualTimeLoop
 
 
 @dataclass
@@ -66,77 +68,56 @@ def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
     }
 
 
-def test_engines_that_joined_before_the_trainer_listened_get_weights_when_it_does(tmp_path: Path) -> None:
+async def test_engines_that_joined_before_the_trainer_listened_get_weights_when_it_does(tmp_path: Path) -> None:
     """A join is repeated at a third of the lease only, and the first step would wait as long."""
     sim = Engines(tmp_path, batches=2)
-    begins, served = 1.5, []
 
     async def later() -> None:
-        await asyncio.sleep(begins)
+        await asyncio.sleep(1.5)
         await sim.make_trainer().run()
 
-    async def watch() -> None:
+    async with beside(sim.run(trainer=later, beside=lambda: sim.make_host().run())):
         await until(lambda: all(engine.served for engine in sim.all))
-        served.append(asyncio.get_running_loop().time())
-
-    async def beside() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(sim.make_host().run())
-            group.create_task(watch())
-
-    run_virtually(sim.run(trainer=later, beside=beside), limit=1000)
-    assert begins < served[0] < begins + 1.0
+        assert 1.5 < asyncio.get_running_loop().time() < 2.5
 
 
-def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path: Path) -> None:
+async def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=4, runner_seconds=lambda task_slice: 20.0 if task_slice.lane == "eval" else 0.1)
-    still: list[int] = []
-
-    async def watch() -> None:
-        while True:
+    paused: list[int] = []
+    async with beside(sim.run(beside=lambda: sim.make_host().run())):
+        await until(lambda: bool(sim.explorers) and sim.explorer.exploration is not None)
+        while not sim.state().finished:
             await asyncio.sleep(1.0)
-            if sim.explorers and sim.explorer.exploration and sim.explorer.exploration.evaluations.running == 2:
-                still.append(sum(engine.paused for engine in sim.all))
-
-    async def beside() -> None:
-        watching = asyncio.create_task(watch())
-        await sim.make_host().run()
-        watching.cancel()
-
-    run_virtually(sim.run(beside=beside), limit=2000)
-    assert len(still) >= 15
-    assert sum(still) == 0
+            if sim.explorer.exploration and sim.explorer.exploration.evaluations.running == 2:
+                paused.append(sum(engine.paused for engine in sim.all))
+    assert len(paused) >= 15
+    assert sum(paused) == 0
     assert sim.evaluated_steps() == [0, 2, 4]
     assert [engine.served[-1] for engine in sim.all] == [(1, 4)] * 4
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_one_dies_and_the_others_go_on_until_it_is_back(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    "victims",
+    [pytest.param((n,), id=f"engine {n}") for n in range(3)] + [pytest.param((0, 1), id="all of the explorer's")],
+)
+async def test_one_dies_and_the_others_go_on_until_it_is_back(tmp_path: Path, victims: tuple[int, ...]) -> None:
     sim = Engines(tmp_path, batches=12)
-    seen: list[tuple[str, int]] = []
-
-    async def violence() -> None:
-        engine = sim.all[victim]
-        await until(lambda: len(engine.served) >= 3)
-        dies(engine)
-        others = [other for other in sim.all if other is not engine]
+    dead = [sim.all[number] for number in victims]
+    others = [engine for engine in sim.all if engine not in dead]
+    sim.runner = _asks_any(sim)  # type: ignore[method-assign]
+    async with beside(sim.run(beside=lambda: sim.make_host().run())):
+        await until(lambda: all(len(engine.served) >= 3 for engine in sim.all))
+        for engine in dead:
+            dies(engine)
         then = len(others[0].served)
         await until(lambda: all(len(other.served) >= then + 4 for other in others))
-        seen.append(("progress", sim.trainer.loop.progress))
-        comes_back(engine)
-        await until(lambda: engine.snapshot.version is not None)
-        seen.append(("back", sim.trainer.loop.progress))
-
-    async def beside() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(sim.make_host().run())
-            group.create_task(violence())
-
-    sim.runner = _asks_any(sim)  # type: ignore[method-assign]
-    run_virtually(sim.run(beside=beside), limit=2000)
+        for engine in dead:
+            comes_back(engine)
+        await until(lambda: all(engine.snapshot.version is not None for engine in dead))
+        assert sim.trainer.loop.progress < 12, "not only at the end"
     assert sim.trainer.loop.progress == 12
-    assert dict(seen)["back"] < 12, "not only at the end"
     assert [engine.served[-1] for engine in sim.all] == [(1, 12)] * 4
+    assert sim.state().finished
     aborts = [event for event in sim.published(SyncEvent) if event.verb == "abort"]
     assert len(aborts) <= 1, "at most the try under way"
 
@@ -154,31 +135,9 @@ def _asks_any(sim: Engines) -> Any:
     return runner
 
 
-def test_without_an_engine_of_its_own_the_explorer_uses_those_of_others(tmp_path: Path) -> None:
-    sim = Engines(tmp_path, batches=6)
-    sim.runner = _asks_any(sim)  # type: ignore[method-assign]
-
-    async def violence() -> None:
-        await until(lambda: len(sim.remote[0].served) >= 2)
-        dies(sim.engine)
-        dies(sim.second)
-
-    async def beside() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(sim.make_host().run())
-            group.create_task(violence())
-
-    run_virtually(sim.run(beside=beside), limit=2000)
-    assert sim.trainer.loop.progress == 6
-    assert sim.remote[0].served[-1] == (1, 6)
-    assert sim.state().finished
-
-
-def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_path: Path) -> None:
+async def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=3)
-    heard: dict[str, list[Heartbeat]] = {}
-
-    async def beside() -> None:
+    async with beside(sim.run()):
         host = sim.make_host()
         running = asyncio.create_task(host.run())
         await until(lambda: len(sim.remote[0].served) >= 2)
@@ -186,44 +145,33 @@ def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_
         await asyncio.sleep(0.5)
         choice = EngineSelector(lambda: host.peers.alive("engine"))
         assert {choice().id for _ in range(50)} == {"engine", "explorer-0-engine-1", "far-engine"}
-        heard["far-engine-1"] = [host.peers.latest("far-engine-1")]  # type: ignore[list-item]
-        heard["far"] = [host.peers.latest("far")]  # type: ignore[list-item]
+        gone, far = host.peers.latest("far-engine-1"), host.peers.latest("far")
+        assert gone is not None
+        assert far is not None
+        assert (gone.state, far.detail.as_map()) == ("gone", {"hosts": ["far-engine", "far-engine-1"]})
         comes_back(sim.remote[1])
         await running
 
-    run_virtually(sim.run(beside=beside), limit=1000)
-    assert heard["far-engine-1"][0].state == "gone"
-    assert heard["far"][0].detail.as_map() == {"hosts": ["far-engine", "far-engine-1"]}
 
-
-def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+async def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=40)
-    refused: list[BaseException] = []
-
-    async def beside() -> None:
+    async with beside(sim.run()):
         first = asyncio.create_task(sim.make_host().run())
         await until(lambda: len(sim.remote[0].served) >= 1)
-        try:
+        with pytest.raises(ExceptionGroup) as caught:
             await sim.make_host().run()
-        except* FatalError as group:
-            refused.extend(group.exceptions)
+        assert "start this host with another --id" in str(leaf(caught.value, FatalError))
         await first
 
-    run_virtually(sim.run(beside=beside), limit=2000)
-    assert "start this host with another --id" in str(refused[0])
 
-
-def test_a_host_leaves_when_it_is_drained_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_host_leaves_when_it_is_drained_and_the_run_goes_on(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=6)
-
-    async def beside() -> None:
+    async with beside(sim.run()):
         host = sim.make_host()
         running = asyncio.create_task(host.run())
         await until(lambda: len(sim.remote[0].served) >= 2)
         host.drain()
         await running
-
-    run_virtually(sim.run(beside=beside), limit=1000)
     assert sim.trainer.loop.progress == 6
     assert sim.engine.served[-1] == sim.second.served[-1] == (1, 6)
     assert len(sim.remote[0].served) < 6
@@ -268,52 +216,6 @@ def test_an_engine_that_keeps_its_old_weights_is_quarantined_in_that_round_and_c
     assert sim.trainer.loop.gate.aborts == 1
     assert sim.trainer.loop.gate.metrics()["sync/canary_failures"] == 2.0
     assert sim.trainer.loop.gate.metrics()["sync/quarantined"] == 0.0
-
-
-def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: Path) -> None:
-    sim = Engines(tmp_path, batches=6)
-    missed: list[Any] = []
-    pulls: list[float] = []
-
-    async def deaf_once() -> None:
-        await until(lambda: bool(sim.explorers) and len(sim.engine.served) >= 2)
-        hosted = sim.explorer.exploration.hosted
-        machine = hosted._members[0].machine
-        # by engines that came after the first sync
-        pulls.append(sim.trainer.loop.gate.metrics()["sync/pulls"])
-        commit = machine.commit
-
-        def lost(event: SyncEvent) -> Any:
-            if not missed and machine.stage.value == "applied":
-                missed.append(event.version)
-                return []
-            return commit(event)
-
-        hosted._members[0].machine = Deaf(machine, lost)  # type: ignore[assignment]
-
-    async def beside() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(sim.make_host().run())
-            group.create_task(deaf_once())
-
-    run_virtually(sim.run(beside=beside), limit=1000)
-    assert missed
-    assert sim.engine.served == [(1, step) for step in range(7)], "once each, and nothing was sent again"
-    assert sim.trainer.loop.gate.metrics()["sync/pulls"] == pulls[0]
-
-
-class Deaf:
-    """A member's machine with another ear for commits."""
-
-    def __init__(self, machine: Any, commit: Any) -> None:
-        object.__setattr__(self, "_machine", machine)
-        object.__setattr__(self, "commit", commit)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._machine, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._machine, name, value)
 
 
 @pytest.mark.parametrize("wrong", ["the explorer's", "another host's"])

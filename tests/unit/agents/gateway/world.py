@@ -13,10 +13,12 @@ from trinity_agents.gateway.session_stream import SessionStream
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import Config
+from trinity_mq.gateway.session import Session
 from trinity_mq.messages import (
     Progress,
     SampledChoice,
     SessionCall,
+    SessionEnd,
     SessionOpened,
     SubmissionOutcome,
     TaskSubmission,
@@ -26,6 +28,8 @@ from trinity_mq.runtime.deliveries import envelope
 
 HOUR = 3600.0
 RUN = "world"
+SMALL = 40_000
+"""Bytes that a stream keeps."""
 
 
 def config(**gateway: Any) -> Config:
@@ -89,14 +93,19 @@ class World:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[MemoryBus]:
         """Run explorer and trainer; yield a bus of somebody outside."""
-        bus = self.bus()
-        await bus.connect()
-        await bus.declare(*self.topology.durable, self.topology.sessions)
-        async with asyncio.TaskGroup() as group:
+        async with self.alone() as bus, asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in (self._explore(bus), self._bury(bus))]
             yield bus
             for task in tasks:
                 task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[MemoryBus]:
+        """Yield a bus of somebody outside, without an explorer and a trainer."""
+        bus = self.bus()
+        await bus.connect()
+        await bus.declare(*self.topology.durable, self.topology.sessions)
+        yield bus
         await bus.close()
 
     async def _explore(self, bus: MemoryBus) -> None:
@@ -183,3 +192,30 @@ class World:
 async def until(store: SessionStream, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         await store.changed.until(holds)
+
+
+def session_of(store: SessionStream, name: str) -> Session:
+    session = store.ledger.get(name)
+    assert session is not None
+    return session
+
+
+def state(store: SessionStream, name: str) -> str:
+    return str(session_of(store, name).state)
+
+
+async def reaches(store: SessionStream, name: str, wanted: str, seconds: float = 60.0) -> None:
+    """Wait until a session is in a state."""
+    await until(store, lambda: state(store, name) == wanted, seconds)
+
+
+async def end(store: SessionStream, name: str, reward: float | None = 1.0, **fields: Any) -> None:
+    await store.report(SessionEnd(session=name, reward=reward, **fields), f"end-{name}")
+
+
+async def live_on(world: World, store: SessionStream, rounds: int = 60) -> None:
+    """Have sessions come and go, so that retention cuts several times what the stream keeps."""
+    for number in range(rounds):
+        await world.session(store, f"x{number}", size=100, record="eval")
+        await end(store, f"x{number}")
+        await reaches(store, f"x{number}", "evaluated")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
+from tests.unit.agents.operator.test_operator import batch_of, chunks, decision, ready
 from tests.unit.agents.world import World, experience, kill
+from trinity_agents import simulation
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
@@ -22,7 +23,9 @@ from trinity_mq.operators.human_review import HumanReview, ReviewConditions
 from trinity_mq.reviews.base import Answer, Decision, Question
 from trinity_mq.reviews.ledger import Review
 from trinity_mq.reviews.stream import ReviewStream
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop
+
+LOOP = VirtualTimeLoop
 
 CHOOSE = '"choose": {"reward_above": 0.5}, "seconds": 100'
 EPOCH = 1e9
@@ -43,18 +46,16 @@ def operator(world: World, name: str = "operator-0") -> Operator:
 
 async def rewards(world: World) -> dict[int, float | None]:
     """The rewards by run of the one processed batch."""
-    (decided,) = ready(world)
+    decided = decision(world)
     bodies = [Experience.deserialize_many(chunk.body) for chunk in chunks(world, decided.op)]
     return {exp.eid.run: exp.reward for body in bodies for exp in body}
 
 
-async def until(condition: Callable[[], bool], seconds: float = 300.0) -> float:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # in virtual time looking costs nothing
-            await asyncio.sleep(0.05)
-    return loop.time() - began
+async def until(condition: Callable[[], bool]) -> float:
+    """Return how long it took."""
+    began = asyncio.get_running_loop().time()
+    await simulation.until(condition, 0.05)
+    return asyncio.get_running_loop().time() - began
 
 
 def asked(world: World) -> list[ReviewRequest]:
@@ -79,124 +80,84 @@ async def say(world: World, body: dict[str, Any], message_id: str) -> None:
     assert await world.outside.publish(world.topology.exchange("review"), "verdict", mail)
 
 
-def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> None:
-    async def main() -> None:
-        world = make_world()
-        await batch_of(world, "a0", "a1")
-        async with world.living(operator(world)):
-            await until(lambda: bool(asked(world)))
-            (request,) = asked(world)
-            assert request.reasons == ["reward 1 is above 0.5"]
-            assert (request.batch, request.ticket, request.deadline - request.asked) == (1, "t1", 100.0)
+async def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> None:
+    world = make_world()
+    await batch_of(world, "a0", "a1")
+    async with world.living(operator(world)):
+        await until(lambda: bool(asked(world)))
+        (request,) = asked(world)
+        assert request.reasons == ["reward 1 is above 0.5"]
+        assert (request.batch, request.ticket, request.deadline - request.asked) == (1, "t1", 100.0)
+        async with ReviewStream(world.outside, world.topology).following() as reviews:
+            (review,) = reviews.pending()
+            with pytest.raises(ValueError, match="needs a number"):
+                await reviews.send(request.request, "reward")
             await say(world, {"request": request.request, "verdict": "reward", "reward": 0.25, "by": "ann"}, "v1")
-            await say(world, {"request": request.request, "verdict": "drop", "by": "bob"}, "v2")
-            assert await until(lambda: bool(ready(world))) < 5.0, "it waits no longer than for the verdict"
-            (end,) = closings(world)
-            assert (end.verdict, end.reward, end.how, end.by) == ("reward", 0.25, "verdict", "ann")
-            assert await rewards(world) == {0: 0.0, 1: 0.25}
-            metrics = ready(world)[0].metrics
-            found = {name: value for name, value in metrics.items() if name.startswith("review/")}
-            wanted = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
-            assert found == {f"review/{name}": value for name, value in wanted.items()}
-
-    run_virtually(main())
-
-
-def test_its_heartbeats_say_how_many_runs_wait_for_people() -> None:
-    async def main() -> None:
-        world = make_world('"choose": {"fraction": 1}, "seconds": 100')
-        await batch_of(world, "a0", "a1")
-        made = operator(world)
-        assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
-        async with world.living(made):
-            await until(lambda: len(asked(world)) == 2)
-            assert (made.detail().reviews, made.detail().ticket) == (2, "t1")
-            assert 95 < made.detail().review_seconds <= 100
-            await say(world, {"request": asked(world)[0].request, "verdict": "keep", "by": "ann"}, "v1")
-            await until(lambda: made.detail().reviews == 1)
-            await until(lambda: bool(ready(world)))
-            assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
-
-    run_virtually(main())
+            assert (await reviews.send(request.request, "drop", by="bob")).taken == "refused"
+            await reviews.changed.until(lambda: review.closed is not None)
+            assert reviews.pending() == []
+        assert await until(lambda: bool(ready(world))) < 5.0, "it waits no longer than for the verdict"
+        (end,) = closings(world)
+        assert (end.verdict, end.reward, end.how, end.by) == ("reward", 0.25, "verdict", "ann")
+        assert await rewards(world) == {0: 0.0, 1: 0.25}
+        metrics = {name: value for name, value in decision(world).metrics.items() if name.startswith("review/")}
+        counts = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
+        assert metrics == {f"review/{name}": value for name, value in counts.items()}
 
 
 @pytest.mark.parametrize(
     ("default", "left"), [('"keep"', {0: 0.0, 1: 1.0}), ('"drop"', {0: 0.0}), ('{"reward": 0.5}', {0: 0.0, 1: 0.5})]
 )
-def test_the_default_counts_after_the_deadline(default: str, left: dict[int, float]) -> None:
-    async def main() -> None:
-        world = make_world(f'{CHOOSE}, "default": {default}')
-        await batch_of(world, "a0", "a1")
-        async with world.living(operator(world)):
-            took = await until(lambda: bool(ready(world)))
-            assert 99.0 < took < 103.0
-            assert [end.how for end in closings(world)] == ["timeout"]
-            assert await rewards(world) == left
-            assert ready(world)[0].metrics["review/timed_out"] == 1
-
-    run_virtually(main())
+async def test_the_default_counts_after_the_deadline(default: str, left: dict[int, float]) -> None:
+    world = make_world(f'{CHOOSE}, "default": {default}')
+    await batch_of(world, "a0", "a1")
+    async with world.living(operator(world)):
+        took = await until(lambda: bool(ready(world)))
+        assert 99.0 < took < 103.0
+        assert [end.how for end in closings(world)] == ["timeout"]
+        assert await rewards(world) == left
+        assert decision(world).metrics["review/timed_out"] == 1
 
 
-def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:
-    async def main() -> None:
-        world = make_world('"choose": {"fraction": 1.0}, "seconds": 100')
-        await batch_of(world, "a0", "a1")
-        first = asyncio.create_task(operator(world).run())
-        loop = asyncio.get_running_loop()
-        await until(lambda: len(asked(world)) == 2)
-        began = loop.time()
-        await asyncio.sleep(40.0)
-        await kill(first)
-        told = next(each for each in asked(world) if each.reward == 1.0)
-        await say(world, {"request": told.request, "verdict": "drop", "by": "ann"}, "v1")
-        await asyncio.sleep(30.0)
-        async with world.living(operator(world, "operator-1")):
-            await until(lambda: bool(ready(world)))
-            assert 99.0 < loop.time() - began < 103.0, "counted from the first request"
-            assert len(asked(world)) == 2, "asked once"
-            assert await rewards(world) == {0: 0.0}
-            assert {end.request: end.how for end in closings(world)}[told.request] == "verdict"
-
-    run_virtually(main())
-
-
-def test_after_a_crash_what_was_decided_stays_decided() -> None:
-    async def main() -> None:
-        world = make_world(f'{CHOOSE}, "default": "drop"')
-        await batch_of(world, "a0", "a1")
-        first = asyncio.create_task(operator(world).run())
-        await until(lambda: bool(asked(world)) and bool(closings(world)))
-        await kill(first)
-        if not ready(world):
-            await say(world, {"request": asked(world)[0].request, "verdict": "keep"}, "late")
-            async with world.living(operator(world, "operator-1")):
-                assert await until(lambda: bool(ready(world))) < 30.0
+async def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:
+    """Heartbeats say how many runs wait for people."""
+    world = make_world('"choose": {"fraction": 1.0}, "seconds": 100')
+    await batch_of(world, "a0", "a1")
+    first, second = operator(world), operator(world, "operator-1")
+    assert (first.detail().reviews, first.detail().review_seconds) == (0, 0.0)
+    running = asyncio.create_task(first.run())
+    loop = asyncio.get_running_loop()
+    await until(lambda: len(asked(world)) == 2)
+    assert (first.detail().reviews, first.detail().ticket) == (2, "t1")
+    assert 95 < first.detail().review_seconds <= 100
+    began = loop.time()
+    await asyncio.sleep(40.0)
+    await kill(running)
+    told = next(each for each in asked(world) if each.reward == 1.0)
+    await say(world, {"request": told.request, "verdict": "drop", "by": "ann"}, "v1")
+    await asyncio.sleep(30.0)
+    async with world.living(second):
+        await until(lambda: second.detail().reviews == 1)
+        await until(lambda: bool(ready(world)))
+        assert 99.0 < loop.time() - began < 103.0, "counted from the first request"
+        assert (second.detail().reviews, second.detail().review_seconds) == (0, 0.0)
+        assert len(asked(world)) == 2, "asked once"
         assert await rewards(world) == {0: 0.0}
-        assert len(closings(world)) == 1
-
-    run_virtually(main())
+        assert {end.request: end.how for end in closings(world)}[told.request] == "verdict"
 
 
-def test_what_people_see_of_it_and_what_a_verdict_brings_about() -> None:
-    async def main() -> None:
-        world = make_world()
-        await batch_of(world, "a0", "a1")
-        async with world.living(operator(world)):
-            await until(lambda: bool(asked(world)))
-            async with ReviewStream(world.outside, world.topology).following() as reviews:
-                (review,) = reviews.pending()
-                sent = [await reviews.send(review.request.request, "keep", by=name) for name in ("ann", "bob")]
-                assert [one.taken for one in sent] == ["new", "refused"]
-                await reviews.changed.until(lambda: review.closed is not None)
-                assert reviews.pending() == []
-                last: Review | None = reviews.ledger.get(review.request.request)
-                assert last is not None
-                assert last.closed is not None
-                assert last.closed.by == "ann"
-                with pytest.raises(ValueError, match="needs a number"):
-                    await reviews.send(review.request.request, "reward")
-
-    run_virtually(main())
+async def test_after_a_crash_what_was_decided_stays_decided() -> None:
+    world = make_world(f'{CHOOSE}, "default": "drop"')
+    await batch_of(world, "a0", "a1")
+    first = asyncio.create_task(operator(world).run())
+    await until(lambda: bool(asked(world)) and bool(closings(world)))
+    await kill(first)
+    if not ready(world):
+        await say(world, {"request": asked(world)[0].request, "verdict": "keep"}, "late")
+        async with world.living(operator(world, "operator-1")):
+            assert await until(lambda: bool(ready(world))) < 30.0
+    assert await rewards(world) == {0: 0.0}
+    assert len(closings(world)) == 1
 
 
 async def test_people_are_told_the_expected_answer() -> None:
@@ -216,24 +177,19 @@ async def test_people_are_told_the_expected_answer() -> None:
     assert full_text(Review(request), 0.0).endswith("-- expected\n   7")
 
 
-def test_rubbish_on_the_stream_harms_nobody() -> None:
-    async def main() -> None:
-        world = make_world()
-        await batch_of(world, "a0", "a1")
-        async with world.living(operator(world)):
-            await until(lambda: bool(asked(world)))
-            request = asked(world)[0].request
-            for number, body in enumerate(
-                [{"request": "?"}, {"request": request, "verdict": "reward"}, {"verdict": 1}]
-            ):
-                await say(world, body, f"bad{number}")
-            forged = {"kind": "review_closed", "request": request, "batch": 1, "ticket": "t1", "how": "timeout"}
-            await say(world, {**forged, "verdict": "drop"}, "forged")
-            await say(world, {"request": request, "verdict": "keep"}, "good")
-            assert await until(lambda: bool(ready(world))) < 5.0
-            assert await rewards(world) == {0: 0.0, 1: 1.0}
-
-    run_virtually(main())
+async def test_rubbish_on_the_stream_harms_nobody() -> None:
+    world = make_world()
+    await batch_of(world, "a0", "a1")
+    async with world.living(operator(world)):
+        await until(lambda: bool(asked(world)))
+        request = asked(world)[0].request
+        for number, body in enumerate([{"request": "?"}, {"request": request, "verdict": "reward"}, {"verdict": 1}]):
+            await say(world, body, f"bad{number}")
+        forged = {"kind": "review_closed", "request": request, "batch": 1, "ticket": "t1", "how": "timeout"}
+        await say(world, {**forged, "verdict": "drop"}, "forged")
+        await say(world, {"request": request, "verdict": "keep"}, "good")
+        assert await until(lambda: bool(ready(world))) < 5.0
+        assert await rewards(world) == {0: 0.0, 1: 1.0}
 
 
 @pytest.mark.parametrize(
