@@ -225,7 +225,7 @@ def test_an_old_configuration_may_lack_settings_and_is_named_if_it_is_unreadable
     folder.config_file.write_text(yaml.safe_dump(data))
     assert folder.write_configuration() == []
     folder.config_file.write_text("model: {no_such_key: 1}")
-    with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml: model.no_such_key"):
+    with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml:1: model.no_such_key"):
         folder.write_configuration()
     below = RunFolder(config(folder.config_file / "run"))
     with pytest.raises(CommandError, match="cannot be used"), below.locked():
