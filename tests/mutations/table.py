@@ -196,7 +196,7 @@ MUTATIONS = [
         "trinity_mq/algorithms/estimators/runs.py",
         "    return values - mean\n",
         "    return mean - values\n",
-        "unit/algorithms/test_group_estimator.py::test_divides_by_nothing",
+        "unit/algorithms/test_estimators.py::test_divides_by_nothing",
     ),
     Mutation(
         "the likelihood is minimised",

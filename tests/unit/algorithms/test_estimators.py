@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.plugin import EstimatorError
+from trinity_mq.algorithms.estimators.runs import LARGEST, are_equal, center, deviation
 from trinity_mq.config.estimators import (
     DiscountedEstimator,
     Estimator,
@@ -197,17 +199,6 @@ def test_preference_pairs_are_refused(name: str) -> None:
         estimate(ExperienceBatch.of([pair]), ALL[name], **({"values": torch.zeros(0)} if name == "gae" else {}))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_huge_rewards_give_finite_advantages(name: str) -> None:
-    rows = [
-        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1, "role": "a"})
-        for run, reward in enumerate([1e308, -1e308, 1e300, 0.0])
-    ]
-    found = advantages(rows, ALL[name])
-    assert found
-    assert all(map(math.isfinite, (value for row in found.values() for value in row)))
-
-
 def test_advantages_are_finite_in_float32() -> None:
     rows = [experience(run, reward) for run, reward in enumerate([1e-30, 2e-30])]
     (low, high) = first(advantages(rows, GroupEstimator(shift=-1e20, epsilon=0.0)))
@@ -236,14 +227,6 @@ def first(found: Mapping[str, list[float]]) -> list[float]:
     return [row[0] for row in found.values()]
 
 
-def test_groups_of_one_get_0_where_runs_are_compared_and_their_reward_where_not() -> None:
-    row = [experience(0, 2.0, logprobs=[-1.0], info={"env_state_hash": 1})]
-    for name in (*GROUP, "nonzero", "ranked", "sized", "gigpo"):
-        assert first(advantages(row, ALL[name])) == [0.0], name
-    assert first(advantages(row, GroupEstimator(shift=-0.1, scale="none"))) == [0.0]
-    assert first(advantages(row, ALL["none"])) == [2.0]
-
-
 def test_small_groups_count_only_where_runs_are_compared() -> None:
     rows = [experience(0, 2.0, info={"env_state_hash": 1}), *(experience(run, float(run), task=1) for run in range(3))]
     batch = ExperienceBatch.of(rows)
@@ -251,20 +234,6 @@ def test_small_groups_count_only_where_runs_are_compared() -> None:
     assert len(estimate(batch, ALL["none"], min_group_runs=2)[0]) == 4
     assert len(estimate(batch, ALL["none"].model_copy(update={"min_group_runs": 2}), min_group_runs=1)[0]) == 3
     assert estimate(batch, GROUP["mean"], min_group_runs=4)[1]["rollout/partial_groups"] == 2
-
-
-def test_a_baseline_below_the_mean_raises_all() -> None:
-    rows = [experience(run, 1.0) for run in range(3)]
-    assert first(advantages(rows, GroupEstimator(shift=-0.1, scale="none"))) == pytest.approx([0.1] * 3)
-
-
-def test_a_mean_reward_that_is_not_positive_divides_nothing() -> None:
-    assert first(advantages([experience(0, -3.0), experience(1, 1.0)], GROUP["max_rl"])) == [0.0, 0.0]
-
-
-def test_ties_for_the_best_get_nothing() -> None:
-    rows = [experience(run, reward) for run, reward in enumerate([1.0, 1.0, 0.0])]
-    assert first(advantages(rows, GROUP["second_best"])) == [0.0] * 3
 
 
 def test_surplus_runs_below_the_mean_are_dropped_the_same_way_again() -> None:
@@ -478,3 +447,103 @@ def test_a_function_that_does_not_fit_is_named_with_what_is_wanted(name: str, ar
 def test_a_function_that_is_not_there_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"estimator '.*\.abve': module .* has no 'abve'; did you mean 'above'"):
         advantages([experience(0)], EstimatorPlugin(kind=f"{HERE}.abve"))
+
+
+# -- groups
+
+
+def test_divides_by_nothing() -> None:
+    rows = [
+        experience(run, reward, task=task) for task, run, reward in [(0, 0, 3.0), (0, 1, 1.0), (1, 0, 5.0), (1, 1, 1.0)]
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [float(one.advantages[0]) for one in kept] == [1.0, -1.0, 2.0, -2.0]
+    means = {name.rpartition("/")[2]: value for name, value in metrics.items() if "reward_mean" in name}
+    assert means == {"mean": 2.5, "max": 3.0, "min": 2.0}
+    assert metrics["group_advantages/reward_std/max"] == pytest.approx(8**0.5)
+
+
+@pytest.mark.parametrize(
+    ("args", "rewards", "wanted"),
+    [
+        pytest.param(GroupEstimator(shift=-0.1, scale="none"), [1.0] * 3, [0.1] * 3, id="a baseline below the mean"),
+        pytest.param(GROUP["max_rl"], [-3.0, 1.0], [0.0] * 2, id="a mean that is not positive divides nothing"),
+        pytest.param(GROUP["second_best"], [1.0, 1.0, 0.0], [0.0] * 3, id="ties for the best get nothing"),
+        pytest.param(GroupEstimator(shift=-0.1, scale="none"), [2.0], [0.0], id="a shifted group of one gets nothing"),
+        pytest.param(ALL["none"], [2.0], [2.0], id="a group of one that is not compared gets its reward"),
+        *(
+            pytest.param(ALL[name], [2.0], [0.0], id=f"a group of one, {name}")
+            for name in (*GROUP, "nonzero", "ranked", "sized", "gigpo")
+        ),
+    ],
+)
+def test_advantages_by_hand(args: Estimator, rewards: list[float], wanted: list[float]) -> None:
+    rows = [experience(run, one, logprobs=[-1.0], info={"env_state_hash": 1}) for run, one in enumerate(rewards)]
+    assert first(advantages(rows, args)) == pytest.approx(wanted)
+
+
+def test_a_run_of_many_steps_weighs_once_and_counts_by_its_last_step() -> None:
+    rows = [experience(0, reward, step=step) for step, reward in [(2, 1.0), (0, 9.0), (1, 9.0)]]
+    rows += [experience(1, 0.0), experience(2, 0.5)]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [float(one.advantages[0]) for one in kept] == [0.5, 0.5, 0.5, -0.5, 0.0]
+    assert metrics["group_advantages/reward_mean/mean"] == 0.5
+
+
+def test_small_groups_are_dropped_and_counted_and_do_not_move_the_scale() -> None:
+    whole = [experience(run, float(run)) for run in range(4)]
+    small = [experience(0, 100.0, task=1), experience(1, -100.0, task=1)]
+    args = GroupEstimator(scale="batch", min_group_runs=3)
+    kept, metrics = estimate(ExperienceBatch.of([small[0], *whole, small[1]]), args)
+    assert metrics["rollout/partial_groups"] == 1
+    assert {one.eid.uid: one.advantages.tolist() for one in kept} == advantages(whole, args)
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+def test_a_run_without_a_reward_is_dropped_with_all_its_steps(missing: float | None) -> None:
+    rows = [
+        experience(3, 1.0, step=0),
+        experience(3, missing, step=1),
+        *(experience(run, float(run)) for run in range(3)),
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [(one.eid.run, float(one.advantages[0])) for one in kept] == [(0, -1.0), (1, 0.0), (2, 1.0)]
+    assert (metrics["rollout/missing_rewards"], metrics["rollout/partial_groups"]) == (1, 0)
+
+
+def test_a_group_that_loses_all_its_runs_is_partial_and_nothing_is_left_to_average() -> None:
+    kept, metrics = estimate(ExperienceBatch.of([experience(run, None) for run in range(4)]), GroupEstimator())
+    assert not kept
+    assert metrics == {"rollout/missing_rewards": 4, "rollout/partial_groups": 1, "rollout/zero_variance_groups": 0}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "rewards", [(1e308, -1e308, 1e300, 0.0), (1.7e308, 1.7e308, 1.7e308, 1.6e308), (1e38, -3e38)], ids=str
+)
+def test_huge_rewards_give_finite_advantages(name: str, rewards: tuple[float, ...]) -> None:
+    rows = [
+        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1, "role": "a"})
+        for run, reward in enumerate(rewards)
+    ]
+    found = advantages(rows, ALL[name])
+    assert found
+    assert all(map(math.isfinite, (value for row in found.values() for value in row)))
+
+
+# -- the numbers of a group, computed for the few runs it has, are those of numpy
+
+NUMBERS = st.lists(st.floats(-LARGEST, LARGEST) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=300).map(np.array)
+
+
+@given(NUMBERS, st.sampled_from([0, 1]))
+def test_the_deviation_is_that_of_numpy_and_exactly_0_for_equal_numbers(values: np.ndarray, ddof: int) -> None:
+    wanted = 0.0 if values.min() == values.max() else float(np.std(values, ddof=ddof))
+    assert deviation(values, ddof) == wanted
+    assert are_equal(values) == (values.min() == values.max())
+    assert np.array_equal(center(values), np.zeros(len(values)) if are_equal(values) else values - np.mean(values))
+
+
+def test_numbers_that_are_none_are_not_equal() -> None:
+    assert not are_equal(np.array([1.0, np.nan]))
+    assert not are_equal(np.array([np.nan, np.nan]))

@@ -7,7 +7,6 @@ lengths, masks, logprobs, ages, advantages and tasks.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -231,30 +230,6 @@ def test_every_reduction_is_tried() -> None:
     assert set(GROWTH) == set(LossConfig().reduction.__class__.model_fields["kind"].annotation.__args__)
 
 
-@pytest.mark.parametrize("kind", GROWTH)
-@over_examples(20)
-@given(batch=batches())
-def test_scales_are_those_of_the_formula(kind: str, batch: list[Experience]) -> None:
-    """Against counts of each sequence, one by one, in Python."""
-    constant = {"constant": 3.5} if "constant" in kind else {}
-    found = step(AlgorithmConfig.model_validate({"reduction": {"kind": kind, **constant}}), batch).scale
-    counts = [int(one.action_mask.sum()) for one in batch]
-    by_task = {one.eid.task: 0 for one in batch}
-    for one, count in zip(batch, counts, strict=True):
-        by_task[one.eid.task] += count
-    wanted = {
-        "token": lambda count, task: 1 / sum(counts),
-        "token_sum": lambda count, task: 1.0,
-        "sequence": lambda count, task: 1 / len(counts) / count,
-        "sequence_sum": lambda count, task: 1 / len(counts),
-        "sequence_constant": lambda count, task: 1 / len(counts) / 3.5,
-        "constant": lambda count, task: 1 / 3.5,
-        "prompt": lambda count, task: 1 / len(by_task) / by_task[task],
-    }[kind]
-    expected = [[wanted(count, one.eid.task)] * count for one, count in zip(batch, counts, strict=True)]
-    close(found, torch.tensor(list(itertools.chain(*expected))))
-
-
 # -- answers without an advantage
 
 
@@ -299,18 +274,6 @@ def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list
         by_hand |= {"optimizer": {"lr": preset["optimizer"]["lr"]}}  # a preset's rate is none of its pieces
         found = AlgorithmConfig.model_validate(by_hand)
         assert found.model_dump(mode="json") | {"algorithm_type": name} == preset
-
-
-@over_presets
-@over_examples(2)
-@given(base=st.sampled_from(sorted(PRESETS)), batch=batches())
-def test_pieces_written_by_hand_have_the_gradient_of_the_preset(name: str, base: str, batch: list[Experience]) -> None:
-    preset, experiences = AlgorithmConfig(algorithm_type=name), with_experts(name, batch)
-    own = {piece: getattr(preset, piece) for piece in PIECES}
-    expected = step(preset, experiences)
-    found = step(AlgorithmConfig.model_validate({"algorithm_type": base, **own}), experiences)
-    assert found.loss == expected.loss
-    assert torch.equal(found.gradient, expected.gradient)
 
 
 # -- how a step is cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
 from trinity_agents.trainer.sources.replay import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
+from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
 from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, sampler_kl
 from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
 from trinity_mq.algorithms.surrogates import clipped_value_loss, likelihood, surrogate
@@ -253,3 +255,99 @@ def test_every_vector_has_a_test_or_a_reason() -> None:
     tables = {*of_kind("loss"), *of_kind("weight"), *of_kind("mask"), *of_kind("advantage")}  # each asserted elsewhere
     named = {name for name in of_kind("value") if f'"{name}"' in sources}
     assert (tables | named | set(UNTESTED)) == set(VECTORS)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_logit_of_minus_infinity_has_no_part_in_the_entropy(entropy_gradient: bool) -> None:
+    """As a model masks the padding of its vocabulary."""
+    seen = 3 * torch.randn(3, 5)
+    logits = torch.cat([seen, torch.full((3, 2), -math.inf)], dim=1).requires_grad_()
+    logprobs, entropy = token_logprobs(logits, torch.arange(3), torch.ones(3), entropy_gradient=entropy_gradient)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=seen).entropy())
+    (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[:, 5:].any()
+
+
+def test_half_precision_logits_are_computed_with_in_float32() -> None:
+    logits = 3 * torch.randn(3, 7).bfloat16()
+    found, entropy = token_logprobs(logits, torch.tensor([0, 1, 2]), torch.ones(3), entropy_gradient=False)
+    assert found.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(found, logits.float().log_softmax(-1)[torch.arange(3), torch.arange(3)])
+
+
+def test_an_absurd_ratio_stays_finite() -> None:
+    view = TokenView(
+        logprob=torch.tensor([0.0, -1.0], requires_grad=True),
+        mu=torch.tensor([-500.0, -math.inf]),
+        advantage=torch.tensor([1.0, -1.0]),
+        scale=torch.ones(2),
+        segment=torch.zeros(2, dtype=torch.int64),
+    )
+    loss = policy_terms(view, LossConfig()).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert view.logprob.grad is not None
+    assert view.logprob.grad.isfinite().all()
+
+
+NAMES = {
+    "kl": "kl",
+    "k3_kl": "k3",
+    "abs_diff_mean": "logprob_diff_mean",
+    "abs_diff_max": "logprob_diff_max",
+    "prob_diff_max": "prob_diff_max",
+    "training_log_ppl": "log_perplexity",
+    "log_ppl_diff": "log_perplexity_difference",
+    "ppl_ratio": "perplexity_ratio",
+    "chi2_token": "chi2",
+    "chi2_seq": "chi2_sequence",
+    "ess_token": "ess",
+    "ess_seq": "ess_sequence",
+    "frac_above_2": "above_2",
+    "frac_below_half": "below_half",
+    "pearson_prob": "pearson",
+}
+
+
+def sampled_view() -> TokenView:
+    """The fixture with the trainer's logprobs as they were before the step."""
+    found = Case("losses").view
+    assert found.old is not None
+    return replace(found, logprob=found.old)
+
+
+def test_metrics_of_the_mismatch_are_those_of_the_vector() -> None:
+    sums, maxima = mismatch_sums(sampled_view())
+    found = mismatch_metrics(
+        {name: value.item() for name, value in sums.items()}, {name: value.item() for name, value in maxima.items()}
+    )
+    expected = VECTORS["mismatch_metrics"]["expected"]
+    assert set(NAMES) == set(expected) - {"rollout_log_ppl"}
+    for name, value in expected.items():
+        if name in NAMES:
+            assert found[f"mismatch/{NAMES[name]}"] == pytest.approx(value, abs=1e-9), name
+    perplexity = found["mismatch/log_perplexity"] - found["mismatch/log_perplexity_difference"]
+    assert perplexity == pytest.approx(expected["rollout_log_ppl"])
+
+
+def test_sums_of_parts_are_those_of_the_whole() -> None:
+    whole, maxima = mismatch_sums(sampled_view())
+    parts = [mismatch_sums(sampled_view().where(sampled_view().segment == number)) for number in range(3)]
+    for name, value in whole.items():
+        torch.testing.assert_close(sum(part[name] for part, _ in parts), value)
+    for name, value in maxima.items():
+        assert max(part[name] for _, part in parts) == value
+    assert mismatch_metrics({}, {}) == {}
+
+
+def test_the_ages_divide_the_tokens() -> None:
+    staleness = torch.tensor([0, 1, 2, 3, 7, 8, 40, 0, 5])
+    groups = {name: age_mask(staleness, name) for name in AGES}
+    found = {name: value.item() for name, value in sums_by(sampled_view(), groups).items()}
+    assert [found[f"tokens/{name}"] for name in AGES] == [2, 2, 3, 2]
+    sums, _ = mismatch_sums(sampled_view())
+    assert sum(found[f"k3/{name}"] for name in AGES) == pytest.approx(sums["k3"].item())
+    assert set(metrics_by(found)) == {f"mismatch/k3/{name}" for name in AGES}
+    assert metrics_by({"tokens/age_0": 0.0, "k3/age_0": 0.0, "tokens": 3.0}) == {}, "no token is of that age"

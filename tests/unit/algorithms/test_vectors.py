@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reduction_of, with_step_weights
+from tests.unit.algorithms.vectors import (
+    UPSTREAM,
+    UPSTREAM_SUFFIX,
+    VECTORS,
+    Case,
+    grid,
+    of_kind,
+    reduction_of,
+    with_step_weights,
+)
 from trinity_mq.algorithms.corrections import correction, covariance, step_choice
 from trinity_mq.algorithms.evaluator import anchor_logprob, evaluate, needs_whole_step, schedule_value, token_losses
 from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
@@ -149,12 +158,18 @@ ELSEWHERE = {
     "dpo/ipo",
     "ref_kl/prime-rl",
 }
-UPSTREAM = {"sapo/trinity-0.6-upstream", "dpo/trinity-0.6-upstream"}
-"""Errors of Trinity-RFT 0.6.0, from which we differ."""
 
 
 def test_every_loss_of_the_file_has_its_test() -> None:
-    assert set(of_kind("loss")) == {*LOSSES, *KL, *LIKELIHOODS, *ELSEWHERE, *UPSTREAM}
+    assert set(of_kind("loss")) - set(UPSTREAM) == {*LOSSES, *KL, *LIKELIHOODS, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_errors_of_others_are_not_repeated(name: str) -> None:
+    """Ours is that of the vector without the suffix."""
+    ours, theirs = (VECTORS[one]["expected"] for one in (name.removesuffix(UPSTREAM_SUFFIX), name))
+    compared = [key for key in ("loss", "scores", "grad_logprob", "per_token") if theirs.get(key) is not None]
+    assert any(ours[key] != theirs[key] for key in compared)
 
 
 def close(found: Any, expected: Any) -> None:
@@ -254,20 +269,6 @@ def test_distillation_as_a_component() -> None:
     close(terms.loss.detach(), expected["loss"])
     terms.loss.backward()
     close(case.logprob.grad, expected["grad_logprob"])
-
-
-def test_the_gate_is_not_the_detached_one_of_trinity() -> None:
-    case = case_of("sapo")
-    config = config_of("sapo/trinity-0.6-upstream", surrogate={"kind": "gate"})
-    evaluate({"rl": replace(case.view, scale=case.scaled(config.reduction))}, config, {"rl": 1.0}).loss.backward()
-    upstream = grid(VECTORS["sapo/trinity-0.6-upstream"]["expected"]["grad_logprob"])
-    assert case.logprob.grad is not None
-    assert float(upstream.abs().sum()) > 1.5 * float(case.logprob.grad.abs().sum())
-
-
-def test_pairs_are_not_one_logit_for_all_as_in_trinity() -> None:
-    expected = VECTORS["dpo"]["expected"]["loss"]
-    assert abs(expected - VECTORS["dpo/trinity-0.6-upstream"]["expected"]["loss"]) > 1e-3
 
 
 WEIGHTS: dict[str, dict[str, Any]] = {

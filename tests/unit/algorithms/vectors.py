@@ -25,6 +25,10 @@ FILE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "vectors.jso
 VECTORS: dict[str, dict[str, Any]] = {one["name"]: one for one in FILE["vectors"]}
 FIXTURES: dict[str, dict[str, Any]] = FILE["fixtures"]
 
+UPSTREAM_SUFFIX = "/trinity-0.6-upstream"
+UPSTREAM = [name for name in VECTORS if name.endswith(UPSTREAM_SUFFIX)]
+"""Errors of Trinity-RFT 0.6.0, from which ours must differ."""
+
 Grid = list[list[float]]
 
 REDUCTIONS = {
