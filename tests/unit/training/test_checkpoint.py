@@ -25,7 +25,6 @@ from trinity_mq.training.checkpoints.checkpoint import (
     choose,
     find_by_name,
     find_checkpoints,
-    milestones,
     publish_final,
     verify,
 )
@@ -59,8 +58,11 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+Hooks = Callable[[Callable[[Path, Path], object]], None]
+
+
 @pytest.fixture
-def before_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path, Path], object]], None]:
+def before_rename(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """Return a function that has a hook called with source and target before each rename."""
     rename = Path.rename
 
@@ -74,17 +76,17 @@ def before_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path, 
     return install
 
 
-Hooks = Callable[[Callable[[Path, Path], object]], None]
-
-
 async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    async def write(folder: Path) -> str:
+        await writer()(folder)
+        return "checksum of the weights"
+
     store = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
     assert store.latest() is None
-    saved = await store.save(writer(), state(50))
-    assert saved.path.name == "progress-000050"
+    saved = await store.save(write, state(50))
+    assert (saved.path.name, saved.weights, saved.state) == ("progress-000050", "checksum of the weights", state(50))
     again = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
     assert again.latest() == saved
-    assert saved.state == state(50)
     assert text_of(again) == "weights"
 
 
@@ -107,39 +109,39 @@ async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
     assert done[moved + 1 :] == ["checkpoints"]
 
 
-async def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1))
-
-    async def fails(folder: Path) -> None:
-        await writer("new")(folder)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(CheckpointError, match=r"progress-000002.*No space left.*MiB are free.*untouched"):
-        await store.save(fails, state(2))
-    assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(store) == "old"
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-async def test_a_full_disk_is_known_also_where_a_writer_hides_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+@pytest.mark.parametrize(
+    ("error", "disk_is_full", "message"),
+    [
+        pytest.param(
+            OSError(28, "No space left on device"),
+            False,
+            r"progress-000002.*No space left.*MiB are free.*untouched",
+            id="no room",
+        ),
+        pytest.param(RuntimeError("unexpected pos 704 vs 598"), True, "No space left", id="no room, which it hides"),
+        pytest.param(RuntimeError("unexpected pos 704 vs 598"), False, "unexpected pos", id="something else"),
+        pytest.param(asyncio.CancelledError(), False, None, id="cancelled"),
+    ],
+)
+async def test_a_writer_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, disk_is_full: bool, message: str | None
 ) -> None:
     async def fails(folder: Path) -> None:
         await writer("new")(folder)
-        raise RuntimeError("unexpected pos 704 vs 598")
+        raise error
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     store = CheckpointStore(tmp_path, 2)
     await store.save(writer("old"), state(1))
-    if is_full:
+    if disk_is_full:
         monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left" if is_full else "unexpected pos") as caught:
+    with pytest.raises(CheckpointError if message else asyncio.CancelledError, match=message) as caught:
         await store.save(fails, state(2))
-    assert (disk_full_message(caught.value) is not None) == is_full
+    assert (disk_full_message(caught.value) is not None) == (message is not None and "No space left" in message)
     assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(store) == "old"
 
 
 @pytest.mark.parametrize("progress", [1, 2])
@@ -167,23 +169,6 @@ async def test_a_save_that_ends_before_its_rename_leaves_what_was_there(
     assert visible(tmp_path) == ["progress-000001"]
 
 
-async def test_a_cancelled_save_leaves_what_was_there(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1))
-    begun = asyncio.Event()
-
-    async def slow(folder: Path) -> None:
-        await writer("new")(folder)
-        begun.set()
-        await asyncio.Event().wait()
-
-    async with asyncio.TaskGroup() as group:
-        saving = group.create_task(store.save(slow, state(2)))
-        await begun.wait()
-        saving.cancel()
-    assert visible(tmp_path) == ["progress-000001"]
-
-
 async def test_the_same_progress_is_replaced(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2)
     await store.save(writer("old"), state(1, generation=1))
@@ -192,30 +177,14 @@ async def test_the_same_progress_is_replaced(tmp_path: Path) -> None:
     assert text_of(store) == "new"
 
 
-async def test_only_the_newest_stay(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    for progress in (50, 100, 150, 1_000_000):
-        await store.save(writer(), state(progress))
-    assert visible(tmp_path) == ["progress-000150", "progress-1000000"]
-    latest = store.latest()
-    assert latest is not None
-    assert latest.state.progress == 1_000_000
-
-
-async def test_of_every_so_many_batches_one_stays_for_good(tmp_path: Path) -> None:
+async def test_the_newest_stay_and_of_every_so_many_batches_one_for_good(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2, 100)
     for progress in (50, 100, 150, 240, 260, 300, 301, 302):
         await store.save(writer(), state(progress))
     assert visible(tmp_path) == [f"progress-{one:06d}" for one in (100, 240, 300, 301, 302)]
     again = CheckpointStore(tmp_path, 1, None)
-    await again.save(writer(), state(303))
-    assert visible(tmp_path) == ["progress-000303"]
-
-
-def test_the_first_of_each_multiple() -> None:
-    assert milestones(None, [1, 2]) == []
-    assert milestones(10, [35, 9, 10, 11, 30]) == [10, 30]
-    assert milestones(1, [3, 1, 2]) == [1, 2, 3]
+    await again.save(writer(), state(1_000_000))
+    assert visible(tmp_path) == ["progress-1000000"]
 
 
 async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -234,29 +203,22 @@ async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) ->
         verify(found)
 
 
-async def test_a_checkpoint_of_the_release_before_has_no_checksums(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_release_0_1_0_says_no_format_and_no_checksums_and_is_gone_on_from(
+    tmp_path: Path,
+) -> None:
     store = CheckpointStore(tmp_path, 2)
     saved = await store.save(writer(), state(1))
-    content = json.loads((saved.path / "trainer.json").read_text())
-    del content["checksums"], content["weights"]
-    (saved.path / "trainer.json").write_text(json.dumps(content))
-    found = store.latest()
-    assert found is not None
-    verify(found)
-    assert found.weights is None
+    with_fields(saved.path / "trainer.json", format=None, release=None, checksums=None, weights=None)
+    latest = store.latest()
+    assert latest is not None
+    verify(latest)
+    assert (latest.state, latest.weights) == (saved.state, None)
+    assert store.next_generation() == 2
 
 
 def with_fields(path: Path, **fields: object) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in {**content, **fields}.items() if value is not None}))
-
-
-async def test_a_checkpoint_of_release_0_1_0_says_no_format_and_is_gone_on_from(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    saved = await store.save(writer(), state(1))
-    with_fields(saved.path / "trainer.json", format=None, release=None)
-    assert store.latest() == saved
-    assert store.next_generation() == 2
 
 
 async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_taken_in_its_place(
@@ -274,26 +236,6 @@ async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_t
         assert "reads formats 1 to 1. Upgrade trinity-mq here, or restore" in said
     assert not (tmp_path / "generation").exists()
     assert visible(tmp_path) == ["progress-000001", "progress-000002"]
-
-
-async def test_a_format_that_is_none_is_damage(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 3)
-    saved = await store.save(writer(), state(1))
-    with_fields(saved.path / "trainer.json", format="new")
-    _, damaged = find_checkpoints(tmp_path)
-    assert "format 'new'" in damaged[0].reason
-
-
-async def test_the_checksum_of_the_weights_is_kept(tmp_path: Path) -> None:
-    async def write(folder: Path) -> str:
-        (folder / "weights").touch()
-        return "abc"
-
-    store = CheckpointStore(tmp_path, 2)
-    assert (await store.save(write, state(1))).weights == "abc"
-    found = store.latest()
-    assert found is not None
-    assert found.weights == "abc"
 
 
 # -- one that is chosen
@@ -337,14 +279,6 @@ async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_h
     assert [one.state.progress for one in find_checkpoints(tmp_path)[0]] == [20, 30, 10]
 
 
-async def test_a_choice_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    choose(tmp_path, await store.save(writer(), state(1)))
-    (tmp_path / "chosen.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"chosen\.json is damaged .*; remove it to resume from the newest"):
-        store.usable()
-
-
 # -- the final model
 
 
@@ -373,6 +307,7 @@ async def test_the_final_model_is_put_in_place_whole(tmp_path: Path) -> None:
         ("model/model.safetensors", None),
         ("trainer.json", None),
         ("trainer.json", '{"state": {"generation": 1}'),
+        ("trainer.json", '{"format": "new"}'),
     ],
 )
 async def test_a_damaged_one_is_skipped_with_a_warning_and_does_not_push_out_a_whole_one(
@@ -458,20 +393,6 @@ async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_
     assert store.next_generation(after=11) == 12
 
 
-async def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "generation").write_text("many")
-    with pytest.raises(CheckpointError, match=r"count the start.*many"):
-        CheckpointStore(tmp_path, 2).next_generation()
-    with pytest.raises(CheckpointError, match=r"cannot save progress-000001.*many"):
-        await CheckpointStore(tmp_path, 2).save(writer(), state(1))
-
-
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot prepare the folder.*file"):
-        CheckpointStore(tmp_path / "file" / "checkpoints", 2)
-
-
 def test_only_starts_that_did_not_finish_count(tmp_path: Path) -> None:
     first = StepAttempts(tmp_path)
     first.begin(["a"])
@@ -523,8 +444,39 @@ def test_unreadable_attempts_count_as_none(tmp_path: Path, content: str) -> None
     assert StepAttempts(tmp_path).starts("a") == 1
 
 
-def test_attempts_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
-    attempts = StepAttempts(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match=r"cannot write.*attempts\.json"):
-        attempts.begin(["a"])
-    assert attempts.starts("a") == 0
+async def save(folder: Path) -> None:
+    await CheckpointStore(folder, 2).save(writer(), state(1))
+
+
+async def count_the_start(folder: Path) -> None:
+    CheckpointStore(folder, 2).next_generation()
+
+
+async def begin_a_step(folder: Path) -> None:
+    StepAttempts(folder).begin(["a"])
+
+
+async def look_for_what_is_usable(folder: Path) -> None:
+    CheckpointStore(folder, 2).usable()
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "use", "message"),
+    [
+        ("generation", count_the_start, r"count the start.*many"),
+        ("generation", save, r"cannot save progress-000001.*many"),
+        ("chosen.json", look_for_what_is_usable, r"chosen\.json is damaged .*; remove it to resume from the newest"),
+        ("", save, r"cannot prepare the folder.*checkpoints"),
+        ("", begin_a_step, r"cannot write.*attempts\.json"),
+    ],
+    ids=["a counter", "a counter when saving", "a choice", "a folder", "attempts"],
+)
+async def test_a_file_that_cannot_be_used_is_one_clear_error(
+    tmp_path: Path, in_the_way: str, use: Callable[[Path], Awaitable[None]], message: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    if in_the_way:
+        folder.mkdir()
+    (folder / in_the_way).write_text("many")
+    with pytest.raises(CheckpointError, match=message):
+        await use(folder)

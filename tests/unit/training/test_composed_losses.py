@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, same, weights_of
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.config import AlgorithmConfig, Config, TrainerConfig
 from trinity_mq.config.algorithm.needs import needs
@@ -23,8 +21,6 @@ from trinity_mq.training.model.attention import Packing
 from trinity_mq.training.model.policy import LearnerError, Policy
 from trinity_mq.training.packing import SAMPLED, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
-
-__all__ = ["folder", "opened"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -128,24 +124,6 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     assert not same(before, await weights_of(learner))
 
 
-async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: Opener) -> None:
-    """One optimizer step: the decoupled loss is then the plain one, times weights of about 1."""
-    plain = await opened(with_algorithm(config(), algorithm_type="importance_sampling"))
-    found = []
-    experiences = rows("grpo")
-    lengths = [len(one.tokens) for one in experiences]
-    assert len(set(lengths)) > 1
-    policy_before = await weights_of(plain)
-    for name in ("importance_sampling", "decoupled"):
-        learner = await opened(with_algorithm(config(), algorithm_type=name, correction=[]))
-        fresh = await sampled_by(learner, experiences)
-        await learner.step(fresh, 1)
-        found.append(await weights_of(learner))
-    assert not same(found[0], policy_before)
-    for key, value in found[0].items():
-        torch.testing.assert_close(value, found[1][key], rtol=1e-5, atol=1e-6)
-
-
 async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:
     """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
     policy = learner.policy
@@ -160,80 +138,6 @@ async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experi
         one.logprobs[one.action_mask] = logprobs[start : start + size]
         start += size
     return experiences
-
-
-FRESH = {
-    "grpo": {},
-    "dapo": {"algorithm_type": "dapo"},
-    "cispo": {"algorithm_type": "cispo"},
-    "gate": {"surrogate": {"kind": "gate", "negative": 1.0}},
-    "dppo": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.2}]},
-    "ipo": {"algorithm_type": "ipo"},
-    "m2po": {"algorithm_type": "m2po"},
-    "decoupled": {"algorithm_type": "decoupled"},
-    "icepop": {"algorithm_type": "icepop"},
-    "loglinear": {"anchor": "loglinear", "correction": [{"kind": "weight"}]},
-    "linear": {"anchor": "linear", "correction": [{"kind": "weight"}]},
-    "truncate": {"surrogate": {"kind": "truncate", "cap": 1e6}},
-    "topr": {"algorithm_type": "topr", "kl": None},
-    "importance_sampling": {"surrogate": {"kind": "linear"}},
-    "log_linear": {"surrogate": {"kind": "log_linear"}},
-    "self": {"ratio": {"kind": "self"}},
-}
-"""Losses of token ratios under the mean over tokens: where nothing is old, all have the gradient ``-A scale``."""
-
-
-async def test_on_fresh_data_all_losses_of_token_ratios_have_one_gradient(opened: Opener) -> None:
-    experiences = rows("grpo")
-    for one in experiences:
-        one.versions = [(0, 1, 0)]
-    found: dict[str, torch.Tensor] = {}
-    for name, pieces in FRESH.items():
-        learner = await opened(with_algorithm(config(clip_grad=1e9), **pieces))
-        metrics = await learner.step(await sampled_by(learner, experiences), 1)
-        assert metrics["mismatch/logprob_diff_max"] < 1e-5, name
-        assert metrics["offpolicy/masked_frac"] == 0, name
-        # AdamW's first step hides the length of a gradient, so that is what is compared
-        found[name] = torch.cat([one.grad.flatten() for one in learner.policy.parameters if one.grad is not None])
-    assert found["grpo"].norm() > 1e-3
-    for name, one in found.items():
-        torch.testing.assert_close(one, found["grpo"], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in {"dpo", "mix", "kl"}])
-def test_without_advantages_there_is_no_gradient(folder: Path, name: str) -> None:
-    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
-    experiences = rows(name)
-    for one in experiences:
-        one.advantages = torch.zeros_like(one.logprobs)
-    regularisers = () if name == "kl_cov" else algorithm.regularisers
-    found = gradient(folder, algorithm.model_copy(update={"regularisers": regularisers}), experiences, 40, entropy=0.0)
-    assert found.abs().max() == 0
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_not_trained_on_never_matters(folder: Path, name: str) -> None:
-    """Logprobs and advantages of masked tokens may be anything, experiences without a trained token too."""
-    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
-
-    def given(value: float) -> list[Experience]:
-        experiences = rows(name)
-        for one in experiences:
-            if one.logprobs is None or one.advantages is None or one.response_length < 3:
-                continue
-            out = torch.arange(one.response_length) % 3 == 1
-            one.action_mask = ~out
-            one.logprobs = torch.where(out, value, one.logprobs)
-            one.advantages = torch.where(out, -value, one.advantages)
-        return experiences
-
-    plain = gradient(folder, algorithm, given(-1.0), 40)
-    more = given(-1000.0)
-    if name != "dpo":
-        unused = batch(5, 1)[0]
-        unused.action_mask = torch.zeros(unused.response_length, dtype=torch.bool)
-        more.insert(4, unused)
-    torch.testing.assert_close(gradient(folder, algorithm, more, 40), plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -313,20 +217,6 @@ async def test_a_pair_counts_as_one_prompt_and_two_answers(opened: Opener) -> No
     assert (metrics["prompt_length/mean"], metrics["response_length/mean"]) == (2, 2)
     assert metrics["actor/pair_loss"] == pytest.approx(math.log(2), abs=1e-5), "the policy is still the reference"
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pair_loss"])
-
-
-async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None:
-    rule = {"kind": "divergence", "bound": 0.01}
-    learner = await opened(with_algorithm(config(), algorithm_type="ipo", correction=[rule]))
-    metrics = await learner.step(rows("grpo"), 4)
-    names = {"offpolicy/masked_frac", "offpolicy/masked_frac_pos", "offpolicy/masked_frac_neg", "offpolicy/weight_mean"}
-    assert names <= metrics.keys()
-    assert 0 < metrics["offpolicy/masked_frac"] <= 1
-    assert metrics["offpolicy/masked_frac"] == pytest.approx(
-        metrics["offpolicy/masked_frac_pos"] + metrics["offpolicy/masked_frac_neg"]
-    )
-    assert any(name.startswith("mismatch/k3/") for name in metrics)
-    assert not any(name.startswith("mismatch/k3/engine/") for name in metrics), "it says nothing of a single engine"
 
 
 async def test_one_engine_that_differs_from_the_trainer_is_seen(opened: Opener) -> None:
@@ -429,40 +319,3 @@ async def test_weights_left_out_sequences_and_decisions_are_measured(opened: Ope
     ratio = apart.exp()
     assert metrics["actor/ess"] == pytest.approx((ratio.sum() ** 2 / len(ratio) / ratio.square().sum()).item())
     assert (metrics["offpolicy/weight_max"], metrics["offpolicy/seq_masked_frac"]) == (1.0, 0.0)
-
-
-RANK = """
-import sys
-import torch, torch.distributed as dist
-from pathlib import Path
-from tests.unit.training.test_composed_losses import AlgorithmConfig, SETTINGS, config, rows
-from tests.unit.training import test_composed_losses as here
-rank, folder, where = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
-original = here.accumulate
-def mine(policy, batches, loss, columns):
-    return original(policy, batches[rank::2], loss, columns)
-here.accumulate = mine
-for name in ("gspo", "m2po", "mix"):
-    found = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 40)
-    dist.all_reduce(found)
-    if rank == 0:
-        here.accumulate = original
-        whole = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 16384)
-        here.accumulate = mine
-        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
-dist.barrier()
-"""
-
-
-@pytest.mark.extended
-def test_two_ranks_that_add_up_have_the_gradient_of_one(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(folder), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=60)
-        assert rank.returncode == 0, said

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, same, weights_of
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
@@ -17,8 +17,6 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import train_tokens
-
-__all__ = ["folder", "opened"]
 
 
 def ppo(max_tokens: int = 16384, **critic: Any) -> Config:
@@ -103,24 +101,6 @@ def test_values_are_zero_at_first_and_returns_are_then_the_rewards(folder: Path)
     assert found.metrics["rollout/missing_rewards"] == 1
 
 
-def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
-    settings = ppo()
-
-    def gradient(max_tokens: int) -> torch.Tensor:
-        critic = shaken(Critic(ppo(clip_grad=1e9, value_clip=5.0), folder))
-        found, targets = learned(critic, rewarded(2), settings)
-        tokens = train_tokens(found.batch, settings.algorithm, {"rl": 1.0}, 1)
-        batches = tokens.micro_batches(range(len(found.batch)), max_tokens)
-        assert (len(batches) > 1) == (max_tokens < 1000)
-        finite, _ = critic.optimizer_step(batches, targets)
-        assert finite
-        return torch.cat([one.grad.flatten() for one in critic.parameters if one.grad is not None])
-
-    wanted = gradient(16384)
-    assert wanted.abs().max() > 1e-3
-    torch.testing.assert_close(gradient(30), wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
     settings, critic = ppo(), Critic(ppo(), folder)
     found, targets = learned(critic, rewarded(2), settings)
@@ -156,14 +136,6 @@ async def test_only_the_critic_learns_in_the_warm_up(opened: Opener) -> None:
     metrics = await learner.step(rewarded(1), 1)
     assert (metrics["actor/optimizer_steps"], metrics["critic/optimizer_steps"]) == (1, 1)
     assert not same(before, await weights_of(learner))
-
-
-async def test_the_preset_trains_policy_and_critic_with_a_reference(opened: Opener) -> None:
-    learner = await opened(config(algorithm_type="ppo"))
-    metrics = [await learner.step(rewarded(step), step) for step in (1, 2)]
-    assert [one["actor/optimizer_steps"] for one in metrics] == [one["critic/optimizer_steps"] for one in metrics]
-    assert metrics[0]["actor/optimizer_steps"] == 1
-    assert metrics[1]["actor/kl_loss"] > 0, "the policy has left the reference"
 
 
 async def test_a_batch_without_rewards_trains_nothing(opened: Opener) -> None:

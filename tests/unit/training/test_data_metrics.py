@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.training.test_learner import batch, config, make_model
-from trinity_mq.config import Config
+from tests.unit.training.test_learner import Opener, batch, config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.stopwatch import Stopwatch
 from trinity_mq.training.update import length_metrics
 
 
@@ -54,26 +50,12 @@ def test_pairs_count_in_the_mean_alone() -> None:
     assert (mixed["response_length/mean"], mixed["response_length/max"]) == (5.0, 3.0)
 
 
-async def stepped(settings: Config, experiences: list[Experience], folder: Path, step: int = 1) -> dict[str, float]:
-    learner = TorchLearner(settings, folder, None)
-    try:
-        await learner.open(None)
-        return await learner.step(experiences, step)
-    finally:
-        await learner.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-async def test_how_old_the_tokens_are_and_how_often_experiences_are_used(folder: Path) -> None:
+async def test_how_old_the_tokens_are_and_how_often_experiences_are_used(opened: Opener) -> None:
     experiences = batch(1)
     for number, one in enumerate(experiences):
         one.versions = [(0, 1, 8 - number % 3)]
     ages = torch.cat([torch.full((one.response_length,), number % 3) for number, one in enumerate(experiences)]).float()
-    metrics = await stepped(config(epochs=2, mini_batches=3), experiences, folder, step=9)
+    metrics = await (await opened(config(epochs=2, mini_batches=3))).step(experiences, 9)
     assert metrics["sample/staleness/tokens/mean"] == pytest.approx(ages.mean().item())
     assert metrics["sample/staleness/tokens/max"] == 2.0
     assert metrics["sample/staleness/tokens/age_0"] == pytest.approx((ages == 0).float().mean().item())
@@ -83,27 +65,33 @@ async def test_how_old_the_tokens_are_and_how_often_experiences_are_used(folder:
     assert metrics["data/reuse_mean"] == 2.0
     assert metrics["perf/micro_batches"] == 1.0
     experiences[0].advantages = torch.full_like(experiences[0].advantages, math.nan)
-    spoiled = await stepped(config(mini_batches=3), experiences, folder, step=9)
+    spoiled = await (await opened(config(mini_batches=3))).step(experiences, 9)
     assert spoiled["data/reuse_mean"] == pytest.approx(2 / 3), "of three mini-batches one was skipped"
 
 
-async def test_what_is_imitated_and_what_it_weighs(folder: Path) -> None:
+async def test_what_is_imitated_and_what_it_weighs(opened: Opener) -> None:
     experiences = batch(1)
     for one in experiences[:3]:
         one.info["is_expert"] = True
-    metrics = await stepped(config(algorithm_type="mix"), experiences, folder)
+    metrics = await (await opened(config(algorithm_type="mix"))).step(experiences, 1)
     assert (metrics["data/expert_frac"], metrics["data/mu"]) == (0.25, pytest.approx(0.1))
-    assert "data/mu" not in await stepped(config(), batch(1), folder)
+    assert "data/mu" not in await (await opened(config())).step(batch(1), 1)
 
 
-async def test_the_parts_of_a_step_are_timed_and_its_speed_follows(folder: Path) -> None:
-    plain = config(algorithm_type="decoupled")
+async def test_a_step_tells_how_long_its_parts_took_and_how_far_it_moved_the_weights(opened: Opener) -> None:
+    plain = config(algorithm_type="decoupled", lr=1e-2)
     settings = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"peak_tflops": 0.5})})
-    metrics = await stepped(settings, batch(1), folder)
+    learner = await opened(settings)
+    before = torch.cat([one.clone().flatten() for _, one in await learner.weights()])
+    metrics = await learner.step(batch(1), 1)
+    after = torch.cat([one.flatten() for _, one in await learner.weights()])
+    assert metrics["actor/update_norm"] == pytest.approx((after - before).norm().item(), rel=1e-4)
+    assert metrics["actor/weight_norm"] == pytest.approx(after.norm().item(), rel=1e-4)
+    assert metrics["actor/grad_norm_clipped"] == min(metrics["actor/grad_norm"], 1.0)
     parts = [metrics[f"time/{part}"] for part in ("score", "forward", "backward", "optimizer")]
     assert all(seconds > 0 for seconds in parts)
     assert sum(parts) < metrics["time/train_step"]
-    model = sum(one.numel() for one in (await _opened(settings, folder)))
+    model = sum(one.numel() for one in learner.policy.parameters)
     flops = 6 * model * metrics["perf/tokens_per_second"]
     assert metrics["perf/tflops"] == pytest.approx(flops / 1e12)
     assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflops"] / 0.5)
@@ -112,35 +100,3 @@ async def test_the_parts_of_a_step_are_timed_and_its_speed_follows(folder: Path)
     assert trained == pytest.approx(
         sum(one.response_length for one in experiences) / sum(len(one.tokens) for one in experiences)
     )
-
-
-async def _opened(settings: Config, folder: Path) -> list[torch.nn.Parameter]:
-    learner = TorchLearner(settings, folder, None)
-    await learner.open(None)
-    parameters = learner.policy.parameters
-    await learner.close()
-    return parameters
-
-
-async def test_a_step_tells_how_far_it_moved_the_weights(folder: Path) -> None:
-    learner = TorchLearner(config(lr=1e-2), folder, None)
-    await learner.open(None)
-    before = torch.cat([one.clone().flatten() for _, one in await learner.weights()])
-    metrics = await learner.step(batch(1), 1)
-    after = torch.cat([one.flatten() for _, one in await learner.weights()])
-    await learner.close()
-    assert metrics["actor/update_norm"] == pytest.approx((after - before).norm().item(), rel=1e-4)
-    assert metrics["actor/weight_norm"] == pytest.approx(after.norm().item(), rel=1e-4)
-    assert metrics["actor/grad_norm_clipped"] == min(metrics["actor/grad_norm"], 1.0)
-
-
-def test_a_stopwatch_adds_up_what_a_part_takes() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    for _ in range(3):
-        with watch.part("forward"):
-            sum(range(10_000))
-    with watch.part("backward"):
-        pass
-    found = watch.metrics()
-    assert found.keys() == {"time/forward", "time/backward"}
-    assert found["time/forward"] > found["time/backward"] >= 0

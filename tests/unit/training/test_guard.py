@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from tests.unit.training.test_learner import batch, config, make_model, same, state_of, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, same, state_of, weights_of
 from trinity_mq.config import Config
 from trinity_mq.config.agents import GuardConfig
 from trinity_mq.experience import Experience
@@ -103,26 +102,6 @@ def test_the_error_says_what_was_seen_and_what_to_do() -> None:
 # -- in the learner
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def opened(folder: Path) -> AsyncIterator[Any]:
-    """Open learners that are closed at the end."""
-    made: list[TorchLearner] = []
-
-    async def open_one(settings: Config, checkpoint: Path | None = None) -> TorchLearner:
-        made.append(TorchLearner(settings, folder, None))
-        await made[-1].open(checkpoint)
-        return made[-1]
-
-    yield open_one
-    for one in made:
-        await one.close()
-
-
 def guarded(**guard: Any) -> Config:
     plain = config()
     return plain.model_copy(
@@ -145,16 +124,8 @@ def loud(seed: int) -> list[Experience]:
     return experiences
 
 
-def strange(seed: int) -> list[Experience]:
-    """A batch that an engine with other weights seems to have sampled."""
-    experiences = batch(seed)
-    for one in experiences:
-        one.logprobs = one.logprobs - 3
-    return experiences
-
-
 async def test_a_spike_is_skipped_and_leaves_weights_moments_and_history_as_they_were(
-    opened: Any, tmp_path: Path
+    opened: Opener, tmp_path: Path
 ) -> None:
     learner = await opened(guarded(max_norm_ratio=10.0))
     for step in range(1, LEAST_HISTORY + 1):
@@ -166,29 +137,20 @@ async def test_a_spike_is_skipped_and_leaves_weights_moments_and_history_as_they
     assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_norm_spike"]) == (0, 1)
     assert sum(value for name, value in metrics.items() if name.startswith("actor/skipped_")) == 1
     assert [(one["event"], one["reason"]) for one in logs] == [("optimizer_step_skipped", "norm_spike")]
-    untouched = await opened(guarded(max_norm_ratio=10.0), tmp_path)
+    untouched = await opened(guarded(max_norm_ratio=10.0), checkpoint=tmp_path)
     norms = [(await state_of(one))["memory"].facts["guard"]["norms"] for one in (learner, untouched)]
     assert norms[0] == norms[1] != [], "the checkpoint has them"
     for one in (learner, untouched):
         metrics = await one.step(batch(60), 22)
         assert metrics["actor/optimizer_steps"] == 1
     assert same(await weights_of(learner), await weights_of(untouched))
-    unguarded = await opened(guarded(), tmp_path)
+    unguarded = await opened(guarded(), checkpoint=tmp_path)
     metrics = await unguarded.step(loud(50), 21)
     assert metrics["actor/optimizer_steps"] == 1, "off by default"
     assert metrics["actor/grad_norm"] > 10 > metrics["actor/grad_norm_clipped"] == 1.0
 
 
-async def test_a_batch_that_the_engine_cannot_have_sampled_is_skipped(opened: Any) -> None:
-    learner = await opened(guarded(max_mismatch=0.5))
-    metrics = await learner.step(strange(1), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_mismatch"]) == (0, 1)
-    assert metrics["mismatch/k3"] > 0.5, "what was wrong is told"
-    metrics = await learner.step(batch(1), 2)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_mismatch"]) == (1, 0)
-
-
-async def test_five_in_a_row_stop_the_training_and_a_restart_knows_of_them(opened: Any, tmp_path: Path) -> None:
+async def test_five_in_a_row_stop_the_training_and_a_restart_knows_of_them(opened: Opener, tmp_path: Path) -> None:
     learner = await opened(guarded())
     await learner.step(batch(1), 1)
     before = await weights_of(learner)
@@ -200,30 +162,48 @@ async def test_five_in_a_row_stop_the_training_and_a_restart_knows_of_them(opene
         await learner.step(spoiled(2), 2)
     assert same(before, await weights_of(learner))
 
-    resumed = await opened(guarded(), tmp_path)
+    resumed = await opened(guarded(), checkpoint=tmp_path)
     with pytest.raises(TrainingStopped):
         await resumed.step(spoiled(2), 2)
-    mended = await opened(guarded(), tmp_path)
+    mended = await opened(guarded(), checkpoint=tmp_path)
     metrics = await mended.step(batch(2), 2)
     assert metrics["actor/optimizer_steps"] == 1
     for _ in range(4):
         await mended.step(spoiled(3), 3)
-    patient = await opened(guarded(max_consecutive_skips=None), tmp_path)
+    patient = await opened(guarded(max_consecutive_skips=None), checkpoint=tmp_path)
     for _ in range(7):
         assert (await patient.step(spoiled(2), 2))["actor/skipped_nonfinite_loss"] == 1
 
 
-async def test_weights_that_are_no_numbers_show_in_the_loss(opened: Any) -> None:
-    learner = await opened(guarded())
+def with_a_weight_that_is_no_number(learner: TorchLearner, experiences: list[Experience]) -> None:
     with torch.no_grad():
         learner.policy.parameters[0][5] = math.nan
-    metrics = await learner.step(batch(1), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_loss"]) == (0, 1)
-    assert all(map(math.isfinite, metrics.values()))
 
 
-async def test_a_gradient_that_overflows_shows_in_its_norm(opened: Any) -> None:
-    learner = await opened(guarded())
+def with_a_gradient_that_overflows(learner: TorchLearner, experiences: list[Experience]) -> None:
     learner.policy.parameters[0].register_hook(lambda gradient: gradient * math.inf)
-    metrics = await learner.step(batch(1), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_norm"]) == (0, 1)
+
+
+def sampled_by_other_weights(learner: TorchLearner, experiences: list[Experience]) -> None:
+    for one in experiences:
+        one.logprobs = one.logprobs - 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (with_a_weight_that_is_no_number, "nonfinite_loss"),
+        (with_a_gradient_that_overflows, "nonfinite_norm"),
+        (sampled_by_other_weights, "mismatch"),
+    ],
+)
+async def test_a_step_is_skipped_for_its_reason(opened: Opener, spoil: Any, reason: str) -> None:
+    learner, experiences = await opened(guarded(max_mismatch=0.5)), batch(1)
+    spoil(learner, experiences)
+    metrics = await learner.step(experiences, 1)
+    assert (metrics["actor/optimizer_steps"], metrics[f"actor/skipped_{reason}"]) == (0, 1)
+    assert all(map(math.isfinite, metrics.values()))
+    if reason == "mismatch":
+        assert metrics["mismatch/k3"] > 0.5, "what was wrong is told"
+        metrics = await learner.step(batch(1), 2)
+        assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_mismatch"]) == (1, 0)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights
@@ -149,45 +149,6 @@ def plain_logprobs(model: Any, one: Experience) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, ids[one.prompt_length :, None])[:, 0]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
-def test_logprobs_equal_a_plain_forward_pass_of_each_sequence(folder: Path, max_tokens: int) -> None:
-    policy = Policy(config().model, folder, 0)
-    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
-    experiences = batch(1)
-    expected = {
-        (one.temperature, *one.tokens.tolist()[: one.prompt_length + at + 1]): value
-        for one in experiences
-        for at, value in enumerate(plain_logprobs(plain, one).tolist())
-    }
-    found = {}
-    for packed in pack(experiences, max_tokens):
-        logprobs, _ = policy.score(packed, entropy_gradient=False)
-        columns = (packed.rows, packed.columns, packed.targets, packed.temperature, logprobs.detach())
-        for row, column, target, temperature, value in zip(*(one.tolist() for one in columns), strict=True):
-            before = packed.input_ids[row, : column + 1].tolist()
-            found[round(temperature, 6), *before, target] = value
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 25, 60])
-def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int) -> None:
-    settings = config(clip_grad=1e9).algorithm
-
-    def gradient(budget: int) -> list[torch.Tensor]:
-        policy = Policy(config().model, folder, 0)
-        optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
-        batches = pack(batch(2), budget)
-        assert (len(batches) > 1) == (budget < 1000)
-        finite, _ = optimizer_step(policy, optimizer, batches, step_loss(settings, 0.01), {}, 1e9)
-        assert finite
-        return [parameter.grad for parameter in policy.parameters if parameter.grad is not None]
-
-    expected = gradient(16384)
-    assert len(expected) > 10
-    for found, wanted in zip(gradient(max_tokens), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
-
-
 def weighted_loss(log_ratio: Any, logprob: Any, advantage: Any, loss_weight: Any, unknown: Any = None) -> torch.Tensor:
     assert unknown is None
     return -advantage * loss_weight * log_ratio.exp()
@@ -286,17 +247,6 @@ async def test_epochs_and_mini_batches_make_optimizer_steps(folder: Path, opened
     assert found == pytest.approx(float(difference.mean()), abs=1e-5), "of the weights before any update"
 
 
-async def test_saves_a_folder_that_transformers_loads(folder: Path, tmp_path: Path, opened: Opener) -> None:
-    learner = await opened()
-    await learner.step(batch(1), 1)
-    await learner.save(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert same(await weights_of(learner), {name: tensor.detach() for name, tensor in model.named_parameters()})
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert tokenizer.encode("3,7=") == [TOKEN[character] for character in "3,7="]
-    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_numbers_that_are_not_finite_never_reach_the_weights(
     tmp_path: Path, opened: Opener, value: float
@@ -319,17 +269,6 @@ async def test_numbers_that_are_not_finite_never_reach_the_weights(
     for one in (learner, untouched):
         await one.step(batch(3), 3)
     assert same(await weights_of(learner), await weights_of(untouched)), "moments were not touched either"
-
-
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-async def test_a_model_that_masks_tokens_with_minus_infinity_is_trained(opened: Opener, entropy_coef: float) -> None:
-    learner = await opened(config(entropy_coef=entropy_coef))
-    head = learner.policy.model.get_output_embeddings()
-    masked = torch.zeros(VOCABULARY).index_fill(0, torch.tensor([PAD]), -math.inf)
-    head.register_forward_hook(lambda module, arguments, logits: logits + masked)
-    metrics = await learner.step(batch(2), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_loss"]) == (1, 0)
-    assert 0 < metrics["actor/entropy"] < math.log(VOCABULARY)
 
 
 async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Opener) -> None:
@@ -415,28 +354,6 @@ async def test_torch_runs_in_one_thread_that_is_not_the_loops(opened: Opener) ->
         for step in (1, 2, 3):
             group.create_task(learner.step(batch(step), step))
     assert seen == [("learner_0", 1)] * 3
-
-
-async def test_a_cancelled_step_ends_before_it_gives_way(opened: Opener) -> None:
-    begun, go_on = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-    learner = await opened()
-    before = await weights_of(learner)
-
-    def hold(*_: Any) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        go_on.wait()
-
-    learner.policy.model.register_forward_pre_hook(hold)
-    step = asyncio.ensure_future(learner.step(batch(1), 1))
-    await begun.wait()
-    step.cancel()
-    await asyncio.wait({step}, timeout=0.02)
-    assert not step.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await step
-    assert not same(before, await weights_of(learner)), "the step was done, whole"
 
 
 async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opener) -> None:

@@ -1,29 +1,39 @@
-"""Packed rows: the same numbers as sequences alone, for the models that may have them; the others are refused."""
+"""Packed rows and shared prefixes: the numbers are those of sequences alone; some models may not have them."""
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tests.unit.training.test_critic import rewarded
-from tests.unit.training.test_learner import Opener, batch, config, folder, opened, pack, weights_of
+from tests.unit.training.test_learner import VOCABULARY, Opener, batch, config, pack, weights_of
 from trinity_mq.config import AlgorithmConfig, TrainerConfig
-from trinity_mq.experience import Experience
+from trinity_mq.experience import EID, Experience
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.model import attention
 from trinity_mq.training.model.attention import model_inputs, packing_problem, use_packed_attention
 from trinity_mq.training.model.policy import LearnerError, Policy, checkpoint_blocks
-from trinity_mq.training.packing import MicroBatch, train_tokens
+from trinity_mq.training.model.shared_prefixes import prefix_problem
+from trinity_mq.training.packing import (
+    KEPT,
+    DivisionSettings,
+    MicroBatch,
+    Prefixes,
+    StepTokens,
+    divide_shared,
+    train_tokens,
+)
 from trinity_mq.training.update import StepLoss, accumulate
-
-__all__ = ["folder", "opened"]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -56,8 +66,17 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
-def trained(packing: str = "packed", **settings: Any) -> TrainerConfig:
-    return TrainerConfig.model_validate({"packing": packing, **settings})
+SHARING = ("llama", "qwen3", "learned positions", "positions of its own", "slopes instead of positions")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": "padded", "share_prefixes": False},
+    "packed": {"packing": "packed"},
+    "shared": {"packing": "padded"},
+    "auto": {"packing": "auto", "share_prefixes": False},
+}
+
+
+def trained(layout: str = "packed", **settings: Any) -> TrainerConfig:
+    return TrainerConfig.model_validate(LAYOUTS[layout] | settings)
 
 
 def saved(shape: PreTrainedConfig, folder: Path) -> Path:
@@ -67,20 +86,62 @@ def saved(shape: PreTrainedConfig, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(MODELS[request.param], tmp_path_factory.mktemp("model"))
+@pytest.fixture(
+    scope="module",
+    params=[*(f"packed, {name}" for name in MODELS), *(f"shared, {name}" for name in SHARING)],
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A layout and the folder of a model that may have it."""
+    layout, _, name = request.param.partition(", ")
+    shape = MODELS[name] if name in MODELS else REFUSED[name][0]
+    return layout, saved(shape, tmp_path_factory.mktemp("model"))
 
 
-def packed_row(experiences: list[Experience], max_tokens: int) -> list[MicroBatch]:
-    tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
-    return tokens.micro_batches(range(len(experiences)), max_tokens, packed=True)
+def groups(answers: int = 6, prompts: tuple[int, ...] = (9, 4, 12)) -> list[Experience]:
+    """Return answers of different lengths to prompts of these lengths."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for task, length in enumerate(prompts):
+        prompt = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        for run in range(answers):
+            answer = torch.randint(1, VOCABULARY, (1 + (run + task) % 4,), generator=generator).tolist()
+            rows.append(
+                Experience(
+                    eid=EID(batch=0, task=task, run=run),
+                    tokens=prompt + answer,
+                    prompt_length=length,
+                    logprobs=[-2.0 - 0.1 * run] * len(answer),
+                    advantages=[1.0 - 0.3 * run] * len(answer),
+                    temperature=0.7,
+                )
+            )
+    return rows
+
+
+def data(layout: str) -> list[Experience]:
+    return groups() if layout == "shared" else batch(2)
+
+
+def tokens_of(experiences: list[Experience]) -> StepTokens:
+    return train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+
+
+def divided(layout: str, experiences: list[Experience], max_tokens: int = 16384) -> list[MicroBatch]:
+    """Return the micro-batches of an optimizer step."""
+    division = DivisionSettings(max_tokens, packed=layout == "packed", shares_prefixes=layout == "shared")
+    return division.of(tokens_of(experiences), range(len(experiences)))
+
+
+def has(layout: str, batches: list[MicroBatch]) -> bool:
+    """Say whether micro-batches have a layout."""
+    shares, packs = batches[0].prefixes is not None, batches[0].longest_packed > 0
+    return (shares, packs) == (layout == "shared", layout == "packed")
 
 
 def test_a_row_holds_sequences_one_after_the_other() -> None:
     first = Experience(tokens=[10, 11, 12, 13], prompt_length=2, logprobs=[-1.0, -2.0], advantages=[1.0, 1.0])
     second = Experience(tokens=[20, 21], prompt_length=1, logprobs=[-3.0], advantages=[2.0])
-    (row,) = packed_row([second, first], 100)
+    (row,) = divided("packed", [second, first], 100)
     assert row.input_ids.tolist() == [[10, 11, 12, 20]]
     assert (row.lengths.tolist(), row.longest_packed) == ([3, 1], 3)
     assert (row.rows.tolist(), row.columns.tolist()) == ([0, 0, 0], [1, 2, 3])
@@ -89,20 +150,11 @@ def test_a_row_holds_sequences_one_after_the_other() -> None:
         [12, 13, 21],
         [-1.0, -2.0, -3.0],
     )
-    assert [one.input_ids.tolist() for one in packed_row([second, first], 5)] == [[[10, 11, 12]], [[20]]]
-
-
-def test_rows_are_as_full_as_padded_ones_are_not() -> None:
-    experiences = batch(7, 40)
-    rows, padded = packed_row(experiences, 40), pack(experiences, 40)
-    tokens = sum(len(one.tokens) for one in experiences)
-    assert sum(row.input_ids.numel() for row in rows) == tokens - 40
-    assert sum(one.input_ids.numel() for one in padded) > tokens - 40
-    assert len(rows) == math.ceil(tokens / 40)
+    assert [one.input_ids.tolist() for one in divided("packed", [second, first], 5)] == [[[10, 11, 12]], [[20]]]
 
 
 def test_only_flash_attention_is_told_where_sequences_begin() -> None:
-    (row,) = packed_row(batch(1, 3), 100)
+    (row,) = divided("packed", batch(1, 3), 100)
 
     class Told:
         class config:  # noqa: N801
@@ -133,77 +185,102 @@ def alone(folder: Path, experiences: list[Experience]) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
-def test_logprobs_in_a_row_are_those_of_sequences_alone(model_folder: Path, max_tokens: int) -> None:
-    policy = Policy(config().model, model_folder, 0, trained())
-    assert policy.packs
-    experiences = batch(1)
-    wanted = alone(model_folder, experiences)
-    found = torch.zeros_like(wanted)
-    rows = packed_row(experiences, max_tokens)
-    assert len(rows) == {1: 12, 40: 3, 16384: 1}[max_tokens]
-    for row in rows:
-        found[row.index] = policy.score(row, entropy_gradient=False)[0].detach()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("max_tokens", [1, 30, 16384])
+def test_logprobs_are_those_of_sequences_alone(case: tuple[str, Path], max_tokens: int) -> None:
+    layout, model = case
+    policy, experiences = Policy(config().model, model, 0, trained(layout)), data(layout)
+    wanted = alone(model, experiences)
+    logprobs = torch.zeros_like(wanted)
+    batches = replace(policy.division, max_tokens=max_tokens).of(tokens_of(experiences), range(len(experiences)))
+    assert len(batches) > 1 or max_tokens == 16384
+    assert has(layout, batches) or (layout, max_tokens) == ("shared", 1)
+    for one in batches:
+        logprobs[one.index] = policy.score(one, entropy_gradient=False)[0].detach()
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-5)
 
 
-def test_gradients_of_packed_and_padded_rows_are_equal(model_folder: Path) -> None:
-    algorithm = AlgorithmConfig()
-    loss = StepLoss(algorithm, {"rl": 1.0}, 0.01)
-    found = []
-    for packing, max_tokens in (("padded", 16384), ("packed", 16384), ("packed", 30)):
-        policy = Policy(config().model, model_folder, 0, trained(packing))
-        tokens = train_tokens(batch(2), algorithm, loss.weights, 1)
-        batches = tokens.micro_batches(range(12), max_tokens, packed=policy.packs)
+def test_gradients_are_those_of_padded_rows(case: tuple[str, Path]) -> None:
+    layout, model = case
+    loss = StepLoss(AlgorithmConfig(), {"rl": 1.0}, 0.01)
+    gradients = []
+    for rows, max_tokens in (("padded", 16384), (layout, 16384), (layout, 30)):
+        policy = Policy(config().model, model, 0, trained(rows))
+        experiences = data(layout)
+        batches = replace(policy.division, max_tokens=max_tokens).of(tokens_of(experiences), range(len(experiences)))
+        assert has(rows, batches)
         total = accumulate(policy, batches, loss, {})
-        assert (total.padding == 0) == (packing == "packed")
-        found.append(torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None]))
-    assert found[0].abs().max() > 1e-3
-    for one in found[1:]:
-        torch.testing.assert_close(one, found[0], rtol=1e-5, atol=1e-6)
+        assert (total.padding == 0) == (rows == "packed")
+        gradients.append(torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None]))
+    assert gradients[0].abs().max() > 1e-3
+    for one in gradients[1:]:
+        torch.testing.assert_close(one, gradients[0], rtol=1e-5, atol=1e-6)
 
 
-def test_the_critic_takes_packed_rows(model_folder: Path) -> None:
-    base = config()
-    found = []
-    for packing in ("padded", "packed"):
-        critic = Critic(base.model_copy(update={"trainer": trained(packing)}), model_folder)
-        assert critic.division.packed == (packing == "packed")
+def test_gradients_are_the_same_without_kept_activations(case: tuple[str, Path]) -> None:
+    layout, model = case
+    loss = StepLoss(AlgorithmConfig(), {"rl": 1.0}, 0.01)
+    gradients, kept = [], []
+    for is_on in (False, True):
+        settings = trained("padded" if layout == "shared" else layout, gradient_checkpointing=is_on)
+        policy = Policy(config().model, model, 0, settings)
+        batches = policy.division.of(tokens_of(batch(2)), range(12))
+        elements = [0]
+
+        def note(tensor: torch.Tensor, elements: list[int] = elements) -> torch.Tensor:
+            elements[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            policy.score(batches[0], entropy_gradient=True)
+        kept.append(elements[0])
+        accumulate(policy, batches, loss, {})
+        gradients.append(torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None]))
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-7)
+    assert kept[1] < kept[0] / 2
+
+
+def test_the_critic_takes_the_same_rows(case: tuple[str, Path]) -> None:
+    layout, model = case
+    results = []
+    for rows in ("padded", layout):
+        critic = Critic(config().model_copy(update={"trainer": trained(rows)}), model)
         torch.nn.init.normal_(critic.module.head.weight, generator=torch.Generator().manual_seed(0))
-        tokens = train_tokens(batch(2), AlgorithmConfig(), {"rl": 1.0}, 1)
-        batches = tokens.micro_batches(range(12), 60, packed=critic.division.packed)
+        tokens = tokens_of(data(layout))
+        batches = replace(critic.division, max_tokens=60).of(tokens, range(len(data(layout))))
+        assert has(rows, batches)
         values = critic.values(batches, tokens.tokens)
         _, metrics = critic.optimizer_step(batches, Targets(values, torch.arange(tokens.tokens).float()))
         gradient = torch.cat([one.grad.flatten() for one in critic.parameters if one.grad is not None])
-        found.append((values, gradient, metrics))
-    (values, gradient, metrics), (wanted, slope, others) = found
+        results.append((values, gradient, metrics))
+    (wanted, slope, others), (values, gradient, metrics) = results
     assert wanted.std() > 0.1
     torch.testing.assert_close(values, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-6)
     assert metrics == pytest.approx(others, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-async def test_train_steps_are_the_same_in_packed_rows(opened: Opener, name: str) -> None:
+@pytest.mark.parametrize(("layout", "algorithm"), [("packed", "grpo"), ("packed", "ppo"), ("shared", "grpo")])
+async def test_train_steps_are_the_same(opened: Opener, layout: str, algorithm: str) -> None:
     """With a critic, a reference and several micro-batches."""
-    if name == "ppo":
+    if algorithm == "ppo":
         base = config(algorithm_type="ppo", repeat_times=1, critic={"lr": 1e-3})
     else:
         base = config(entropy_coef=0.01)
     seen = []
-    for packing in ("padded", "packed"):
-        settings = base.model_copy(update={"trainer": trained(packing, max_tokens_per_micro_batch=40)})
+    for rows in ("padded", layout):
+        settings = base.model_copy(update={"trainer": trained(rows, max_tokens_per_micro_batch=40)})
         learner = await opened(settings)
-        metrics = [await learner.step(rewarded(step) if name == "ppo" else batch(step), step) for step in (1, 2)]
+        metrics = [await learner.step(rewarded(step) if algorithm == "ppo" else data(layout), step) for step in (1, 2)]
         seen.append((metrics, await weights_of(learner)))
-    (padded, weights), (packed, others) = seen
-    assert all(one["perf/padding_frac"] > 0 for one in padded)
-    assert all(one["perf/padding_frac"] == 0 for one in packed)
-    for one, other in zip(padded, packed, strict=True):
+    (padded, weights), (others, other_weights) = seen
+    for one, other in zip(padded, others, strict=True):
+        assert (other["perf/padding_frac"] == 0) == (layout == "packed")
+        assert other["perf/padding_frac"] != one["perf/padding_frac"] > 0
         kept = {key: value for key, value in one.items() if not key.startswith(("time/", "perf/"))}
         assert {key: other[key] for key in kept} == pytest.approx(kept, rel=1e-3, abs=1e-5)
     for key, value in weights.items():
-        torch.testing.assert_close(others[key], value, rtol=0, atol=2e-5)
+        torch.testing.assert_close(other_weights[key], value, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -214,7 +291,7 @@ def test_models_that_would_mix_sequences_are_refused(tmp_path: Path, name: str) 
     with pytest.raises(LearnerError, match=wanted):
         Policy(config().model, tmp_path, 0, trained())
     with capture_logs() as logs:
-        policy = Policy(config().model, tmp_path, 0, trained("auto", share_prefixes=False))
+        policy = Policy(config().model, tmp_path, 0, trained("auto"))
     assert not policy.packs
     assert [(entry["event"], entry["model"]) for entry in logs] == [("rows_are_padded", shape.model_type)]
     assert "no attention for packed rows on cpu" in logs[0]["reason"]
@@ -248,17 +325,6 @@ def test_the_first_attention_that_works_is_taken(folder: Path, monkeypatch: pyte
     assert logs == []
 
 
-def test_why_auto_pads_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, why = REFUSED["mamba"]
-    saved(shape, tmp_path)
-    monkeypatch.setattr(attention, "_installed", lambda device, dtype: ["eager"])
-    with capture_logs() as logs:
-        policy = Policy(config().model, tmp_path, 0, trained("auto", share_prefixes=False))
-    assert not policy.packs
-    assert [(entry["event"], entry["model"]) for entry in logs] == [("rows_are_padded", "mamba")]
-    assert why in logs[0]["reason"]
-
-
 def test_a_rank_without_sequences_still_passes_through_the_model(folder: Path) -> None:
     algorithm = AlgorithmConfig()
     tokens = train_tokens(batch(2, 3), algorithm, {"rl": 1.0}, 1)
@@ -271,44 +337,124 @@ def test_a_rank_without_sequences_still_passes_through_the_model(folder: Path) -
         assert all(one.grad is not None and not one.grad.any() for one in policy.parameters)
 
 
-def test_ranks_share_an_optimizer_step(folder: Path) -> None:
-    experiences = batch(2, 12)
-    tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
-    for packed in (False, True):
-        whole = tokens.micro_batches(range(12), 16384, packed=packed)[0]
-        parts = [tokens.micro_batches(range(12), 30, packed=packed, rank=rank, ranks=3) for rank in range(3)]
-        assert len(set(map(len, parts))) == 1
-        every = [one for part in parts for one in part]
-        assert sorted(index for one in every for index in one.index.tolist()) == sorted(whole.index.tolist())
-        assert {scale for one in every for scale in one.scale.tolist()} == set(whole.scale.tolist())
-        sizes = [sum(int(one.lengths.sum()) for one in part) for part in parts]
-        assert max(sizes) - min(sizes) <= max(len(one.tokens) for one in experiences)
-
-
-@pytest.mark.parametrize("packing", ["padded", "packed"])
-def test_gradients_are_the_same_without_kept_activations(model_folder: Path, packing: str) -> None:
-    loss = StepLoss(AlgorithmConfig(), {"rl": 1.0}, 0.01)
-    found, kept = [], []
-    for is_on in (False, True):
-        policy = Policy(config().model, model_folder, 0, trained(packing, gradient_checkpointing=is_on))
-        tokens = train_tokens(batch(2), AlgorithmConfig(), loss.weights, 1)
-        batches = tokens.micro_batches(range(12), 16384, packed=policy.packs)
-        elements = [0]
-
-        def note(tensor: torch.Tensor, elements: list[int] = elements) -> torch.Tensor:
-            elements[0] += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            policy.score(batches[0], entropy_gradient=True)
-        kept.append(elements[0])
-        accumulate(policy, batches, loss, {})
-        found.append(torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None]))
-    assert found[0].abs().max() > 1e-3
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
-    assert kept[1] < kept[0] / 2
-
-
 def test_a_model_without_blocks_is_told_so() -> None:
     with pytest.raises(LearnerError, match=r"Linear has no block.*gradient_checkpointing=false"):
         checkpoint_blocks(torch.nn.Linear(2, 2))
+
+
+OTHERS = {name: MODELS[name] for name in ("sliding window", "gemma2")} | {
+    name: REFUSED[name][0] for name in ("mamba", "convolution")
+}
+
+
+def test_a_prompt_has_one_row_and_answers_begin_with_its_last_token() -> None:
+    answers = [
+        Experience(tokens=[10, 11, 12, *answer], prompt_length=3, logprobs=[-1.0] * len(answer), advantages=[1.0] * 3)
+        for answer in ([20, 21, 22], [30, 31, 32])
+    ]
+    other = Experience(tokens=[40, 41, 42], prompt_length=1, logprobs=[-1.0, -2.0], advantages=[1.0, 1.0])
+    (found,) = divided("shared", [*answers, other, *answers])
+    assert found.prefixes is not None
+    assert found.prefix_lengths is not None
+    assert found.prefix_of is not None
+    begins = [
+        found.prefixes[number, : found.prefix_lengths[number]].tolist() for number in range(len(found.prefix_lengths))
+    ]
+    assert sorted(begins) == [[], [10, 11]]
+    rows = [
+        begins[number] + ids[:length].tolist()
+        for number, ids, length in zip(found.prefix_of.tolist(), found.input_ids, found.lengths.tolist(), strict=True)
+    ]
+    assert sorted(rows) == [*[[10, 11, 12, 20, 21]] * 2, *[[10, 11, 12, 30, 31]] * 2, [40, 41]]
+    before = found.input_ids[found.rows, found.columns].tolist()
+    assert list(zip(before, found.targets.tolist(), strict=True))[:3] in ([(12, 20), (20, 21), (21, 22)],)
+    assert (found.positions, found.padding) == (5 * 3 + 2 * 2, 1 + 2)
+
+
+def test_rows_are_whole_where_sharing_saves_nothing() -> None:
+    generator = torch.Generator().manual_seed(1)
+    alone = [
+        Experience(
+            tokens=torch.randint(1, VOCABULARY, (12,), generator=generator).tolist(),
+            prompt_length=4,
+            logprobs=[-1.0] * 8,
+            advantages=[1.0] * 8,
+        )
+        for _ in range(4)
+    ]
+    assert all(one.prefixes is None for one in divided("shared", alone))
+    assert all(one.prefixes is not None for one in divided("shared", groups()))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_whose_layers_do_not_see_all_tokens_are_refused(name: str) -> None:
+    problem = prefix_problem(AutoModelForCausalLM.from_config(OTHERS[name]).eval(), torch.float32)
+    assert problem is not None
+    assert "layers" in problem
+
+
+def test_why_no_prefix_is_shared_is_logged(tmp_path: Path) -> None:
+    folder = saved(transformers.MistralConfig(**SHAPE, sliding_window=4), tmp_path)
+    with capture_logs() as logs:
+        policy = Policy(config().model, folder, 0, trained("shared"))
+    assert not policy.division.shares_prefixes
+    assert [one["reason"] for one in logs if one["event"] == "prefixes_not_shared"] == [
+        "its layers attend to the last 4 tokens alone"
+    ]
+
+
+def test_a_model_of_a_run_with_recomputed_blocks_shares_nothing(folder: Path) -> None:
+    assert Policy(config().model, folder, 0, trained("shared")).division.shares_prefixes
+    assert not Policy(
+        config().model, folder, 0, trained("shared", gradient_checkpointing=True)
+    ).division.shares_prefixes
+    assert not Policy(config().model, folder, 0).division.shares_prefixes
+
+
+SEQUENCES = st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 30))
+
+
+@given(st.lists(SEQUENCES, min_size=1, max_size=40), st.integers(1, 200), st.booleans())
+def test_every_unit_is_in_one_micro_batch_within_the_budget(
+    sequences: list[tuple[int, int, int]], budget: int, in_pairs: bool
+) -> None:
+    sizes = {number: prefix for number, _, prefix in sequences}
+    if in_pairs:
+        sequences = [one for one in sequences for _ in range(2)]
+    numbers = np.array([number for number, _, _ in sequences])
+    own = np.array([sizes[number] for number in numbers.tolist()])
+    whole = own + [rest for _, rest, _ in sequences]
+    every = np.arange(len(sequences))
+    units = every.reshape(-1, 2) if in_pairs else np.stack([every, np.full(len(every), -1)], 1)
+    parts = divide_shared(units, whole, Prefixes(numbers, own), budget)
+    if parts is None:
+        return
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(units)))
+    for part in parts:
+        members = units[part][units[part] >= 0]
+        prefix = own[members].max()
+        kept = len(set(numbers[members].tolist())) + KEPT * len(members)
+        cost = len(members) * (whole - own)[members].max() + kept * prefix
+        assert cost <= budget or len(part) == 1
+
+
+def test_prefixes_are_equal_where_their_tokens_are() -> None:
+    ids = torch.tensor([1, 2, 3, 1, 2, 4, 1, 3, 3])
+    starts, sizes = np.array([0, 3, 6]), np.array([2, 2, 2])
+    assert Prefixes.of(ids, starts, sizes).number.tolist() == [0, 0, 1]
+    assert Prefixes.of(ids, starts, np.array([2, 1, 1])).number.tolist() == [0, 1, 1]
+
+
+def test_other_experiences_keep_their_numbers(folder: Path) -> None:
+    """Sequences of which only few have a prompt in common take part as the others do."""
+    policy = Policy(config().model, folder, 0, trained("shared"))
+    experiences = [*groups(), *batch(3)]
+    whole, parts = ([0.0] * tokens_of(experiences).tokens for _ in range(2))
+    for found, batches in (
+        (whole, tokens_of(experiences).micro_batches(range(len(experiences)), 16384)),
+        (parts, divided("shared", experiences)),
+    ):
+        for one in batches:
+            for index, value in zip(one.index.tolist(), policy.score(one, entropy_gradient=False)[0], strict=True):
+                found[index] = value.item()
+    assert parts == pytest.approx(whole, abs=1e-5)

@@ -36,6 +36,12 @@ def experience(run: int, prompt: int, response: int, **fields: Any) -> Experienc
     )
 
 
+def weighted(run: int, prompt: int, response: int, **fields: Any) -> Experience:
+    """An experience with a custom field, its run."""
+    weight = CustomField("weight", "loss_weight", torch.float32)
+    return experience(run, prompt, response, info={"weight": run}, custom_fields=[weight], **fields)
+
+
 def listed(batch: MicroBatch) -> list[tuple[int, int, float, float, float]]:
     """Return (token, the token that predicts it, logprob, advantage, temperature) of each trained token."""
     before = batch.input_ids[batch.rows, batch.columns]
@@ -54,28 +60,8 @@ def test_each_token_is_predicted_by_the_one_before_it() -> None:
         (202, 201, -3.0, 21.0, 3.0),
     ]
     assert batch.tokens == 5
-
-
-def test_only_what_the_action_mask_names_is_trained() -> None:
-    (batch,) = pack([experience(1, 2, 4, action_mask=[True, False, False, True])], 100)
-    assert listed(batch) == [(102, 101, -1.0, 10.0, 2.0), (105, 104, -4.0, 13.0, 2.0)]
-
-
-def test_no_temperature_means_one() -> None:
-    (batch,) = pack([experience(1, 2, 2, temperature=None)], 100)
-    assert batch.temperature.tolist() == [1.0, 1.0]
-
-
-def test_keeps_to_the_budget_longest_first_and_loses_nothing() -> None:
-    lengths = [3, 9, 4, 30, 7, 3, 5, 8, 3, 6]
-    experiences = [experience(run, 1, length - 1) for run, length in enumerate(lengths)]
-    batches = pack(experiences, 16)
-    sizes = [(batch.input_ids.shape[0], batch.input_ids.shape[1] + 1) for batch in batches]
-    assert sizes[0] == (1, 30), "over the budget, so alone"
-    assert all(rows * width <= 16 for rows, width in sizes[1:])
-    assert [width for _, width in sizes] == sorted((width for _, width in sizes), reverse=True)
-    tokens = sorted(token for batch in batches for token in batch.targets.tolist())
-    assert tokens == sorted(int(token) for one in experiences for token in one.tokens[1:])
+    (masked,) = pack([experience(1, 2, 4, action_mask=[True, False, False, True], temperature=None)], 100)
+    assert listed(masked) == [(102, 101, -1.0, 10.0, 1.0), (105, 104, -4.0, 13.0, 1.0)]
 
 
 def test_is_deterministic_for_equal_lengths() -> None:
@@ -94,39 +80,38 @@ def test_leaves_out_experiences_without_a_trained_token() -> None:
     assert pack([], 100) == []
 
 
-def test_reads_what_comes_off_the_wire() -> None:
-    sent = [experience(1, 2, 3), experience(2, 1, 2)]
-    received = Experience.deserialize_many(Experience.serialize_many(sent))
-    assert listed(pack(received, 100)[0]) == listed(pack(sent, 100)[0])
+def changed(**fields: Any) -> Experience:
+    """An experience whose fields were changed later."""
+    found = experience(1, 2, 3)
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
+    ("experiences", "match"),
     [
-        ({"advantages": None}, r"1/0/1/0/s has no advantages.*operator"),
-        ({"logprobs": None}, r"1/0/1/0/s has no logprobs.*engine"),
-        ({"temperature": 0.0}, r"temperature 0:.*above 0"),
+        ([experience(1, 2, 3, advantages=None)], r"1/0/1/0/s has no advantages.*operator"),
+        ([experience(1, 2, 3, logprobs=None)], r"1/0/1/0/s has no logprobs.*engine"),
+        ([experience(1, 2, 3, temperature=0.0)], r"temperature 0:.*above 0"),
+        ([changed(advantages=torch.zeros(2))], "advantages has 2 values, wanted one per response token"),
+        ([changed(prompt_length=3)], "wanted one per response token"),
+        ([Experience(tokens=[1, 2], chosen=[3], rejected=[4])], "dpo"),
+        ([weighted(1, 2, 2), experience(2, 2, 2)], "the same"),
+        (
+            [Experience(tokens=[1, 2, 3], prompt_length=1, info={"is_expert": True})],
+            r"is an answer to imitate.*algorithm\.weights\.ce",
+        ),
     ],
 )
-def test_says_what_an_experience_lacks(fields: dict[str, Any], match: str) -> None:
+def test_what_cannot_be_trained_on_is_refused_by_name(experiences: list[Experience], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        pack([experience(1, 2, 3, **fields)], 100)
+        pack(experiences, 100)
 
 
-def test_fields_that_were_changed_later_must_still_agree() -> None:
-    short = experience(1, 2, 3)
-    short.advantages = torch.zeros(2)
-    with pytest.raises(ValueError, match="advantages has 2 values, wanted one per response token"):
-        pack([short], 100)
-    longer = experience(1, 2, 3)
-    longer.prompt_length = 3
-    with pytest.raises(ValueError, match="wanted one per response token"):
-        pack([longer], 100)
-
-
-def test_a_pair_of_answers_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="dpo"):
-        pack([Experience(tokens=[1, 2], chosen=[3], rejected=[4])], 100)
+def test_distillation_needs_the_teachers_logprobs() -> None:
+    with pytest.raises(ValueError, match=r"has no teacher_logprobs"):
+        pack([experience(1, 1, 2)], 100, weights={"rl": 0.0, "ref_kl": 1.0})
 
 
 def test_mini_batches_share_out_everything_evenly_and_repeatably() -> None:
@@ -155,12 +140,6 @@ def test_moves_to_a_device_whole() -> None:
     assert {str(column.device) for column in columns} == {"meta"}
 
 
-def weighted(run: int, prompt: int, response: int, **fields: Any) -> Experience:
-    """An experience with a custom field, its run."""
-    weight = CustomField("weight", "loss_weight", torch.float32)
-    return experience(run, prompt, response, info={"weight": run}, custom_fields=[weight], **fields)
-
-
 def test_custom_fields_are_there_for_each_trained_token() -> None:
     mask = [True, False, True]
     given = [weighted(1, 2, 2), weighted(2, 1, 8), weighted(3, 1, 3, action_mask=mask), weighted(4, 1, 4)]
@@ -181,11 +160,6 @@ def test_the_engine_of_each_trained_token_is_known_where_there_are_several() -> 
         assert batch.engines["a"].tolist() == (run == 2).tolist(), "run 4 does not say"
     (batch,) = pack([given[0], given[2]], 100)
     assert batch.engines == {}, "one engine is all there is"
-
-
-def test_custom_fields_that_differ_are_refused() -> None:
-    with pytest.raises(ValueError, match="the same"):
-        pack([weighted(1, 2, 2), experience(2, 2, 2)], 100)
 
 
 def test_scales_are_those_of_the_whole_optimizer_step() -> None:
@@ -218,11 +192,3 @@ def test_tokens_know_how_old_the_weights_were_that_sampled_them() -> None:
     tokens = train_tokens(given, config, {"rl": 1.0}, 8)
     (batch,) = tokens.micro_batches([0, 1], 100)
     assert batch.staleness.tolist() == [4, 4, 2, 2, 0, 0]
-
-
-def test_what_has_no_component_is_refused_with_what_to_set() -> None:
-    expert = Experience(tokens=[1, 2, 3], prompt_length=1, info={"is_expert": True})
-    with pytest.raises(ValueError, match=r"is an answer to imitate.*algorithm\.weights\.ce"):
-        pack([expert], 100)
-    with pytest.raises(ValueError, match=r"has no teacher_logprobs"):
-        pack([experience(1, 1, 2)], 100, weights={"rl": 0.0, "ref_kl": 1.0})

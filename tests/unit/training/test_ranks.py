@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trinity_mq.training.parallel.ranks import Ranks, own_device, own_rank, world_size
+from trinity_mq.training.parallel.ranks import own_device, own_rank, world_size
 
 RANK = """
 import asyncio, json, os, sys
@@ -186,16 +186,3 @@ def test_what_a_cluster_says_of_ranks_of_its_own_is_not_about_the_trainer(monkey
     assert (own_rank(), own_device(0), world_size(1)) == (0, 0, 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert (own_rank(), own_device(0), world_size(1)) == (3, 1, 8)
-
-
-def test_a_single_rank_needs_nobody() -> None:
-    import torch
-
-    ranks = Ranks()
-    ranks.connect_store()
-    ranks.open(torch.device("cpu"))
-    ranks.announce("step", b"body")
-    value = torch.tensor([3.0])
-    ranks.sum(value)
-    assert ranks.gather(7) == [7]
-    assert value.item() == 3.0

@@ -11,14 +11,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import Qwen3ForCausalLM
 
-from tests.unit.training.test_learner import Opener, batch, config, folder, opened, plain_logprobs, same, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, plain_logprobs, same, weights_of
 from trinity_mq.config import Config
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.reference import Reference
-
-__all__ = ["folder", "opened"]
 
 Weights = dict[str, torch.Tensor]
 

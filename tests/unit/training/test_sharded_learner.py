@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from tests.unit.training.sharded_rank import experiences, flats_of, settings, train
-from tests.unit.training.test_learner import Opener, folder, opened
+from tests.unit.training.test_learner import Opener
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.training.learner import TorchLearner
-
-__all__ = ["folder", "opened"]
 
 WHOLE = ["grpo", "kl_cov", "mini_batches", "dpo", "ppo", "lora"]
 

@@ -12,12 +12,10 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from tests.unit.training.test_learner import batch, config, folder, pack
+from tests.unit.training.test_learner import batch, config, pack
 from tests.unit.training.test_packed_rows import SHAPE, alone, saved
 from trinity_mq.algorithms.scoring import HeadOperation, entropy_baselines, token_logprobs
 from trinity_mq.training.model.policy import LearnerError, Policy, TokenScorer, detect_head_operation
-
-__all__ = ["folder"]
 
 AFTER: dict[str, tuple[PreTrainedConfig, HeadOperation]] = {
     "nothing": (transformers.LlamaConfig(**SHAPE), HeadOperation()),
@@ -103,13 +101,3 @@ def test_a_model_without_a_head_is_refused(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "get_output_embeddings", lambda self: None)
     with pytest.raises(LearnerError, match=r"Qwen3ForCausalLM has no output embeddings"):
         Policy(config().model, folder, 0)
-
-
-def test_logprobs_of_a_sequence_are_those_of_its_logits(folder: Path) -> None:
-    policy = Policy(config().model, folder, 0)
-    tokens = [2, 3, 4, 5, 6, 7]
-    logits = policy.model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-    wanted = logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-    assert policy.sequence_logprobs(tokens) == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(ValueError, match="got 1 tokens, wanted at least 2"):
-        policy.sequence_logprobs([2])

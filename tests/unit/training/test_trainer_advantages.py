@@ -12,17 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from tests.unit.training.test_critic import rewarded
-from tests.unit.training.test_learner import (
-    Opener,
-    batch,
-    config,
-    folder,
-    opened,
-    plain_logprobs,
-    same,
-    state_of,
-    weights_of,
-)
+from tests.unit.training.test_learner import Opener, batch, config, plain_logprobs, same, state_of, weights_of
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -31,8 +21,6 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import Critic
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.reference import Reference
-
-__all__ = ["folder", "opened"]
 
 ROLES = ("black", "white")
 
@@ -58,15 +46,6 @@ def moved_baselines(seeds: list[int]) -> dict[str, float]:
 
 async def baselines(learner: TorchLearner) -> dict[str, float]:
     return dict((await state_of(learner))["memory"].facts["baselines"])
-
-
-async def test_the_baseline_of_a_role_moves_on_from_step_to_step(opened: Opener) -> None:
-    learner = await opened(config(algorithm_type="rae"))
-    for step in (1, 2):
-        metrics = await learner.step(played(step), step)
-        assert metrics["actor/optimizer_steps"] == 1
-        assert "group_advantages/reward_mean/mean" in metrics
-        assert await baselines(learner) == pytest.approx(moved_baselines(list(range(1, step + 1))), abs=1e-12)
 
 
 async def test_the_step_is_that_of_advantages_computed_by_hand(opened: Opener) -> None:
