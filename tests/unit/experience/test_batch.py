@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+import string
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.experience import (
@@ -20,10 +21,12 @@ from trinity_mq.experience import (
     ExperienceError,
     decode,
     encode,
-    group_by,
 )
 from trinity_mq.experience.codec.body import decode_frame, encode_frame
+from trinity_mq.experience.codec.column_rules import check_batch, first_bad
+from trinity_mq.experience.eid import composed_ids
 from trinity_mq.experience.ragged import Ragged
+from trinity_mq.experience.rules import TYPES, check_lengths
 
 
 def one(number: int, **fields) -> Experience:
@@ -83,6 +86,11 @@ def test_nothing_is_a_batch_too():
 def test_choosing_is_by_number_or_by_truth(mixed):
     batch = ExperienceBatch.decode(encode(mixed))
     assert batch.select([5, 0, 0, -2]).to_list() == [mixed[5], mixed[0], mixed[0], mixed[4]]
+    uids = batch.ids("uid")
+    assert uids == [experience.eid.uid for experience in mixed]
+    assert batch.select([4, 0]).ids("uid") == [uids[4], uids[0]]
+    assert batch.select([1, 1]).ids("tid") == [mixed[1].eid.tid] * 2
+    assert batch.replace(reward=[1.0] * 6)[2:4].ids("uid") == uids[2:4]
     assert batch.select(np.array([True, False] * 3)).to_list() == mixed[::2]
     assert decode(batch.select([3, 1, 5]).encode()) == [mixed[3], mixed[1], mixed[5]]
     for wrong in ([6], [-7], np.array([True])):
@@ -96,13 +104,6 @@ def test_choosing_copies_no_tensor():
     (after,) = batch.select([6, 1]).column("tokens")
     assert after.flat.data_ptr() == before.flat.data_ptr()
     assert batch[2:5].dense("tokens").untyped_storage().data_ptr() == before.flat.untyped_storage().data_ptr()
-
-
-def test_batches_one_after_the_other(mixed):
-    parts = [mixed[:2], mixed[2:3], [], mixed[3:]]
-    joined = ExperienceBatch.concat(ExperienceBatch.decode(encode(part)) for part in parts)
-    assert joined.to_list() == mixed
-    assert decode(joined.encode()) == mixed
 
 
 def test_objects_are_free_to_change():
@@ -222,51 +223,6 @@ def test_a_column_is_opened_once():
     assert picked.values("info")[0] is batch.values("info")[1]
 
 
-def graded() -> st.SearchStrategy[list[Experience]]:
-    """Experiences of few tasks, runs and steps, so that groups are of all sizes."""
-    rows = st.tuples(
-        st.integers(0, 2),
-        st.integers(0, 3),
-        st.integers(0, 1),
-        st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.25, math.nan, math.inf])),
-        st.sampled_from([None, "response_truncated"]),
-        st.integers(1, 4),
-    )
-    return st.lists(rows, max_size=16).map(
-        lambda found: [
-            Experience(
-                eid=EID(1, task, run, step, str(number)),
-                tokens=list(range(size + 1)),
-                prompt_length=1,
-                action_mask=[(number + place) % 3 != 0 for place in range(size)],
-                reward=reward,
-                truncate_status=status,
-            )
-            for number, (task, run, step, reward, status, size) in enumerate(found)
-        ]
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(experiences=graded(), kind=st.sampled_from(["task", "run", "step"]))
-def test_groups_of_columns_and_of_objects_agree(experiences, kind):
-    columns = group_by(ExperienceBatch.of(experiences), kind)
-    objects = group_by(experiences, kind)
-    assert list(columns) == list(objects)
-    assert {name: group.to_list() for name, group in columns.items()} == objects
-
-
-def test_ids_go_along_with_what_is_chosen_and_what_is_replaced(mixed):
-    batch = ExperienceBatch.of(mixed)
-    uids = batch.ids("uid")
-    assert uids == [experience.eid.uid for experience in mixed]
-    assert batch.select([4, 0]).ids("uid") == [uids[4], uids[0]]
-    assert batch[2:4].ids("uid") == uids[2:4]
-    assert batch.select([]).ids("uid") == []
-    assert batch.replace(reward=[1.0] * 6).ids("uid") == uids
-    assert batch.select([1, 1]).ids("tid") == [mixed[1].eid.tid] * 2
-
-
 def test_all_of_a_batch_in_its_order_is_the_batch(mixed):
     batch = ExperienceBatch.of(mixed)
     assert batch.select(range(6)) is batch
@@ -274,3 +230,90 @@ def test_all_of_a_batch_in_its_order_is_the_batch(mixed):
     assert batch.select([0, 1, 2, 3, 5, 4]).to_list() == [mixed[number] for number in (0, 1, 2, 3, 5, 4)]
     assert batch.select([0, 0, 1, 2, 3, 4]).to_list() == [mixed[number] for number in (0, 0, 1, 2, 3, 4)]
     assert batch.select([-6, 1, 2, 3, 4, 5]).to_list() == mixed
+
+
+FIELDS = ("tokens", "action_mask", "logprobs", "chosen", "rejected", "routed_experts")
+
+
+def breaks(kind, status, prompt, lengths):
+    try:
+        check_lengths(kind, status, prompt, {name: length for name, length in lengths.items() if length >= 0})
+    except ExperienceError:
+        return True
+    return False
+
+
+def columns_of(rows):
+    return {name: np.array([lengths[name] for *_, lengths in rows]) for name in FIELDS}
+
+
+def first_of(rows):
+    kinds, statuses, prompts, _ = zip(*rows, strict=True)
+    return first_bad(kinds, statuses, np.array(prompts), columns_of(rows))
+
+
+def test_columns_and_single_experiences_are_judged_alike():
+    good, bad = [], 0
+    lengths = itertools.product(range(3), range(-1, 3), range(-1, 3), range(-1, 2), range(-1, 2), range(-1, 2))
+    for sizes, kind, status, prompt in itertools.product(lengths, TYPES, (None, "prompt_truncated"), range(2)):
+        row = (kind, status, prompt, dict(zip(FIELDS, sizes, strict=True)))
+        if breaks(*row):
+            bad += 1
+            assert first_of([row]) == 0, row
+        else:
+            good.append(row)
+    assert first_of(good) is None
+    assert {row[:2] for row in good} == set(itertools.product(TYPES, (None, "prompt_truncated")))
+    assert bad > len(good)
+
+
+def test_error_of_a_batch_names_the_experience():
+    right = {"tokens": 3, "action_mask": 2, "logprobs": 2, "chosen": -1, "rejected": -1, "routed_experts": -1}
+    rows = [("single_turn", None, 1, right), ("single_turn", None, 1, right | {"logprobs": 5})]
+    kinds, statuses, prompts, _ = zip(*rows, strict=True)
+    with pytest.raises(ExperienceError, match=r"^experience 1: logprobs has 5 values.*3 - 1 = 2"):
+        check_batch(kinds, statuses, prompts, columns_of(rows))
+
+
+def test_composed_ids_have_the_documented_form():
+    eid = EID(3, 1, 2, 4, "ab")
+    assert (eid.uid, eid.sid, eid.rid, eid.tid) == ("3/1/2/4/ab", "3/1/4", "3/1/2", "3/1")
+    assert str(eid) == eid.uid
+
+
+def test_default_parts():
+    eid = EID()
+    assert (eid.batch, eid.task, eid.run, eid.step, eid.tid) == ("", "", 0, 0, "/")
+    assert len(eid.suffix) == 12
+    assert set(eid.suffix) <= set(string.hexdigits.lower())
+    assert EID().suffix != EID().suffix
+
+
+def test_slashes_inside_batch_or_task_do_not_make_ids_collide():
+    parts = ["3", "3/a", "3%2Fa", "3%a", "a", "%", "/", "", "3/a/b", "a/b"]
+    ids = [EID(batch, task, 0, 0, "s") for batch in parts for task in parts]
+    for composed in ("uid", "sid", "rid", "tid"):
+        assert len({getattr(eid, composed) for eid in ids}) == len(ids), composed
+    assert EID("3/gsm8k", 1).tid == "3%2Fgsm8k/1"
+
+
+def test_dict_form_gives_back_the_id():
+    eid = EID("3/x", 5, 1, 2)
+    assert eid.to_dict() == {"batch": "3/x", "task": 5, "run": 1, "step": 2, "suffix": eid.suffix}
+    assert EID(**eid.to_dict()) == eid
+
+
+PARTS = st.integers(0, 3) | st.sampled_from(["", "a", "1", "a/b", "a%2Fb", "%", "3/gsm8k"])
+
+
+@given(st.lists(st.builds(EID, batch=PARTS, task=PARTS, run=st.integers(0, 9), step=st.integers(0, 9)), max_size=8))
+def test_ids_composed_together_are_those_composed_one_by_one(eids: list[EID]) -> None:
+    parts = [[getattr(eid, name) for eid in eids] for name in ("batch", "task", "run", "step", "suffix")]
+
+    for kind in ("uid", "sid", "rid", "tid"):
+        assert composed_ids(kind, *parts) == [getattr(eid, kind) for eid in eids]
+
+
+def test_an_unknown_kind_of_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="'xid' is not a kind of id"):
+        composed_ids("xid", [1], [2], [3], [4], ["a"])

@@ -1,3 +1,4 @@
+import math
 import struct
 from enum import StrEnum
 
@@ -6,11 +7,22 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.experience import EID, DecodeError, EncodeError, Experience, decode, encode
+from tests.examples import examples
+from trinity_mq.experience import (
+    EID,
+    CustomField,
+    DecodeError,
+    EncodeError,
+    Experience,
+    ExperienceBatch,
+    decode,
+    encode,
+)
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
+from trinity_mq.experience.rules import DPO, TRUNCATE_STATUSES, TYPES
 from trinity_mq.messages.msgpack_scan import container_bytes, measure
 
 
@@ -20,6 +32,12 @@ def parts(body):
     tail = body[24 + head_length + (-head_length % 8) :]
     assert len(tail) == tail_length
     return msgpack.unpackb(body[24 : 24 + head_length]), tail
+
+
+def endless():
+    found = {}
+    found["again"] = found
+    return found
 
 
 class TestRoundTrip:
@@ -33,13 +51,6 @@ class TestRoundTrip:
         assert type(back[0].versions[0]) is tuple
         assert back[0].multi_modal_inputs["size"].shape == ()
         assert decode(encode(back)) == given
-
-    def test_documented_methods(self, single, multi):
-        assert Experience.deserialize(single.serialize()) == single
-        assert Experience.deserialize_many(Experience.serialize_many([single, multi])) == [single, multi]
-
-    def test_no_experiences(self):
-        assert decode(encode([])) == []
 
     def test_deserialize_wants_exactly_one(self, single):
         for count in (0, 2):
@@ -61,48 +72,6 @@ class TestRoundTrip:
         assert back.advantages.dtype == torch.float32
         assert (back.advantages.tolist(), back.reward, back.eid.run) == ([1.0, 2.0, 3.0], 0.5, 4)
 
-    def test_dtypes_mixed_within_a_field(self):
-        dtypes = [torch.bfloat16, torch.float32, None, torch.float16, torch.bfloat16]
-        given = [
-            Experience(
-                tokens=[1, 2, 3], prompt_length=1, logprobs=None if dtype is None else torch.rand(2, dtype=dtype)
-            )
-            for dtype in dtypes
-        ]
-        back = decode(encode(given))
-        assert back == given
-        assert [None if e.logprobs is None else e.logprobs.dtype for e in back] == dtypes
-
-    def test_shapes_mixed_within_multi_modal_inputs_and_experts(self):
-        shapes = [(2, 3), (5, 3), (2, 4), (3,), (), (0, 3), (0,)]
-        given = [
-            Experience(
-                tokens=[1, 2],
-                routed_experts=torch.ones(1, 1 + number % 2, 2, dtype=torch.uint8),
-                multi_modal_inputs={"p#1": torch.rand(shape), f"only/{number}": torch.rand(2).double()},
-            )
-            for number, shape in enumerate(shapes)
-        ]
-        assert decode(encode(given)) == given
-
-    def test_ids_keep_their_kind(self):
-        ids = [EID(3, "3"), EID("3/gsm8k", 5), EID("x", ""), EID(2**63 - 1, -1)]
-        given = [Experience(eid=eid, tokens=[1, 2]) for eid in ids]
-        back = [e.eid for e in decode(encode(given))]
-        assert back == ids
-        assert [type(eid.batch) for eid in back] == [int, str, str, int]
-
-    def test_texts_none_and_empty_are_told_apart(self):
-        texts = [None, "", "a", "a", "ü\0", None]
-        lists = [None, [], [{}], None, [{"a": None}], []]
-        given = [
-            Experience(tokens=[1, 2], prompt_text=text, messages=messages)
-            for text, messages in zip(texts, lists, strict=True)
-        ]
-        back = decode(encode(given))
-        assert [e.prompt_text for e in back] == texts
-        assert [e.messages for e in back] == lists
-
     def test_rewards_keep_nan_none_and_the_sign_of_zero(self):
         given = [Experience(tokens=[1, 2], reward=reward) for reward in (None, float("nan"), -0.0, float("inf"))]
         assert [str(e.reward) for e in decode(encode(given))] == ["None", "nan", "-0.0", "inf"]
@@ -118,26 +87,24 @@ class TestRoundTrip:
 
 class TestInfo:
     def test_numpy_scalars_become_python_and_arrays_and_tensors_stay_what_they_are(self):
+        class Colour(StrEnum):
+            RED = "red"
+
         info = {
-            "np": {"f": np.float32(0.5), "i": np.int64(3), "b": np.bool_(True), "s": np.str_("x")},
+            "np": {"f": np.float32(0.5), "i": np.int64(3), "b": np.bool_(True), "s": np.str_("x"), "c": Colour.RED},
             "tensor": torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
-            "flags": [torch.tensor([True, False]), torch.tensor(3)],
             "array": np.arange(6, dtype=np.uint16).reshape(2, 3)[:, ::-1],
+            "none": np.array([], dtype="bool"),
             "tuple": (1, 2),
         }
         (back,) = decode(encode([Experience(tokens=[1, 2], info=info)]))
-        assert back.info["np"] == {"f": 0.5, "i": 3, "b": True, "s": "x"}
-        assert {name: type(value) for name, value in back.info["np"].items()} == {
-            "f": float,
-            "i": int,
-            "b": bool,
-            "s": str,
-        }
+        assert [(type(value), value) for value in back.info["np"].values()] == [
+            *[(float, 0.5), (int, 3), (bool, True), (str, "x"), (str, "red")]
+        ]
         assert back.info["tensor"].dtype == torch.bfloat16
-        assert back.info["flags"][0].tolist() == [True, False]
-        assert back.info["flags"][1].item() == 3
         assert isinstance(back.info["array"], np.ndarray)
         assert (back.info["array"].dtype, back.info["array"].tolist()) == (np.uint16, [[2, 1, 0], [5, 4, 3]])
+        assert (back.info["none"].dtype, back.info["none"].shape) == (np.bool_, (0,))
         assert back.info["tuple"] == [1, 2]
 
     def test_long_lists_and_deep_ones_within_the_limit(self):
@@ -159,6 +126,7 @@ class TestInfo:
             ([0, "\ud800"], ["info['outer']['key'][1]", "surrogates"]),
             (np.array(["a"]), ["info['outer']['key']", "array"]),
             (torch.ones(2, dtype=torch.complex64), ["documents", "complex64"]),
+            (endless(), ["nested deeper"]),
         ],
     )
     def test_anything_else_is_an_error_that_names_the_key(self, value, named):
@@ -167,19 +135,6 @@ class TestInfo:
             encode(given)
         for part in named:
             assert part in str(error.value), str(error.value)
-
-    def test_endless_nesting_is_an_error(self):
-        endless = {}
-        endless["again"] = endless
-        with pytest.raises(EncodeError, match="nested deeper"):
-            encode([Experience(tokens=[1, 2], info=endless)])
-
-    def test_subclasses_of_text_and_numbers_are_accepted(self):
-        class Colour(StrEnum):
-            RED = "red"
-
-        (back,) = decode(encode([Experience(tokens=[1, 2], info={"c": Colour.RED, "f": np.float64(0.25)})]))
-        assert back.info == {"c": "red", "f": 0.25}
 
 
 class TestRefusedToEncode:
@@ -217,32 +172,14 @@ class TestRefusedToEncode:
         with pytest.raises(EncodeError, match=named):
             encode([single, wrong])
 
-    def test_other_objects(self):
+    def test_other_objects_and_too_many_at_once(self, multi):
         with pytest.raises(EncodeError, match="wanted Experience"):
             encode([{"tokens": [1]}])
-
-    def test_too_many_at_once(self, multi):
         with pytest.raises(EncodeError, match=r"65537 experiences.*send several"):
             encode([multi] * 65537)
 
 
 class TestLayout:
-    def test_frame(self, single):
-        body = encode([single])
-        assert body[:8] == b"TMQX\x01\x00\x00\x00"
-        head, _ = parts(body)
-        assert head["n"] == 1
-        assert set(head) == {"n", "columns", "tensors"}
-
-    def test_tail_is_one_safetensors_entry_per_field(self, single, multi):
-        body = encode([single, multi, single])
-        head, tail = parts(body)
-        tensors = safetensors.torch.load(tail)
-        assert tensors.keys() == head["tensors"].keys()
-        assert tensors["tokens"].tolist() == [1, 2, 3, 4, 5, 9, 8, 7, 6, 1, 2, 3, 4, 5]
-        assert np.frombuffer(head["tensors"]["tokens"]["lengths"], "<i4").tolist() == [5, 4, 5]
-        assert np.frombuffer(head["tensors"]["returns"]["lengths"], "<i4").tolist() == [3, -1, 3]
-
     def test_absent_fields_cost_nothing(self):
         head, tail = parts(encode([Experience(tokens=[1, 2]) for _ in range(3)]))
         assert set(head["tensors"]) == {"tokens", "action_mask"}
@@ -269,13 +206,6 @@ class TestLayout:
         assert first.tokens.tolist() == kept
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bool"])
-def test_an_empty_array_of_numpy_travels(dtype):
-    one = Experience(tokens=[1, 2], prompt_length=1, info={"none": np.array([], dtype=dtype)})
-    (back,) = Experience.deserialize_many(Experience.serialize_many([one]))
-    assert back == one
-
-
 @given(
     st.lists(
         st.dictionaries(st.sampled_from("abc"), st.integers(-300, 300) | st.floats() | st.text(max_size=3), max_size=3),
@@ -292,17 +222,10 @@ def test_equal_documents_are_read_as_unequal_ones_are(documents, count):
 
 
 def test_what_is_written_to_one_of_equal_documents_is_not_seen_in_the_others():
-    found = decode(encode([Experience(tokens=[1, 2], info={"a": 1}) for _ in range(40)]))
-    found[0].info["a"] = 2
-
-    assert [experience.info["a"] for experience in found] == [2] + [1] * 39
-
-
-def test_equal_documents_with_tensors_keep_tensors_of_their_own():
-    found = decode(encode([Experience(tokens=[1, 2], info={"a": torch.zeros(1)}) for _ in range(40)]))
+    found = decode(encode([Experience(tokens=[1, 2], info={"a": torch.zeros(1), "b": 1}) for _ in range(40)]))
     found[0].info["a"].fill_(1)
-
-    assert [experience.info["a"].item() for experience in found] == [1.0] + [0.0] * 39
+    found[0].info["b"] = 2
+    assert [(one.info["a"].item(), one.info["b"]) for one in found] == [(1.0, 2), *[(0.0, 1)] * 39]
 
 
 @pytest.mark.parametrize(
@@ -328,3 +251,96 @@ def test_documents_that_are_counted_late_are_counted(spare):
         writer.write_all([flat], "metrics")
     with pytest.raises(EncodeError, match=f"metrics: more than {9 + spare} lists and maps"):
         writer.write_all([flat], "metrics")
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+SMALL = st.integers(0, 5)
+BIG = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(width=32)
+DTYPE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+IDS = st.one_of(BIG, TEXT)
+LEAF = st.one_of(st.none(), st.booleans(), BIG, st.floats(), TEXT, st.binary(max_size=4))
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from([torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.int16]))
+    return (
+        torch.tensor(draw(st.lists(SMALL, min_size=math.prod(shape), max_size=math.prod(shape))))
+        .reshape(shape)
+        .to(dtype)
+    )
+
+
+ARRAYS = tensors().filter(lambda tensor: tensor.dtype != torch.bfloat16).map(lambda tensor: tensor.numpy())
+TREE = st.recursive(
+    LEAF | tensors() | ARRAYS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.none() | st.lists(st.dictionaries(TEXT, LEAF, max_size=2), max_size=3)
+
+
+@st.composite
+def experiences(draw):
+    kind = draw(st.sampled_from(TYPES))
+    status = draw(st.sampled_from(TRUNCATE_STATUSES))
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    token_ids = st.integers(-(2**31), 2**31 - 1)
+    length = prompt if kind == DPO else prompt + response
+    fields = {
+        "eid": EID(draw(IDS), draw(IDS), draw(BIG), draw(BIG), draw(TEXT)),
+        "tokens": draw(st.lists(token_ids, min_size=length, max_size=length)),
+        "prompt_length": prompt,
+        "experience_type": kind,
+        "truncate_status": status,
+        "reward": draw(st.none() | st.floats()),
+        "temperature": draw(st.none() | st.floats(0, 10)),
+        "info": draw(st.dictionaries(TEXT, TREE, max_size=3)),
+        "metrics": draw(st.dictionaries(TEXT, st.floats() | SMALL, max_size=3)),
+        "multi_modal_inputs": draw(st.none() | st.dictionaries(TEXT, tensors(), max_size=2)),
+        "custom_fields": draw(st.lists(st.builds(CustomField, TEXT, TEXT, DTYPE), max_size=2)),
+        "index": draw(st.none() | BIG),
+    }
+    fields |= {name: draw(st.none() | TEXT) for name in ("prompt_text", "response_text", "taskset")}
+    fields |= {name: draw(MESSAGES) for name in ("messages", "tools", "chosen_messages", "rejected_messages")}
+    if kind == DPO:
+        fields |= {name: draw(st.lists(token_ids, min_size=1, max_size=4)) for name in ("chosen", "rejected")}
+    else:
+        fields["action_mask"] = draw(st.lists(st.booleans(), min_size=response, max_size=response))
+        for name in ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs"):
+            if draw(st.booleans()):
+                values = draw(st.lists(FLOAT, min_size=response, max_size=response))
+                fields[name] = torch.tensor(values, dtype=draw(DTYPE))
+        starts = sorted(draw(st.sets(st.integers(1, 3).filter(lambda start: start < response))))
+        fields["versions"] = draw(st.none() | st.just([(start, draw(SMALL), draw(SMALL)) for start in [0, *starts]]))
+    if draw(st.booleans()):
+        shape = (length - 1, draw(st.integers(1, 2)), 2)
+        fields["routed_experts"] = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0)).to(
+            torch.uint8
+        )
+    return Experience(**fields)
+
+
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(st.lists(experiences(), max_size=5), st.sampled_from(["none", "zstd"]))
+def test_round_trip_gives_equal_experiences(given_, compression):
+    body = encode(given_)
+    assert decode(encode(given_, compression)) == given_
+    back = decode(body)
+    assert back == given_
+    assert [item.experience_type for item in back] == [item.experience_type for item in given_]
+    assert encode(back) == body
+
+
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@given(st.lists(experiences(), max_size=6), st.data())
+def test_choosing_and_joining_columns_is_choosing_and_joining_experiences(given_, data):
+    numbers = data.draw(st.lists(st.integers(0, len(given_) - 1), max_size=8)) if given_ else []
+    wanted = [given_[number] for number in numbers]
+    batch = ExperienceBatch.decode(encode(given_))
+    assert batch.select(numbers).to_list() == wanted
+    joined = ExperienceBatch.concat([batch.select(numbers), batch, ExperienceBatch.of(wanted)])
+    assert joined.to_list() == wanted + given_ + wanted
+    assert decode(joined.encode()) == wanted + given_ + wanted

@@ -1,9 +1,7 @@
 """Bytes that no encoder made: always a DecodeError, without much memory."""
 
 import json
-import random
 import struct
-import time
 import tracemalloc
 
 import msgpack
@@ -75,25 +73,6 @@ def test_every_flipped_bit_is_refused(small):
         with pytest.raises(DecodeError):
             decode(body)
         body[position] ^= bit
-
-
-def test_damage_under_a_right_checksum_is_refused_or_harmless(small):
-    rng = random.Random(5)
-    end = time.monotonic() + 2
-    refused = tried = 0
-    while tried < 4000 and time.monotonic() < end:
-        body = bytearray(small[12:])
-        for _ in range(rng.choice((1, 1, 2, 8))):
-            position = rng.randrange(len(body))
-            body[position] = rng.choice((rng.randrange(256), body[position] ^ (1 << rng.randrange(8)), 0, 0xFF))
-        tried += 1
-        try:
-            back = decode(small[:8] + struct.pack("<I", crc32c(body)) + body)
-        except DecodeError:
-            refused += 1
-        else:
-            assert len(decode(encode(back))) == len(back)
-    assert refused > tried / 4
 
 
 @pytest.mark.parametrize(

@@ -230,10 +230,6 @@ def test_the_type_that_fits_the_mask(fields, kind):
     assert [each.experience_type for each in read_legacy(old.trxp(fields))] == [kind]
 
 
-@pytest.mark.parametrize("kind", ["single_turn", "multi_turn"])
-def test_a_bare_pickle_states_the_type(kind):
-    (found,) = read_legacy(bare(SINGLE, kind=kind))
-    assert found.experience_type == kind
 
 
 # --- what breaks our rules
@@ -630,44 +626,9 @@ def test_nesting_up_to_what_a_body_holds():
         read_legacy(nested(MAX_NESTING))
 
 
-# --- anything at all
 
 
-@functools.cache
-def valid_bodies():
-    rich = FULL | {"info": {"a": np.arange(3), "b": np.float32(1), "t": torch.ones(2), "s": "text"}}
-    return [old.trxp(rich, DPO, SINGLE), bare(rich, 2), bare(rich, 5, "multi_turn"), old.trxp()]
 
 
-@given(data=st.data())
-@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
-def test_mutated_bodies_are_experiences_or_errors(data):
-    body = bytearray(data.draw(st.sampled_from(valid_bodies())))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(body) - 1))
-        kind = data.draw(st.sampled_from(["set", "cut", "insert", "move"]))
-        if kind == "set":
-            body[at] = data.draw(st.integers(0, 255))
-        elif kind == "cut":
-            del body[at : at + data.draw(st.integers(1, 8))]
-        elif kind == "insert":
-            body[at:at] = data.draw(st.binary(min_size=1, max_size=8))
-        else:
-            body[at:at] = body[: data.draw(st.integers(1, 64))]
-        if not body:
-            break
-    try:
-        found = read_legacy(body)
-    except DecodeError:
-        return
-    assert all(isinstance(each, Experience) for each in found)
 
 
-@given(st.binary(max_size=200))
-@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
-def test_any_opcodes_are_experiences_or_errors(raw):
-    for body in (b"\x80\x04" + raw + b".", old.sealed(b"\x80\x04" + raw + b".")):
-        try:
-            assert isinstance(read_legacy(body), list)
-        except DecodeError:
-            continue

@@ -83,8 +83,7 @@ def test_leaves_out_experiences_without_a_trained_token() -> None:
 def changed(**fields: Any) -> Experience:
     """An experience whose fields were changed later."""
     found = experience(1, 2, 3)
-    for name, value in fields.items():
-        setattr(found, name, value)
+    vars(found).update(fields)
     return found
 
 
