@@ -218,21 +218,21 @@ MUTATIONS = [
         f"{GATE}/coordinator.py",
         "        if canary_error is not None:\n            self.canary_failures += 1\n            if event.sender",
         "        if canary_error is not None and not event.sender:\n            self.canary_failures += 1\n            if event.sender",
-        "unit/sync/test_gate.py::test_a_failed_canary_quarantines_the_member",
+        "unit/sync/test_drivers.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
     ),
     Mutation(
         "a member that failed the canary while it caught up serves on",
         f"{GATE}/coordinator.py",
         "            member.quarantined = True\n            return self._catch_up_failed",
         "            member.quarantined = False\n            return self._catch_up_failed",
-        "unit/sync/test_gate.py::test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary",
+        "unit/sync/test_drivers.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
     ),
     Mutation(
         "a version is committed before all have applied it",
         f"{GATE}/coordinator.py",
         "or self._applied != set(self._taking_part):",
         "or not self._applied:",
-        "unit/sync/test_gate.py::test_nothing_is_committed_while_one_has_not_applied_it",
+        "unit/sync/test_gate.py::test_commit_needs_everybody_and_our_own_side",
     ),
     Mutation(
         "the collective begins before all are ready",
@@ -246,7 +246,7 @@ MUTATIONS = [
         f"{GATE}/coordinator.py",
         "return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender",
         "return event.sender",
-        "unit/sync/test_gate.py::test_answers_to_an_older_try_count_for_nothing",
+        "unit/sync/test_drivers.py::test_answers_to_another_life_of_the_trainer_do_not_count",
     ),
     Mutation(
         "a member whose lease ended is waited for",
@@ -260,7 +260,7 @@ MUTATIONS = [
         f"{GATE}/member.py",
         "        self._touched = True\n",
         "        self._touched = False\n",
-        "unit/sync/test_gate.py::test_member_abort_after_applying_is_dirty_and_asks_again",
+        "unit/sync/test_gate.py::test_member_that_was_touched_when_a_try_is_aborted_asks_again",
     ),
     Mutation(
         "older weights pass the canary",

@@ -102,26 +102,6 @@ def test_a_head_of_another_kind_is_called_for_each_chunk(chunk: int) -> None:
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
 
 
-def test_tied_embeddings_get_both_gradients() -> None:
-    hidden, head, targets, temperature = inputs()
-    embeddings = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
-    embeddings.weight = head.weight
-
-    def gradient(scores: Any) -> Tensor:
-        states = embeddings(targets) + hidden.detach()
-        (found,) = gradients(scores(states), [head.weight], entropy=True)
-        return found
-
-    torch.testing.assert_close(
-        gradient(lambda states: head_scores(states, head, targets, temperature, entropy_gradient=True, chunk=100)),
-        gradient(
-            lambda states: from_logits(states, head, targets, temperature, HeadOperation(), entropy_gradient=True)
-        ),
-        rtol=1e-9,
-        atol=1e-9,
-    )
-
-
 @pytest.mark.parametrize("kind", ["linear", "adapted"])
 def test_under_autocast_inputs_are_rounded_and_nothing_else(kind: str) -> None:
     """The products of bfloat16 factors, in float32; a head of another kind rounds its logits too."""
@@ -156,27 +136,6 @@ def test_the_gradient_of_a_narrow_weight_is_summed_in_float32() -> None:
     found.logprob.sum().backward()
     assert head.weight.grad is not None
     assert head.weight.grad[:, 0].tolist() == [500, -500]
-
-
-@pytest.mark.parametrize("kind", ["linear", "adapted"])
-def test_no_tokens_have_no_scores_and_no_gradient(kind: str) -> None:
-    hidden, base, targets, temperature = inputs()
-    head = base if kind == "linear" else Adapted(base)
-    found = head_scores(hidden[:0], head, targets[:0], temperature[:0], entropy_gradient=True)
-    assert found.logprob.shape == found.entropy.shape == (0,)
-    (found.logprob.sum() + found.entropy.sum()).backward()
-    assert hidden.grad is not None
-    assert not hidden.grad.any()
-    assert base.weight.grad is not None
-    assert not base.weight.grad.any()
-
-
-def test_what_needs_no_gradient_gets_none() -> None:
-    hidden, head, targets, temperature = inputs()
-    head.weight.requires_grad_(False)
-    head_scores(hidden, head, targets, temperature, entropy_gradient=True).logprob.sum().backward()
-    assert hidden.grad is not None
-    assert head.weight.grad is None
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])

@@ -279,23 +279,6 @@ def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list
 # -- how a step is cut
 
 
-@over_presets
-@over_examples(8)
-@given(batch=batches(most=8), budget=st.integers(1, 40), data=st.data())
-def test_neither_the_cut_nor_the_order_matters(
-    name: str, batch: list[Experience], budget: int, data: st.DataObject
-) -> None:
-    algorithm = AlgorithmConfig(algorithm_type=name)
-    experiences = with_experts(name, batch)
-    whole = step(algorithm, experiences, entropy=0.01)
-    for found in (
-        step(algorithm, experiences, budget=budget, entropy=0.01),
-        step(algorithm, data.draw(st.permutations(experiences)), budget=budget, entropy=0.01),
-    ):
-        close(found.loss, whole.loss)
-        close(found.gradient, whole.gradient)
-
-
 # -- fresh data
 
 SHARES = {"opmd": 0.5, "asymre": 0.5}

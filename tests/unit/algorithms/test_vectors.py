@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,114 +26,9 @@ from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
 
 CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 PLAIN: dict[str, Any] = CLIP | {"dual": None}
-REC: dict[str, Any] = {"kind": "log_linear"}
 
 
-def decoupled(*rules: dict[str, Any]) -> dict[str, Any]:
-    return {"anchor": "old", "surrogate": PLAIN, "correction": rules}
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "ppo": {"surrogate": CLIP},
-    "ppo/seq-mean-token-mean": {"surrogate": CLIP},
-    "ppo/seq-mean-token-sum": {"surrogate": CLIP},
-    "ppo/seq-mean-token-sum-norm": {"surrogate": CLIP},
-    "ppo/token-sum-norm": {"surrogate": CLIP},
-    "ppo/no-dual-clip": {"surrogate": PLAIN},
-    "dapo": {"surrogate": CLIP | {"high": 0.28, "dual": 10.0}},
-    "ppo/zero-advantage": {"surrogate": CLIP},
-    "ppo/fallback_to_policy_gradient": {"ratio": {"kind": "self"}, "surrogate": CLIP},
-    "ppo/sequence_masking": {"surrogate": CLIP, "correction": [{"kind": "sequence_mask", "bound": 0.1}]},
-    "gspo": {"ratio": {"kind": "sequence"}, "surrogate": PLAIN | {"low": 3e-4, "high": 4e-4}},
-    "gspo/sequence-form": {"ratio": {"kind": "sequence_mean"}, "surrogate": PLAIN | {"low": 3e-4, "high": 4e-4}},
-    "sapo": {"surrogate": {"kind": "gate"}},
-    "cispo": {"surrogate": {"kind": "truncate"}},
-    "cispo/mask_clip": {"surrogate": {"kind": "truncate", "mask_low": 0.2, "mask_high": 0.28}},
-    "cispo/scalerl": {"surrogate": {"kind": "truncate", "cap": 5.0}},
-    "topr": {"surrogate": {"kind": "truncate", "cap": 1.0, "only": "negative"}},
-    "topr/sequence": {
-        "ratio": {"kind": "sequence_product"},
-        "surrogate": {"kind": "truncate", "cap": 1.0, "only": "negative"},
-    },
-    "sppo": {"surrogate": {"kind": "log_ratio"}},
-    "opmd": {"surrogate": REC | {"divisor": 2.0}},
-    "importance_sampling": {"surrogate": {"kind": "linear"}},
-    "rec": {"surrogate": REC},
-    "rec/one-side+is": {"surrogate": REC | {"keep": "one_side", "weight": "ratio"}},
-    "rec/two-side+is": {"surrogate": REC | {"keep": "two_side", "weight": "ratio"}},
-    "rec/one-side": {"surrogate": REC | {"keep": "one_side"}},
-    "rec/ring+is": {"surrogate": REC | {"keep": "ring", "weight": "ratio"}},
-    "rec/advantage-weight": {"surrogate": REC | {"weight": "advantage"}},
-    "rec/k2": {"surrogate": REC, "regularisers": [{"kind": "square", "coef": 0.1}]},
-    "rec/forward-kl": {"surrogate": REC, "regularisers": [{"kind": "likelihood", "coef": 0.1}]},
-    "rec/gspo-one-side": {"ratio": {"kind": "sequence"}, "surrogate": REC | {"keep": "one_side", "weight": "ratio"}},
-    "dppo_tv/prime-rl-2026-08": {
-        "surrogate": {"kind": "linear"},
-        "correction": [{"kind": "divergence", "bound": 0.2}],
-        "regularisers": [{"kind": "square", "coef": 0.001}],
-    },
-    "ipo/prime-rl-2026-08": {
-        "surrogate": {"kind": "linear"},
-        "correction": [{"kind": "divergence", "bound": 0.1, "signed": False}],
-        "regularisers": [{"kind": "square", "coef": 0.001}],
-    },
-    "ipo/prime-rl-2026-09-default": {
-        "surrogate": {"kind": "linear"},
-        "correction": [{"kind": "divergence", "bound": 0.3, "signed": False}],
-    },
-    "dppo_tv/verl": {
-        "surrogate": {"kind": "linear", "cap": 20.0},
-        "correction": [{"kind": "divergence", "bound": 0.2}],
-    },
-    "dppo_kl/verl": {
-        "surrogate": {"kind": "linear", "cap": 20.0},
-        "correction": [{"kind": "divergence", "measure": "kl", "bound": 0.05}],
-    },
-    "rollout_is/skyrl": {"surrogate": REC | {"keep": "two_side", "weight": "ratio"}},
-    "vespo": {"ratio": {"kind": "sequence_product"}, "surrogate": {"kind": "vespo"}},
-    "gmpo": {
-        "ratio": {"kind": "geometric"},
-        "surrogate": {"kind": "linear"},
-        "reduction": {"kind": "sequence"},
-    },
-    "gpg": {"surrogate": REC},
-    "dro": {"surrogate": {"kind": "quadratic"}},
-    "luspo": {
-        "ratio": {"kind": "sequence_mean"},
-        "surrogate": PLAIN,
-        "reduction": {"kind": "sequence_sum"},
-    },
-    "kl_cov": {
-        "surrogate": {"kind": "linear"},
-        "regularisers": [{"kind": "covariance", "share": 0.3}],
-    },
-    "decoupled_ppo/tis/token": decoupled({"kind": "weight"}),
-    "decoupled_ppo/tis/sequence": decoupled({"kind": "weight", "level": "sequence"}),
-    "decoupled_ppo/icepop/token_0.5_5": decoupled({"kind": "weight", "low": 0.5, "high": 5.0, "beyond": "mask"}),
-    "decoupled_ppo/icepop/token_0.5_2": decoupled({"kind": "weight", "low": 0.5, "high": 2.0, "beyond": "mask"}),
-    "decoupled_ppo/mis/sequence_mask_3": decoupled(
-        {"kind": "weight", "level": "sequence", "high": 3.0, "beyond": "mask"}
-    ),
-    "decoupled_ppo/mis/sequence_mask_2": decoupled(
-        {"kind": "weight", "level": "sequence", "high": 2.0, "beyond": "mask"}
-    ),
-    "decoupled_ppo/mis/sequence_truncate_3": decoupled({"kind": "weight", "level": "sequence", "high": 3.0}),
-    "m2po": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "second_moment"}]},
-    "decoupled_ppo/loglinear": {
-        "anchor": "loglinear",
-        "surrogate": PLAIN,
-        "correction": [{"kind": "weight", "high": None}],
-    },
-    "bypass/ppo_clip": {"surrogate": PLAIN},
-    "bypass/reinforce_seq_tis": {
-        "ratio": {"kind": "sequence_product"},
-        "surrogate": {"kind": "truncate", "cap": 2.0},
-    },
-    "bypass/reinforce_token_tis": {"surrogate": {"kind": "truncate", "cap": 2.0}},
-    "areal/decoupled_mask_5": decoupled({"kind": "weight", "high": 5.0, "beyond": "mask"}),
-    "areal/decoupled_mask_0.5_2": decoupled({"kind": "weight", "low": 0.5, "high": 2.0, "beyond": "mask"}),
-    "staleness_weight/0.9": {"surrogate": PLAIN, "correction": [{"kind": "staleness", "decay": 0.9}]},
-}
+LOSSES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "losses.json").read_text())
 """Policy losses: the pieces that make each, its reduction excepted where the vector names that."""
 
 OWN_REDUCTION = {"gmpo", "luspo"}

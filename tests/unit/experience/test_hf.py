@@ -113,48 +113,9 @@ def test_columns_have_the_same_types_whatever_they_hold(all_types):
     assert {str(feature.dtype) for feature in full.features.values() if hasattr(feature, "dtype")}.isdisjoint({"null"})
 
 
-def test_concatenated_in_any_order():
-    parts = [[], [bare(0)], many(12), [bare(1, prompt_text="text", logprobs=[0.5, 0.25])]]
-    joined = datasets.concatenate_datasets([to_hf_datasets(part) for part in parts])
-    assert from_hf_datasets(joined) == [item for part in parts for item in part]
-
-
-@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")  # datasets 5.2 calls pyarrow the old way
-def test_sorted_filtered_and_selected():
-    given = many(40)
-    dataset = to_hf_datasets(ExperienceBatch.of(given))
-    kept = dataset.filter(lambda row: row["reward"] is not None and row["reward"] > 10)
-    assert from_hf_datasets(kept) == [item for item in given if item.reward is not None and item.reward > 10]
-    assert from_hf_datasets(dataset.select([5, 3, 5])) == [given[5], given[3], given[5]]
-    assert from_hf_datasets(dataset.filter(lambda _: False)) == []
-    ranked = from_hf_datasets(dataset.sort("reward", reverse=True))
-    rewards = [item.reward for item in ranked if item.reward is not None]
-    assert rewards == sorted(rewards, reverse=True)
-    assert sorted(item.eid.uid for item in ranked) == sorted(item.eid.uid for item in given)
-    by_id = {item.eid.uid: item for item in given}
-    assert all(item == by_id[item.eid.uid] for item in ranked)
-
-
-def test_dropped_columns_come_back_from_the_body(all_types):
-    dataset = to_hf_datasets(all_types)
-    others = [name for name in dataset.column_names if name != "experience"]
-    assert from_hf_datasets(dataset.remove_columns(others)) == all_types
-
-
 def test_without_the_body_says_what_is_wanted(single):
     with pytest.raises(ValueError, match=r"column 'experience'.*to_hf_datasets"):
         from_hf_datasets(to_hf_datasets([single]).remove_columns(["experience"]))
-
-
-@pytest.mark.parametrize("kind", ["torch", "numpy", "pandas", "arrow"])
-def test_a_format_of_the_dataset_does_not_matter(all_types, kind):
-    dataset = to_hf_datasets(all_types).with_format(kind)
-    assert from_hf_datasets(dataset) == all_types
-    assert dataset.format["type"] == kind, "the caller's dataset keeps its format"
-
-
-def test_streamed(all_types):
-    assert from_hf_datasets(to_hf_datasets(all_types).to_iterable_dataset()) == all_types
 
 
 def test_records_hold_only_what_arrow_holds(single):
@@ -201,3 +162,25 @@ def test_missing_package_says_what_to_install(single, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'trinity-mq\[datasets\]'"):
         to_hf_datasets([single])
+
+
+OTHERS = [name for name in to_hf_datasets([]).column_names if name != "experience"]
+BETWEEN = {
+    "joined": lambda dataset: datasets.concatenate_datasets([to_hf_datasets([]), dataset]),
+    "filtered": lambda dataset: dataset.filter(lambda row: row["reward"] is None or row["reward"] >= 0),
+    "sorted": lambda dataset: dataset.sort("reward", reverse=True),
+    "selected": lambda dataset: dataset.select(range(len(dataset))[::-1]),
+    "other columns dropped": lambda dataset: dataset.remove_columns(OTHERS),
+    "streamed": lambda dataset: dataset.to_iterable_dataset(),
+    **{kind: lambda dataset, kind=kind: dataset.with_format(kind) for kind in ("torch", "numpy", "pandas", "arrow")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")  # datasets 5.2 calls pyarrow the old way
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_is_done_to_a_dataset_its_rows_give_the_experiences_back(all_types, name):
+    given = [*many(20), *all_types]
+    back = from_hf_datasets(BETWEEN[name](to_hf_datasets(ExperienceBatch.of(given))))
+    by_id = {item.eid.uid: item for item in given}
+    assert len(back) == len(by_id) == len(given)
+    assert all(item == by_id[item.eid.uid] for item in back)

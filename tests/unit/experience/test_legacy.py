@@ -10,18 +10,14 @@ import struct
 import sys
 import tracemalloc
 import warnings
-from datetime import timedelta
 from types import ModuleType
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import legacy_bodies as old
-from tests.examples import examples
 from trinity_mq.experience import EID, CustomField, DecodeError, Experience, decode, encode
 from trinity_mq.experience.legacy.reader import read_legacy, read_legacy_each
 from trinity_mq.experience.legacy.unpickle import ADMITTED
@@ -228,8 +224,6 @@ def test_nothing_is_shared_afterwards():
 )
 def test_the_type_that_fits_the_mask(fields, kind):
     assert [each.experience_type for each in read_legacy(old.trxp(fields))] == [kind]
-
-
 
 
 # --- what breaks our rules
@@ -624,11 +618,3 @@ def test_nesting_up_to_what_a_body_holds():
     assert decode(encode(found)) == found
     with pytest.raises(DecodeError, match="nested deeper"):
         read_legacy(nested(MAX_NESTING))
-
-
-
-
-
-
-
-

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from trinity_mq.sync.channels.base import ChannelError
+from trinity_mq.sync.channels.buckets import digest
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST as MANIFEST_FILE
 from trinity_mq.sync.channels.receiver import WeightReceiver
@@ -133,26 +134,25 @@ async def test_files_of_other_weights_are_refused(tmp_path: Path) -> None:
         await WeightReceiver().receive(spec_of(where, MANIFEST[:-1]))
 
 
-async def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    from trinity_mq.sync.channels.buckets import digest
-
-    body = json.dumps({"shards": [{"name": "../secret.safetensors", "xxh3_128": ""}]}).encode()
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            {"shards": [{"name": "../secret.safetensors", "xxh3_128": ""}]},
+            r"'\.\./secret\.safetensors' is not the name of a shard",
+        ),
+        (
+            {"format": 2, "shards": "of another form"},
+            r"manifest\.json has format 2, this release reads 1: run trainer and engines",
+        ),
+    ],
+    ids=["a name that leads elsewhere", "a format of a newer release"],
+)
+async def test_a_manifest_that_cannot_be_used_is_refused(tmp_path: Path, content: dict[str, Any], said: str) -> None:
+    body = json.dumps(content).encode()
     (tmp_path / MANIFEST_FILE).write_bytes(body)
-    where = {"method": "checkpoint", "path": str(tmp_path), "digest": digest(body)}
-    with pytest.raises(ChannelError, match=r"'\.\./secret\.safetensors' is not the name of a shard"):
-        await receive(where)
-
-
-async def test_a_format_of_a_newer_release_is_refused(tmp_path: Path) -> None:
-    from trinity_mq.sync.channels.buckets import digest
-
-    body = json.dumps({"format": 2, "shards": "of another form"}).encode()
-    (tmp_path / MANIFEST_FILE).write_bytes(body)
-    where = {"method": "checkpoint", "path": str(tmp_path), "digest": digest(body)}
-    with pytest.raises(
-        ChannelError, match=r"manifest\.json has format 2, this release reads 1: run trainer and engines"
-    ):
-        await receive(where)
+    with pytest.raises(ChannelError, match=said):
+        await receive({"method": "checkpoint", "path": str(tmp_path), "digest": digest(body)})
 
 
 async def test_a_place_that_cannot_be_written_says_where_and_what_to_check(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not declared as exported
+from torch.distributed import (
+    HashStore,  # type: ignore[attr-defined]  # public, but not declared as exported
+    TCPStore,  # type: ignore[attr-defined]
+)
 
-from trinity_mq.sync.channels.base import ChannelError
-from trinity_mq.sync.channels.buckets import fill, plan, split
-from trinity_mq.sync.channels.collective.broadcast import Group, Sender
+from trinity_mq.sync.channels.base import ChannelError, ManifestEntry
+from trinity_mq.sync.channels.buckets import SpareBuffers
+from trinity_mq.sync.channels.collective.broadcast import Group, Receiver, Sender
 
 CHILD = """
 import asyncio, json, sys
@@ -34,15 +37,6 @@ asyncio.run(main())
 """
 TENSORS = [("a", torch.arange(100.0)), ("b", torch.full((3, 400), 0.5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
 MANIFEST = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in TENSORS]
-
-
-@pytest.mark.parametrize("size", [16, 1000, 10**9])
-def test_buckets_keep_order_names_dtypes_and_values(size: int) -> None:
-    found = {}
-    for bucket in plan(MANIFEST, size):
-        found.update({name: t.clone() for name, t in split(bucket, fill(bucket, dict(TENSORS)))})
-    assert list(found) == ["a", "b", "c"]
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS)
 
 
 async def child() -> asyncio.subprocess.Process:
@@ -104,8 +98,104 @@ def test_store_keeps_the_keys_of_one_barrier() -> None:
     assert counts == [3] * 5
 
 
-def test_barrier_that_is_repeated_keeps_its_key() -> None:
-    group = Group(HashStore(), 1, 0, 1, 20.0)
+PAIRS_MANIFEST: list[ManifestEntry] = [("a", "float32", [3]), ("b", "float32", [2, 2])]
+PAIR = [("a", torch.arange(3.0)), ("b", torch.full((2, 2), 0.5))]
+
+
+async def spec_of(sender: Sender, epoch: int = 1) -> dict[str, object]:
+    common = {"epoch": epoch, "attempt": 1, "rank": 1, "world": 2, "seconds": 10.0, "manifest": PAIRS_MANIFEST}
+    return {**await sender.rendezvous(), **common}
+
+
+async def test_a_thread_without_an_event_loop_receives_too_and_keeps_its_group() -> None:
+    sender, receiver = Sender("127.0.0.1", 1024, 10.0), Receiver()
     for _ in range(2):
-        group.barrier(7)
-    assert group.store.check(["at/1/7/0"])
+        spec = await spec_of(sender)
+        arrived, _ = await asyncio.gather(
+            asyncio.to_thread(receiver.receive_blocking, spec), sender.broadcast(PAIR, PAIRS_MANIFEST, 1, 1, 2)
+        )
+        assert arrived.keys() == dict(PAIR).keys()
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is about there being no GPU")
+async def test_nccl_without_a_gpu_is_an_error_that_says_so_on_both_sides() -> None:
+    sender = Sender("127.0.0.1", 1024, 5.0, "nccl")
+    spec = await spec_of(sender)
+    assert spec["backend"] == "nccl"
+    results = await asyncio.gather(
+        Receiver().receive(spec, SpareBuffers()),
+        sender.broadcast(PAIR, PAIRS_MANIFEST, 1, 1, 2),
+        return_exceptions=True,
+    )
+    for error in results:
+        assert isinstance(error, ChannelError)
+        assert "has no GPU" in str(error)
+
+
+SHARD = """
+import asyncio, json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+rank, port, folder, *methods = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, None, False), rank=rank, world_size=2)
+torch.manual_seed(5)
+model = torch.nn.Sequential(torch.nn.Linear(30, 21), torch.nn.Linear(21, 7, bias=False))
+expected = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+mesh = init_device_mesh("cpu", (2,))
+for layer in (*model, model):
+    fully_shard(layer, mesh=mesh)
+tensors = [(name, tensor) for name, tensor in model.named_parameters()]
+manifest = [(name, "float32", list(tensor.shape)) for name, tensor in tensors]
+assert all(hasattr(tensor, "full_tensor") for _, tensor in tensors)
+assert sum(tensor.to_local().numel() for _, tensor in tensors) < sum(tensor.numel() for _, tensor in tensors)
+
+async def lead(method):
+    from trinity_mq.config import load_config
+    from trinity_mq.sync.channels.factory import open_channel
+    from trinity_mq.sync.channels.receiver import WeightReceiver
+    sync = {"sync_method": method, "bucket_bytes": 1024}
+    channel = open_channel(load_config({"model": {"tiny": {}}, "run_dir": folder, "synchronizer": sync}))
+    where = await channel.offer((1, 1), tensors, manifest)
+    spec = {**where, "epoch": 1, "attempt": 1, "rank": 1, "world": 2, "seconds": 20.0, "manifest": manifest}
+    arrived, _ = await asyncio.gather(WeightReceiver().receive(spec), channel.broadcast(tensors, manifest, 1, 1, 2))
+    await channel.close()
+    print(json.dumps([sorted(arrived) == sorted(expected)]
+                     + [torch.equal(arrived[name], tensor) for name, tensor in expected.items()]), flush=True)
+
+def follow():
+    from trinity_mq.sync.channels.buckets import packed, plan
+    for flat in packed(plan(manifest, 1024), tensors):
+        del flat  # only the gathering is ours
+
+for method in methods:
+    asyncio.run(lead(method)) if rank == 0 else follow()
+dist.barrier()
+os._exit(0)  # gloo's threads may abort a process that takes itself apart
+"""
+
+
+@pytest.mark.timeout(180)  # two processes import FSDP
+async def test_shards_arrive_whole_by_broadcast_and_by_files(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    ranks = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SHARD, str(rank), str(store.port), str(tmp_path), "collective", "checkpoint"),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=Path(__file__).parents[3],
+        )
+        for rank in range(2)
+    ]
+    try:
+        async with asyncio.timeout(150):
+            [said, _] = await asyncio.gather(*(rank.communicate() for rank in ranks))
+    finally:
+        for rank in ranks:
+            if rank.returncode is None:
+                rank.kill()
+                await rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert [json.loads(line) for line in said[0].splitlines()] == [[True] * 4] * 2

@@ -50,13 +50,6 @@ def test_tensors_are_taken_when_their_bucket_is_due() -> None:
     assert taken == ["a", "b"]
 
 
-def test_packing_copies() -> None:
-    live = torch.ones(4)
-    [flat] = packed(plan([("w", "float32", [4])], 1024), [("w", live)])
-    live.zero_()
-    assert flat.tolist() == [1.0] * 4
-
-
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [

@@ -22,9 +22,7 @@ from trinity_mq.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     StepAttempts,
     TrainerProgress,
-    choose,
     find_by_name,
-    find_checkpoints,
     publish_final,
     verify,
 )
@@ -260,25 +258,6 @@ async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Pa
         find_by_name(tmp_path / "nowhere", "step-1")
 
 
-async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_has_saved(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 9)
-    for generation, progress in ((1, 10), (1, 20), (2, 20), (2, 30)):
-        while (counted := store.next_generation()) < generation:
-            pass
-        await store.save(writer(f"{generation}/{progress}"), state(progress, counted))
-    choose(tmp_path, find_by_name(tmp_path, "progress-10"))
-    for _ in range(3):
-        again = CheckpointStore(tmp_path, 9)
-        generation = again.next_generation()  # starts that end before they save
-        assert text_of(again) == "1/10"
-        whole, _ = again.usable()
-        assert again.only(whole) == "progress-000010"
-    await again.save(writer("new/20"), state(20, generation))
-    assert text_of(again) == "new/20"
-    assert again.only(again.usable()[0]) is None
-    assert [one.state.progress for one in find_checkpoints(tmp_path)[0]] == [20, 30, 10]
-
-
 # -- the final model
 
 
@@ -391,25 +370,6 @@ async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_
     (tmp_path / "generation").unlink()
     assert store.next_generation() == 8
     assert store.next_generation(after=11) == 12
-
-
-def test_only_starts_that_did_not_finish_count(tmp_path: Path) -> None:
-    first = StepAttempts(tmp_path)
-    first.begin(["a"])
-    first.finish(["a"])
-    first.begin(["b"])  # killed here
-
-    second = StepAttempts(tmp_path)
-    assert (second.starts("a"), second.starts("b")) == (0, 1)
-    second.begin(["a"])  # recomputed from the checkpoint
-    second.finish(["a"])
-    second.begin(["b", "c"])  # killed again
-
-    third = StepAttempts(tmp_path)
-    assert (third.starts("a"), third.starts("b"), third.starts("c")) == (0, 2, 1)
-    third.finish(["b", "c"])
-    assert StepAttempts(tmp_path).starts("b") == 0
-    assert json.loads((tmp_path / "attempts.json").read_text()) == {}
 
 
 def test_a_start_that_is_called_off_takes_back_itself_only(tmp_path: Path) -> None:

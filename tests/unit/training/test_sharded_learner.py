@@ -134,17 +134,6 @@ async def test_a_command_that_fails_on_one_rank_fails_on_rank_0_with_its_reason(
     assert not list((tmp_path / "out").glob("*/saved/state")), "no part of a checkpoint"
 
 
-@pytest.mark.extended
-async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, opened: Opener, tmp_path: Path) -> None:
-    learner = await opened(settings("ppo"))
-    await train(learner, "ppo", 1, 2)
-    (tmp_path / "two").mkdir()
-    await learner.save(tmp_path / "two")
-    await train(learner, "ppo", 3, 3)
-    [found] = (await two_ranks(folder, tmp_path / "out", "ppo", begins=tmp_path / "two")).values()
-    assert apart(found["flats"], await flats_of(learner)) < 1e-6
-
-
 @pytest.mark.parametrize(
     "command",
     ["step", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy", "gather"))],

@@ -17,12 +17,6 @@ def pool():
         yield made
 
 
-async def test_returns_and_raises_as_the_work_does(pool: ThreadPoolExecutor) -> None:
-    assert await run_to_end(pool, lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        await run_to_end(pool, lambda: 1 // 0)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 async def test_cancelled_it_waits_for_the_end(pool: ThreadPoolExecutor, fails: bool) -> None:
     begun, go_on, ended = asyncio.Event(), threading.Event(), threading.Event()
