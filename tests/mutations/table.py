@@ -174,14 +174,14 @@ MUTATIONS = [
         f"{CHECKPOINTS}/metadata.py",
         "            return _ADMITTED[module, name]\n",
         "            return _ADMITTED.get((module, name)) or super().find_class(module, name)\n",
-        "unit/training/test_hostile_checkpoint.py::test_an_index_with_a_program_runs_nothing_and_is_named",
+        "unit/training/test_checkpoint.py::test_an_index_with_a_program_runs_nothing_and_is_named",
     ),
     Mutation(
         "entries of a checkpoint that are no tensors are loaded",
         f"{CHECKPOINTS}/metadata.py",
         "if not isinstance(entry, dcp.TensorStorageMetadata):",
         "if entry is None:",
-        "unit/training/test_hostile_checkpoint.py::test_an_entry_that_is_no_tensor_is_not_loaded",
+        "unit/training/test_checkpoint.py::test_an_entry_that_is_no_tensor_is_not_loaded",
     ),
     Mutation(
         "a rank goes on where a command failed on another",
@@ -274,7 +274,7 @@ MUTATIONS = [
         "trinity_mq/sync/channels/checkpoint/files.py",
         "    if (checksum := digest(body)) != expected:\n",
         "    if not (checksum := digest(body)):\n",
-        "unit/sync/test_checkpoint_channel.py::test_files_that_a_try_could_not_use_are_written_anew",
+        "unit/sync/test_memory_and_files.py::test_files_that_a_try_could_not_use_are_written_anew",
     ),
     # -- tickets, slices and results
     Mutation(

@@ -216,22 +216,6 @@ def test_what_is_opened_later_fails_then_and_all_at_once_on_request(name, column
         decode(body)
 
 
-def test_a_column_is_opened_once():
-    batch = ExperienceBatch.decode(encode([one(number) for number in range(4)]))
-    picked = batch.select([1])
-    assert batch.values("info") is batch.values("info")
-    assert picked.values("info")[0] is batch.values("info")[1]
-
-
-def test_all_of_a_batch_in_its_order_is_the_batch(mixed):
-    batch = ExperienceBatch.of(mixed)
-    assert batch.select(range(6)) is batch
-    assert batch.select(np.ones(6, dtype=bool)) is batch
-    assert batch.select([0, 1, 2, 3, 5, 4]).to_list() == [mixed[number] for number in (0, 1, 2, 3, 5, 4)]
-    assert batch.select([0, 0, 1, 2, 3, 4]).to_list() == [mixed[number] for number in (0, 0, 1, 2, 3, 4)]
-    assert batch.select([-6, 1, 2, 3, 4, 5]).to_list() == mixed
-
-
 FIELDS = ("tokens", "action_mask", "logprobs", "chosen", "rejected", "routed_experts")
 
 

@@ -269,8 +269,3 @@ class TestScan:
         assert scan(packed) == count(value)
         assert scan(msgpack.packb(value, use_single_float=True)) == count(value)
         assert measure(packed) >= count(value)
-
-    @pytest.mark.parametrize("wrong", [b"", b"\x92\x01", b"\x01\x01", b"\xc1", b"\xa5abc", b"\xd9", b"\x81\x01"])
-    def test_refuses_what_is_not_one_document(self, wrong):
-        with pytest.raises(ValueError, match=r"truncated|claims|wanted|0xc1"):
-            scan(wrong)

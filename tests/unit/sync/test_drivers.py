@@ -279,31 +279,6 @@ def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
     assert received == []
 
 
-def test_an_evaluation_of_one_host_is_served_by_the_engines_of_another() -> None:
-    """The sync waits for the evaluation, so no engine may stand still meanwhile: the evaluation would wait for it."""
-    gate = Gate(3)
-    stood_still: list[bool] = []
-
-    async def act() -> float:
-        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 3)
-        await gate.keeper.sync((1, 0), 0)
-        gate.no_evaluation.clear()
-        syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
-        await asyncio.sleep(0.5)
-        for _ in range(40):
-            stood_still.append(any(engine.paused for engine in gate.engines))
-            await asyncio.sleep(1.0)
-        began = now()
-        gate.no_evaluation.set()
-        await syncing
-        return now() - began
-
-    assert gate.play(act) < 2.0
-    assert not any(stood_still)
-    assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1)]] * 3
-    assert gate.keeper.aborts == 0
-
-
 def test_an_engine_that_dies_costs_the_others_nothing() -> None:
     gate = Gate(2, timeout=20.0)
 
@@ -325,22 +300,6 @@ def test_an_engine_that_dies_costs_the_others_nothing() -> None:
     assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1), (1, 2)], [(1, 0), (1, 1), (1, 2)]]
     assert gate.keeper.aborts == 0
     assert gate.keeper.machine.epoch == 3, "a group without it, and a new one with it"
-
-
-def test_one_that_comes_back_between_two_syncs_gets_a_new_group() -> None:
-    """Its process has never been in the old one."""
-    gate = Gate(2)
-
-    async def act() -> None:
-        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
-        await gate.keeper.sync((1, 0), 0)
-        gate.members[1].engine_down()
-        gate.members[1].engine_up(None, None)
-        await asyncio.sleep(0.1)
-        await gate.keeper.sync((1, 1), 1)
-
-    gate.play(act)
-    assert gate.keeper.machine.epoch == 2
 
 
 class StaleEngine(FakeEngine):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from tests.unit.training.test_learner import Opener, batch, config, same, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, plain_logprobs, same, state_of, weights_of
+from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
@@ -17,6 +20,7 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import train_tokens
+from trinity_mq.training.reference import Reference
 
 
 def ppo(max_tokens: int = 16384, **critic: Any) -> Config:
@@ -170,3 +174,148 @@ async def test_values_explain_rewards_that_follow_from_the_prompt(opened: Opener
         found.append((await learner.step(experiences, 1))["critic/explained_variance"])
     assert found[0] == pytest.approx(0.0, abs=1e-6)
     assert min(found[-5:]) > 0.5, [round(one, 2) for one in found]
+
+
+ROLES = ("black", "white")
+
+
+def played(seed: int) -> list[Experience]:
+    """Rewarded answers of two players."""
+    experiences = batch(seed)
+    for number, one in enumerate(experiences):
+        one.advantages, one.reward = None, 0.25 * number - seed
+        one.info = {"role": ROLES[number % 2]}
+    return experiences
+
+
+def moved_baselines(seeds: list[int]) -> dict[str, float]:
+    """Return the averages after the answers of some train steps, one reward after the other (decay .95)."""
+    result: dict[str, float] = {}
+    for seed in seeds:
+        for one in played(seed):
+            role = one.info["role"]
+            result[role] = 0.95 * result.get(role, 0.0) + 0.05 * float(one.reward or 0.0)
+    return result
+
+
+async def baselines(learner: TorchLearner) -> dict[str, float]:
+    return dict((await state_of(learner))["memory"].facts["baselines"])
+
+
+async def test_the_step_is_that_of_advantages_computed_by_hand(opened: Opener) -> None:
+    learner, by_hand = await opened(config(algorithm_type="rae")), await opened(config(**CLIPPED))
+    for step in (1, 2):
+        before, experiences = moved_baselines(list(range(1, step))), played(step)
+        for one in experiences:
+            role, reward = one.info["role"], float(one.reward or 0.0)
+            one.advantages = torch.full_like(one.logprobs, reward - before.get(role, 0.0))
+            before[role] = 0.95 * before.get(role, 0.0) + 0.05 * reward
+        await learner.step(played(step), step)
+        await by_hand.step(experiences, step)
+    assert same(await weights_of(learner), await weights_of(by_hand))
+
+
+CLIPPED: dict[str, Any] = {"surrogate": {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}}
+
+
+async def test_a_step_that_changes_nothing_leaves_the_baselines(opened: Opener) -> None:
+    learner = await opened(config(algorithm_type="rae"))
+    await learner.step(played(1), 1)
+    before = await baselines(learner)
+    bad, without = played(2), played(2)
+    for one in bad:
+        one.logprobs = torch.full_like(one.logprobs, math.nan)
+    metrics = await learner.step(bad, 2)
+    assert metrics["actor/optimizer_steps"] == 0
+    assert await baselines(learner) == before
+    without[-1].info = {}
+    with pytest.raises(ValueError, match=r"has info\['role'\] None, wanted the name of who acted"):
+        await learner.step(without, 2)
+    assert await baselines(learner) == before
+    await learner.step(played(2), 2)
+    assert await baselines(learner) == pytest.approx(moved_baselines([1, 2]), abs=1e-12)
+
+
+async def test_a_checkpoint_of_other_contents_is_damaged(tmp_path: Path, opened: Opener) -> None:
+    settings = config(algorithm_type="rae")
+    learner = await opened(settings)
+    await learner.step(played(1), 1)
+    await learner.save(tmp_path)
+    facts = json.loads((tmp_path / "learner.json").read_text())
+    (tmp_path / "learner.json").write_text(json.dumps(facts | {"memory": {"basline": {}}}))
+    with pytest.raises(DamagedCheckpointError, match=r"does not fit this run.*basline"):
+        await opened(settings, checkpoint=tmp_path)
+
+
+def penalised(algorithm: str = "reinforceplusplus", **reward_kl: Any) -> Config:
+    return config(algorithm_type=algorithm, kl=None, repeat_times=2, reward_kl=reward_kl, max_tokens=50)
+
+
+@torch.no_grad()
+def differences(folder: Path, experiences: list[Experience]) -> list[torch.Tensor]:
+    """Return ``log mu - log ref`` of the response tokens of each, the first model being the reference."""
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    return [one.logprobs - plain_logprobs(plain, one) for one in experiences]
+
+
+@pytest.mark.parametrize(("kind", "kl"), [("k1", lambda d: d), ("k2", lambda d: d**2 / 2), ("abs", torch.abs)])
+def test_the_kl_is_taken_from_the_rewards_of_trained_tokens(folder: Path, kind: str, kl: Any) -> None:
+    """By forward passes of each sequence alone, at the temperature of its sample."""
+    settings, experiences = penalised(kind=kind, coef=0.3), rewarded(1)
+    assert len({one.temperature for one in experiences}) > 1
+    experiences[4].reward = None
+    whole = ExperienceBatch.of(experiences)
+    found = trainer_advantages(whole, settings, {"rl": 1.0}, 1, Memory(), None, Reference.load(settings, folder, None))
+    kls = [kl(one) for one in differences(folder, experiences)]
+    wanted, _ = estimate(whole, settings.algorithm.estimator, token_penalty=0.3 * torch.cat(kls))
+    assert len(found.batch) == len(experiences) - 1
+    torch.testing.assert_close(found.batch.dense("advantages"), wanted.dense("advantages"), rtol=0, atol=1e-5)
+    means = [float(one[each.action_mask.bool()].mean()) for one, each in zip(kls, experiences, strict=True)]
+    assert found.metrics["actor/kl_reward"] == pytest.approx(sum(means) / len(means), abs=1e-5)
+    assert found.metrics["actor/kl_reward_coef"] == 0.3
+    assert found.ref is not None
+    kept = [one.logprobs - each for one, each in zip(experiences, differences(folder, experiences), strict=True)]
+    ref = [row[one.action_mask.bool()] for one, row in zip(experiences, kept, strict=True) if one.reward is not None]
+    torch.testing.assert_close(found.ref, torch.cat(ref), rtol=0, atol=1e-5)
+
+
+def test_a_critic_learns_the_rewards_less_the_kl(folder: Path) -> None:
+    settings, experiences = penalised("ppo", coef=0.5), rewarded(1)
+    models = Critic(settings, folder), Reference.load(settings, folder, None)
+    found = trainer_advantages(ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1, Memory(), *models)
+    assert found.targets is not None
+    first, trained = differences(folder, experiences)[0], experiences[0].action_mask.bool()
+    wanted = float(experiences[0].reward or 0.0) - 0.5 * float(first[trained].sum())
+    assert float(found.targets.returns[0]) == pytest.approx(wanted, abs=1e-5), "values are 0 at first"
+
+
+async def test_the_coefficient_moves_only_with_a_target(tmp_path: Path, opened: Opener) -> None:
+    settings = penalised(coef=0.1, target=0.01, horizon=24)
+    learner = await opened(settings)
+    used = [(await learner.step(rewarded(step), step))["actor/kl_reward_coef"] for step in (1, 2, 3)]
+    assert used[0] == 0.1
+    assert used[1] in (pytest.approx(0.1 * (1 + 0.2 * 12 / 24)), pytest.approx(0.1 * (1 - 0.2 * 12 / 24)))
+    assert len(set(used)) == 3
+    await learner.save(tmp_path)
+    fixed = await opened(penalised(coef=0.25), checkpoint=tmp_path)
+    assert (await fixed.step(rewarded(4), 4))["actor/kl_reward_coef"] == 0.25, "without a target the setting counts"
+
+
+async def test_a_step_that_changes_nothing_leaves_the_coefficient(opened: Opener) -> None:
+    learner = await opened(penalised(coef=0.1, target=1e-4, horizon=24))
+    bad = rewarded(1)
+    for one in bad:
+        one.logprobs = torch.full_like(one.logprobs, math.nan)
+    metrics = await learner.step(bad, 1)
+    assert metrics["actor/optimizer_steps"] == 0
+    assert (await learner.step(rewarded(1), 1))["actor/kl_reward_coef"] == 0.1
+
+
+async def test_the_reference_is_scored_once_where_loss_and_rewards_both_need_it(opened: Opener) -> None:
+    settings = config(algorithm_type="reinforceplusplus", reward_kl={}, kl={"kind": "k2", "coef": 0.1})
+    learner = await opened(settings)
+    passes: list[object] = []
+    learner.reference.policy.model.register_forward_pre_hook(lambda *arguments: passes.append(arguments))
+    await learner.step(rewarded(1), 1)
+    assert (await learner.step(rewarded(1), 2))["actor/kl_loss"] > 0
+    assert len(passes) == 2
