@@ -128,7 +128,9 @@ def same(found: dict[int, Tensor], expected: Mapping[str, Any]) -> None:
 
 def of_rewards(name: str, args: Estimator) -> tuple[dict[int, Tensor], dict[str, float]]:
     inputs = VECTORS[name]["inputs"]
-    columns = {"reward": "rewards"}
+    columns = {"reward": "rewards"} if "rewards" in inputs else {}
+    if "teacher_logprob" in inputs:
+        columns = {"logprobs": "old_logprob", "teacher_logprobs": "teacher_logprob"}
     if "mean_old_logprob" in inputs:
         mask = VECTORS["advantage/grpo"]["inputs"]["mask"]
         inputs = inputs | {"mask": mask, "logprobs": [[mean] * 4 for mean in inputs["mean_old_logprob"]]}
@@ -137,9 +139,9 @@ def of_rewards(name: str, args: Estimator) -> tuple[dict[int, Tensor], dict[str,
     return by_run(kept), metrics
 
 
-@pytest.mark.parametrize("name", BY_REWARD)
-def test_advantages_from_rewards(name: str) -> None:
-    found, metrics = of_rewards(name, BY_REWARD[name])
+@pytest.mark.parametrize("name", [*BY_REWARD, *BY_TEACHER])
+def test_advantages_from_rewards_or_a_teacher(name: str) -> None:
+    found, metrics = of_rewards(name, (BY_REWARD | BY_TEACHER)[name])
     same(found, VECTORS[name]["expected"])
     if "filtered_count" in VECTORS[name]["expected"]:
         assert len(VECTORS[name]["inputs"]["rewards"]) - len(found) == VECTORS[name]["expected"]["filtered_count"]
@@ -164,12 +166,6 @@ def test_a_kl_penalty_is_taken_from_the_rewards_of_tokens() -> None:
     kept, metrics = estimate(batch, args, token_penalty=penalty.flatten())
     same(by_run(kept), vector["expected"])
     assert metrics["group_advantages/reward_mean/mean"] == 0.5, "rewards are counted without it"
-
-
-@pytest.mark.parametrize("name", BY_TEACHER)
-def test_advantages_from_a_teacher(name: str) -> None:
-    batch = sequences(VECTORS[name]["inputs"], logprobs="old_logprob", teacher_logprobs="teacher_logprob")
-    same(by_run(estimate(batch, BY_TEACHER[name])[0]), VECTORS[name]["expected"])
 
 
 @pytest.mark.parametrize("name", BY_VALUES)

@@ -65,41 +65,29 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("chunk", [1, 5 * VOCABULARY, 2**20])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "with a bias", "adapted"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 def test_scores_and_gradients_are_those_of_all_logits(
-    dtype: torch.dtype, tolerance: float, transform: str, bias: bool, entropy_gradient: bool, chunk: int
+    dtype: torch.dtype, tolerance: float, transform: str, kind: str, entropy_gradient: bool, chunk: int
 ) -> None:
-    hidden, head, targets, temperature = inputs(dtype, bias=bias)
+    """Of a head of another kind too, which is called for each chunk."""
+    hidden, base, targets, temperature = inputs(dtype, bias=kind == "with a bias")
+    head = Adapted(base) if kind == "adapted" else base
+    sizes: list[int] = []
+    head.register_forward_hook(lambda module, arguments, output: sizes.append(len(output)))
     after, leaves = TRANSFORMS[transform], [hidden, *head.parameters()]
     wanted = from_logits(hidden, head, targets, temperature, after, entropy_gradient=entropy_gradient)
     found = head_scores(
         hidden, head, targets, temperature, after, entropy_gradient=entropy_gradient, with_baseline=True, chunk=chunk
     )
+    assert kind != "adapted" or max(sizes[1:]) <= max(chunk // VOCABULARY, 1)
     assert found.logprob.dtype == found.entropy.dtype == dtype
     assert found.entropy.requires_grad == entropy_gradient
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     slopes = [gradients(one, leaves, entropy=entropy_gradient) for one in (found, wanted)]
     assert all(one.abs().max() > 0.01 for one in slopes[1])
     torch.testing.assert_close(*slopes, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("chunk", [3 * VOCABULARY, 2**20])
-def test_a_head_of_another_kind_is_called_for_each_chunk(chunk: int) -> None:
-    hidden, base, targets, temperature = inputs()
-    head, after = Adapted(base), HeadOperation(softcap=3.0)
-    leaves = [hidden, *head.parameters()]
-    sizes: list[int] = []
-    head.register_forward_hook(lambda module, arguments, output: sizes.append(len(output)))
-    found = head_scores(
-        hidden, head, targets, temperature, after, entropy_gradient=True, with_baseline=True, chunk=chunk
-    )
-    assert max(sizes) <= max(chunk // VOCABULARY, 1)
-    wanted = from_logits(hidden, head, targets, temperature, after, entropy_gradient=True)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-    slopes = [gradients(one, leaves, entropy=True) for one in (found, wanted)]
-    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["linear", "adapted"])

@@ -133,24 +133,15 @@ def test_corrections_weigh_tokens_or_leave_them_out() -> None:
         ("numbers", {}, r"returns a list, wanted a Tensor of shape \[9\]"),
         ("no_function", {}, r"is 3, wanted a function"),
         ("TokenView", {}, r"wanted a function"),
-    ],
-)
-def test_a_surrogate_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
-    with pytest.raises(PluginError, match=said):
-        loss_of(scaled(), surrogate=piece(name, **args))
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
         ("negative", {}, r"gives a weight of -1, wanted at least 0"),
         ("needy", {}, r"needs an argument 'threshold', which args does not give it"),
         ("near", {"limit": 1}, r"takes no argument 'limit', which args gives it; it takes bound"),
     ],
 )
-def test_a_correction_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+def test_a_piece_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+    own = piece(name, **args)
     with pytest.raises(PluginError, match=said):
-        loss_of(scaled(), correction=[piece(name, **args)])
+        loss_of(scaled(), **({"correction": [own]} if name in {"negative", "needy", "near"} else {"surrogate": own}))
 
 
 def test_a_path_that_leads_nowhere_is_found_before_the_first_step() -> None:

@@ -14,7 +14,7 @@ from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
 from trinity_agents.trainer.sources.replay import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
-from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
+from trinity_mq.algorithms.mismatch import mismatch_metrics, mismatch_sums
 from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, sampler_kl
 from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
 from trinity_mq.algorithms.surrogates import clipped_value_loss, likelihood, surrogate
@@ -340,14 +340,3 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
     for name, value in maxima.items():
         assert max(part[name] for _, part in parts) == value
     assert mismatch_metrics({}, {}) == {}
-
-
-def test_the_ages_divide_the_tokens() -> None:
-    staleness = torch.tensor([0, 1, 2, 3, 7, 8, 40, 0, 5])
-    groups = {name: age_mask(staleness, name) for name in AGES}
-    found = {name: value.item() for name, value in sums_by(sampled_view(), groups).items()}
-    assert [found[f"tokens/{name}"] for name in AGES] == [2, 2, 3, 2]
-    sums, _ = mismatch_sums(sampled_view())
-    assert sum(found[f"k3/{name}"] for name in AGES) == pytest.approx(sums["k3"].item())
-    assert set(metrics_by(found)) == {f"mismatch/k3/{name}" for name in AGES}
-    assert metrics_by({"tokens/age_0": 0.0, "k3/age_0": 0.0, "tokens": 3.0}) == {}, "no token is of that age"

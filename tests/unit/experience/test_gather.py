@@ -73,9 +73,7 @@ def test_documented_example(pair):
         (lambda _: gather_response_attrs([], "logprobs", 4), "no experiences"),
         (lambda _: gather_multi_modal_inputs([]), "no experiences"),
         (
-            lambda pair: gather_multi_modal_inputs(
-                [Experience(tokens=[1, 2], multi_modal_inputs={"p": [1.0]}), pair[0]]
-            ),
+            lambda pair: gather_multi_modal_inputs([PICTURE, pair[0]]),
             r"experience 1 .*multi_modal_inputs \[\], wanted \['p'\]",
         ),
         (lambda _: group_by([], "batch"), "Unknown id_type: batch; wanted one of task, run, step"),

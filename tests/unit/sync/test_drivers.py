@@ -279,29 +279,6 @@ def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
     assert received == []
 
 
-def test_an_engine_that_dies_costs_the_others_nothing() -> None:
-    gate = Gate(2, timeout=20.0)
-
-    async def act() -> float:
-        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
-        await gate.keeper.sync((1, 0), 0)
-        gate.members[1].engine_down()
-        await asyncio.sleep(0.1)
-        began = now()
-        await gate.keeper.sync((1, 1), 1)
-        took = now() - began
-        gate.members[1].engine_up(None, None)
-        await gate.members[1].changed.until(lambda: gate.members[1].version == (1, 1))
-        assert now() - began < 2.0, "it did not wait for the next sync"
-        await gate.keeper.sync((1, 2), 2)
-        return took
-
-    assert gate.play(act) < 1.0, "nobody waited for its lease to end"
-    assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1), (1, 2)], [(1, 0), (1, 1), (1, 2)]]
-    assert gate.keeper.aborts == 0
-    assert gate.keeper.machine.epoch == 3, "a group without it, and a new one with it"
-
-
 class StaleEngine(FakeEngine):
     """Says that it has taken the weights in, and answers with those it had; from its second transfer on, ``lies``
     times.

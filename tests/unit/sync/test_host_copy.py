@@ -1,4 +1,4 @@
-"""The host copy that a broadcast reads while it is being filled; buckets: what is packed, in which order, how far ahead."""
+"""The host copy that a broadcast reads while it is filled; buckets: what is packed, in which order, how far ahead."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 python -m tests.unit.training.sharded_rank MODEL_FOLDER OUT_FOLDER CHECKPOINT_OR_EMPTY CASE...
 
 With ``KILLED_AT=step`` in the environment rank 1 is killed by SIGKILL when it has got this command, before it does its
-part. With ``DAMAGED=FOLDER`` all are first told to open this checkpoint. With ``FAILS_AT=step`` rank 1 fails once at
-this command: before its part with ``FAILS_WITH=memory``, else after it, when no collective is left.
+part; with ``KILLS_RANK_0_AT=step`` rank 0. With ``DAMAGED=FOLDER`` all are first told to open this checkpoint. With
+``FAILS_AT=step`` rank 1 fails once at this command: before its part with ``FAILS_WITH=memory``, else after it, when no
+collective is left.
 """
 
 from __future__ import annotations
@@ -112,8 +113,11 @@ class Mortal(Ranks):
 
     def next(self, patience: float = math.inf) -> RankCommand:
         command = super().next(patience)
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun and Ctrl-C do: rank 0 decides when a rank ends
         if command.name == os.environ.get("KILLED_AT"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if command.name == os.environ.get("KILLS_RANK_0_AT"):
+            os.kill(os.getppid(), signal.SIGKILL)
         return command
 
 

@@ -226,13 +226,6 @@ def test_a_step_in_parts_is_the_step(name: str, part: int) -> None:
     assert all(one.grad is not None for one in model.parameters()), "gradients stay for whoever looks at them"
 
 
-def test_a_step_without_gradients_moves_nothing() -> None:
-    model = Net()
-    before = weights_of(model)
-    assert make_step(make_optimizer(model, OPTIMIZERS["adamw"])) == WeightNorms(0.0, 0.0)
-    assert equal(weights_of(model), before)
-
-
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "adamw_8bit"])
 def test_norms_and_biases_do_not_decay(kind: Any) -> None:
     model = Net()

@@ -447,21 +447,6 @@ def test_prefixes_are_equal_where_their_tokens_are() -> None:
     assert Prefixes.of(ids, starts, np.array([2, 1, 1])).number.tolist() == [0, 1, 1]
 
 
-def test_other_experiences_keep_their_numbers(folder: Path) -> None:
-    """Sequences of which only few have a prompt in common take part as the others do."""
-    policy = Policy(config().model, folder, 0, trained("shared"))
-    experiences = [*groups(), *batch(3)]
-    whole, parts = ([0.0] * tokens_of(experiences).tokens for _ in range(2))
-    for found, batches in (
-        (whole, tokens_of(experiences).micro_batches(range(len(experiences)), 16384)),
-        (parts, divided("shared", experiences)),
-    ):
-        for one in batches:
-            for index, value in zip(one.index.tolist(), policy.score(one, entropy_gradient=False)[0], strict=True):
-                found[index] = value.item()
-    assert parts == pytest.approx(whole, abs=1e-5)
-
-
 AFTER: dict[str, tuple[PreTrainedConfig, HeadOperation]] = {
     "nothing": (transformers.LlamaConfig(**SHAPE), HeadOperation()),
     "softcap": (

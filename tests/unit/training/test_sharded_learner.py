@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.unit.training.sharded_rank import experiences, flats_of, settings, tr
 from tests.unit.training.test_learner import Opener
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.parallel.ranks import own_device, own_rank, world_size
 
 WHOLE = ["grpo", "kl_cov", "mini_batches", "dpo", "ppo", "lora"]
 
@@ -145,3 +147,18 @@ async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     assert code == EXIT_RESTART, said
     assert "rank error: " in said
     assert not list((tmp_path / "out").glob("*/saved/state")), "no part of a checkpoint"
+
+
+@pytest.mark.parametrize("command", ["step", pytest.param("open", marks=pytest.mark.extended)])
+async def test_without_rank_0_the_others_end(folder: Path, tmp_path: Path, command: str) -> None:
+    """Their end closes the output that is read here."""
+    code, said = await run_ranks(folder, tmp_path / "out", "grpo", KILLS_RANK_0_AT=command)
+    assert code == -signal.SIGKILL, said
+
+
+def test_what_a_cluster_says_of_ranks_of_its_own_is_not_about_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert (own_rank(), own_device(0), world_size(1)) == (0, 0, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert (own_rank(), own_device(0), world_size(1)) == (3, 1, 8)
