@@ -154,39 +154,6 @@ def test_equal_rewards_teach_nothing(name: str, rows: list[Experience]) -> None:
     assert not any(value for row in found.values() for value in row)
 
 
-SCALED = {  # by how much advantages grow where rewards grow by a factor
-    **dict.fromkeys(("none", "roles", "balanced", "nonzero"), 1),
-    **dict.fromkeys(("mean", "leave_one_out", "length_weighted", "second_best", "max_rl", "step_norm", "ranked"), 0),
-    **dict.fromkeys(("sized", "whitened", "discounted"), 0),
-}
-
-
-@settings(deadline=None, max_examples=20)
-@pytest.mark.parametrize("name", SCALED)
-@given(rows=batches(low=0.0), factor=st.sampled_from([0.5, 2.0, 4.0]))
-def test_larger_rewards_scale_advantages_as_the_formula_says(name: str, rows: list[Experience], factor: float) -> None:
-    args = ALL[name]
-    if isinstance(args, GroupEstimator):
-        args = args.model_copy(update={"epsilon": 0.0})
-    before = advantages(rows, args)
-    for row in rows:
-        row.reward = (row.reward or 0.0) * factor
-    power = factor ** SCALED[name]
-    same(advantages(rows, args), {uid: [value * power for value in values] for uid, values in before.items()}, 1e-4)
-
-
-@settings(deadline=None, max_examples=20)
-@given(rows=batches())
-def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0(rows: list[Experience]) -> None:
-    found = advantages(rows, GROUP["whitened"])
-    trained = torch.tensor(
-        [v for row in rows for v, flag in zip(found[row.eid.uid], row.action_mask, strict=True) if flag]
-    )
-    if len(trained) and trained.any():
-        assert trained.mean().item() == pytest.approx(0, abs=1e-5)
-        assert trained.var().item() == pytest.approx(1, abs=1e-4)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_empty_batch_and_a_batch_without_rewards_are_empty(name: str) -> None:
     assert advantages([], ALL[name]) == {}

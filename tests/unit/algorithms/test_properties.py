@@ -184,52 +184,6 @@ def test_what_stands_at_masked_tokens_never_matters(
     assert torch.equal(after.each, before.each)
 
 
-# -- counts
-
-GROWTH = {
-    "token": 1,
-    "sequence": 1,
-    "sequence_sum": 1,
-    "sequence_constant": 1,
-    "prompt": 1,
-    "token_sum": 2,
-    "constant": 2,
-}
-"""What the loss of a batch is multiplied by when every answer is there twice."""
-
-
-def twice(experiences: list[Experience], same_task: bool) -> list[Experience]:
-    """Return every answer two times, the second as further runs of its task or as a run of another one."""
-    again = copy.deepcopy(experiences)
-    for one in again:
-        one.eid.run += 100
-        one.eid.task = one.eid.task if same_task else one.eid.task + 100
-    return experiences + again
-
-
-@pytest.mark.parametrize("kind", GROWTH)
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-@over_examples(12)
-@given(batch=batches(), same_task=st.booleans())
-def test_a_batch_that_is_there_twice(kind: str, ratio: str, batch: list[Experience], same_task: bool) -> None:
-    """A mean stays as it is, so each copy has half its gradient; a sum doubles."""
-    constant = {"constant": 3.5} if "constant" in kind else {}
-    algorithm = AlgorithmConfig.model_validate(
-        {"ratio": {"kind": ratio}, "kl": {"kind": "k3", "coef": 0.1}, "reduction": {"kind": kind, **constant}}
-    )
-    once = step(algorithm, batch, entropy=0.01)
-    both = step(algorithm, twice(batch, same_task), entropy=0.01)
-    close(both.loss, GROWTH[kind] * once.loss)
-    close(both.gradient, GROWTH[kind] * once.gradient)
-    first, second = both.each.chunk(2)
-    close(first, GROWTH[kind] / 2 * once.each)
-    close(second, first)
-
-
-def test_every_reduction_is_tried() -> None:
-    assert set(GROWTH) == set(LossConfig().reduction.__class__.model_fields["kind"].annotation.__args__)
-
-
 # -- answers without an advantage
 
 

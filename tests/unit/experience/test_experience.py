@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trinity_mq.experience import EID, Experience, ExperienceError
+from trinity_mq.experience import EID, EncodeError, Experience, ExperienceError, encode
 
 BASE = {"tokens": [1, 2, 3, 4, 5], "prompt_length": 2}
 
@@ -140,6 +140,11 @@ class TestRefused:
             Experience(**(BASE | wrong))
         for part in named:
             assert part in str(error.value), str(error.value)
+        if "chosen" not in wrong:
+            changed = Experience(**BASE)
+            vars(changed).update(wrong)
+            with pytest.raises(EncodeError, match="|".join(wrong)):
+                encode([Experience(**BASE), changed])
 
     def test_truncated_prompt_still_has_to_agree_with_its_mask(self):
         with pytest.raises(ExperienceError, match="advantages"):

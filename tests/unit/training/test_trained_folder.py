@@ -90,19 +90,3 @@ def test_an_answer_ends_where_the_models_own_settings_say(folder: Path, tmp_path
     engine.apply(engine.check(dict(policy.weights())))
     policy.save(tmp_path / "final", folder)
     assert in_engine(engine) == in_transformers(tmp_path / "final") == [[2]] * len(CHATS)
-
-
-def test_bfloat16_is_what_the_engine_gets_and_the_folder_keeps_float32(folder: Path, tmp_path: Path) -> None:
-    config = ModelConfig(
-        model_path=str(folder), dtype="bfloat16", max_model_len=128, max_prompt_tokens=96, max_response_tokens=16
-    )
-    policy, engine = Policy(config, folder, 0), TextGenerator.build(config, folder, num_threads=1)
-    train(policy, 2)
-    engine.apply(engine.check(dict(policy.weights())))
-    policy.save(tmp_path / "final", folder)
-    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    trained = dict(policy.model.named_parameters())
-    for name, tensor in saved.named_parameters():
-        assert torch.equal(tensor, trained[name])
-        assert torch.equal(engine.model.get_parameter(name), tensor.to(torch.bfloat16))
-    assert engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight
