@@ -26,7 +26,6 @@ from trinity_mq.config.estimators import (
     GigpoEstimator,
     GroupEstimator,
     LengthPenaltyWeights,
-    NoEstimator,
 )
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.plugins import UnknownNameError
@@ -286,14 +285,6 @@ def test_rewards_of_tokens_replace_the_reward_of_the_run() -> None:
     assert metrics["group_advantages/reward_mean/mean"] == 3.5
 
 
-def test_a_critic_that_knows_the_reward_leaves_no_advantage() -> None:
-    rows = [experience(run, float(run), [True, False, True]) for run in range(3)]
-    values = torch.tensor([[float(run)] * 3 for run in range(3)]).flatten()
-    kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(), values=values)
-    assert [one.advantages.tolist() for one in kept] == [[0.0] * 3] * 3
-    assert [one.returns.tolist() for one in kept] == [[0.0] * 3, [1.0, 0.0, 1.0], [2.0, 0.0, 2.0]]
-
-
 def test_values_belong_to_the_tokens_of_the_whole_batch_also_where_runs_are_dropped() -> None:
     rows = [experience(0, None, [True, True]), experience(1, 1.0, [True])]
     kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(whiten=False), values=torch.tensor([9.0, 9.0, 0.25]))
@@ -343,12 +334,6 @@ def test_a_step_without_state_or_reward_is_named_or_dropped() -> None:
     kept, metrics = estimate(ExperienceBatch.of(rows), GigpoEstimator())
     assert [one.eid.run for one in kept] == [0, 1]
     assert metrics["rollout/missing_rewards"] == 1
-
-
-def test_no_estimator_leaves_the_batch_alone() -> None:
-    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
-    batch = ExperienceBatch.of([pair])
-    assert estimate(batch, NoEstimator()) == (batch, {})
 
 
 def above(rewards: list[float], *, threshold: float = 0.0) -> list[float]:

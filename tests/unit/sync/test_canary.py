@@ -111,8 +111,13 @@ def test_a_deep_engine_that_keeps_its_weights_is_found_once_the_change_has_added
     assert "moved by" in str(next(filter(None, found), None))
 
 
-def test_residuals_show_what_is_too_small_to_say() -> None:
-    expected, rounding = [0.1, -0.2, 0.3, 0.2] * 4, [0.2, 0.1, -0.1, 0.15] * 4
+def test_a_share_is_one_for_the_new_weights_and_nothing_for_the_old() -> None:
+    wanted = [0.1, -0.2, 0.3]
+    assert arrived_share(wanted, wanted, 0.001) == pytest.approx(1.0)
+    assert arrived_share([0.0] * 3, wanted, 0.001) == 0.0
+    assert arrived_share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
+    assert arrived_share([], [], 0.001) is None
+    expected, rounding = [*wanted, 0.2] * 4, [0.2, 0.1, -0.1, 0.15] * 4
     moved = [a + b for a, b in zip(expected, rounding, strict=True)]
     assert arrived_share(moved, expected, 0.01) == pytest.approx(1.0)
     assert arrived_share(moved, expected, 0.01, 0.5) is None
@@ -130,15 +135,6 @@ class TestTheCanaryPrompt:
 
     def test_it_is_of_the_first_ids_where_not(self, tmp_path: Path) -> None:
         assert canary_tokens(self.codec(tmp_path, "0123456789")) == FIRST_IDS
-
-
-def test_a_share_is_one_for_the_new_weights_and_nothing_for_the_old() -> None:
-    wanted = [0.1, -0.2, 0.3]
-    assert arrived_share(wanted, wanted, 0.001) == pytest.approx(1.0)
-    assert arrived_share([0.0] * 3, wanted, 0.001) == 0.0
-    assert arrived_share([0.05, -0.1, 0.15], wanted, 0.001) == pytest.approx(0.5)
-    assert arrived_share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
-    assert arrived_share([], [], 0.001) is None
 
 
 def test_small_changes_add_up() -> None:

@@ -15,7 +15,6 @@ from torch.distributed import (
 )
 
 from trinity_mq.sync.channels.base import ChannelError, ManifestEntry
-from trinity_mq.sync.channels.buckets import SpareBuffers
 from trinity_mq.sync.channels.collective.broadcast import Group, Receiver, Sender
 
 CHILD = """
@@ -115,18 +114,3 @@ async def test_a_thread_without_an_event_loop_receives_too_and_keeps_its_group()
         )
         assert arrived.keys() == dict(PAIR).keys()
         assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is about there being no GPU")
-async def test_nccl_without_a_gpu_is_an_error_that_says_so_on_both_sides() -> None:
-    sender = Sender("127.0.0.1", 1024, 5.0, "nccl")
-    spec = await spec_of(sender)
-    assert spec["backend"] == "nccl"
-    results = await asyncio.gather(
-        Receiver().receive(spec, SpareBuffers()),
-        sender.broadcast(PAIR, PAIRS_MANIFEST, 1, 1, 2),
-        return_exceptions=True,
-    )
-    for error in results:
-        assert isinstance(error, ChannelError)
-        assert "has no GPU" in str(error)

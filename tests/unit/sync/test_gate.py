@@ -12,10 +12,9 @@ from trinity_mq.sync.gate.coordinator import (
     Committed,
     Coordinator,
     Failed,
-    Phase,
     StartCollective,
 )
-from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
+from trinity_mq.sync.gate.member import Member, MemberStage, Rejoin, Resume
 
 KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
@@ -112,20 +111,6 @@ def test_a_quarantined_member_takes_part_where_nobody_else_is() -> None:
     assert machine.quarantined() == ()
 
 
-@pytest.mark.parametrize("phase", ["preparing", "entering", "applying"])
-def test_a_member_that_leaves_ends_the_try_in_every_phase(phase: str) -> None:
-    machine = coordinator("a", "b")
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    if phase != "preparing":
-        for name in "ab":
-            machine.ready(from_member("ready", machine, name), 2.0)
-    if phase == "applying":
-        machine.collective_done(machine.epoch, machine.attempt, 2.5)
-    assert machine.phase.value == phase
-    assert isinstance(machine.leave("b", 3.0)[-1], Failed)
-    assert machine.phase is Phase.IDLE
-
-
 def test_an_ended_lease_is_a_leave() -> None:
     machine = coordinator("a", timeout=100.0)
     machine.start((1, 1), 1, PREPARE, 1.0)
@@ -167,25 +152,3 @@ def test_member_that_was_touched_when_a_try_is_aborted_asks_again(stage: MemberS
     assert member.stage is stage
     assert member.abort(prepare().model_copy(update={"verb": "abort"})) == wanted
     assert member.version == ((1, 0) if stage is MemberStage.READY else None)
-
-
-def test_member_pulls_without_go_and_what_it_holds_already_not_at_all() -> None:
-    member = Member("m", version=(1, 0))
-    pull = prepare().model_copy(update={"epoch": 0, "pull": True})
-    key = ((1, 1), 0, 1)
-    assert member.prepare(pull, 0.0) == [Pause(key, 10.0)]
-    (receive,) = member.paused(key, 0.25)
-    assert isinstance(receive, Receive)
-    (reply,) = member.received(key, {}, {"apply": 0.5})
-    assert isinstance(reply, SyncEvent)
-    assert (reply.verb, reply.detail) == ("applied", {"apply": 0.5})
-    assert member.commit(pull.model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
-    assert member.prepare(pull, 1.0) == [Rejoin()], "the trainer has not heard of it"
-
-
-def test_member_whose_coordinator_is_silent_frees_itself() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
-    member.paused(KEY)
-    assert member.tick(19.0, None) == []
-    assert member.tick(20.0, None) == [Resume()]

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.unit.training.test_composed_losses import SETTINGS, rows, with_algorithm
-from tests.unit.training.test_critic import rewarded
+from tests.unit.training.test_critic_and_reference import rewarded
 from tests.unit.training.test_learner import config
 from trinity_mq.config import Config
 from trinity_mq.config.model import LoraConfig

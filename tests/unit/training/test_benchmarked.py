@@ -63,25 +63,17 @@ def test_some_of_them(tmp_path: Path, wanted: Any, labels: list[int]) -> None:
     assert list(select_checkpoints(config(tmp_path, {"checkpoints": wanted}))) == labels
 
 
-def test_one_that_is_not_there_is_named_beside_those_that_are(tmp_path: Path) -> None:
+def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint to evaluate in .*run/checkpoints: give the folder"):
+        select_checkpoints(config(tmp_path))
     save(tmp_path, 5, 20)
-    with pytest.raises(
-        CheckpointError, match=r"bench\.checkpoints: 7 not among the checkpoints in .*, which are 5, 20"
-    ):
+    missing = r"bench\.checkpoints: 7 not among the checkpoints in .*, which are 5, 20"
+    with pytest.raises(CheckpointError, match=missing):
         select_checkpoints(config(tmp_path, {"checkpoints": [5, 7]}))
-
-
-def test_a_damaged_one_is_left_out_and_named(tmp_path: Path) -> None:
-    save(tmp_path, 5, 20)
     (tmp_path / "run" / "checkpoints" / "progress-000005" / "weights").unlink()
     assert list(select_checkpoints(config(tmp_path))) == [0, 20]
     with pytest.raises(CheckpointError, match="progress-000005 is damaged"):
         select_checkpoints(config(tmp_path, {"checkpoints": [5]}))
-
-
-def test_a_folder_without_any(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint to evaluate in .*run/checkpoints: give the folder"):
-        select_checkpoints(config(tmp_path))
 
 
 def test_an_evaluation_is_a_run_of_its_own_beside_the_one_it_evaluates(tmp_path: Path) -> None:
@@ -109,10 +101,3 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str, Any]
         config(tmp_path, **settings) if "bench" not in settings else load_config(
             {"mode": "bench", "model": {"tiny": {}}, "buffer": {"eval_tasksets": SETS}, **settings}
         )
-
-
-@pytest.mark.parametrize("trained", [{"mode": "train"}, {"mode": "both"}])
-def test_a_run_trained_on_records_can_be_evaluated(tmp_path: Path, trained: dict[str, Any]) -> None:
-    records = {"storage_type": "synthetic", "path": "ops3", "schema_type": "sft"}
-    found = config(tmp_path, buffer={"eval_tasksets": SETS, "trainer_input": {"experience_buffer": records}})
-    assert found.mode == "bench"

@@ -172,14 +172,6 @@ async def test_a_save_that_ends_before_its_rename_leaves_what_was_there(
     assert visible(tmp_path) == ["progress-000001"]
 
 
-async def test_the_same_progress_is_replaced(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1, generation=1))
-    await store.save(writer("new"), state(1, generation=2))
-    assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(store) == "new"
-
-
 async def test_the_newest_stay_and_of_every_so_many_batches_one_for_good(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2, 100)
     for progress in (50, 100, 150, 240, 260, 300, 301, 302):

@@ -282,18 +282,6 @@ async def test_manifest_and_weights_agree_and_are_the_live_ones(opened: Opener) 
     assert not same(await weights_of(learner), before)
 
 
-async def test_tied_weights_travel_once(tmp_path: Path, opened: Opener) -> None:
-    learner = await opened(model=make_model(tmp_path / "tied", tied=True, layers=1))
-    names = [name for name, _, _ in await learner.manifest()]
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-    await learner.step(batch(1), 1)
-    (tmp_path / "checkpoint").mkdir()
-    await learner.save(tmp_path / "checkpoint")
-    resumed = await opened(model=tmp_path / "tied", checkpoint=tmp_path / "checkpoint")
-    assert same(await weights_of(learner), await weights_of(resumed))
-
-
 async def test_bfloat16_shows_bfloat16_and_still_learns_at_a_small_rate(opened: Opener) -> None:
     learner = await opened(config(dtype="bfloat16", lr=1e-6))
     master = {name: tensor.detach().clone() for name, tensor in learner.policy.model.named_parameters()}

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from tests.unit.training.test_critic import rewarded
+from tests.unit.training.test_critic_and_reference import rewarded
 from tests.unit.training.test_learner import VOCABULARY, Opener, batch, config, pack, weights_of
 from trinity_mq.algorithms.scoring import HeadOperation, entropy_baselines, token_logprobs
 from trinity_mq.config import AlgorithmConfig, TrainerConfig
@@ -373,21 +373,6 @@ def test_a_prompt_has_one_row_and_answers_begin_with_its_last_token() -> None:
     assert (found.positions, found.padding) == (5 * 3 + 2 * 2, 1 + 2)
 
 
-def test_rows_are_whole_where_sharing_saves_nothing() -> None:
-    generator = torch.Generator().manual_seed(1)
-    alone = [
-        Experience(
-            tokens=torch.randint(1, VOCABULARY, (12,), generator=generator).tolist(),
-            prompt_length=4,
-            logprobs=[-1.0] * 8,
-            advantages=[1.0] * 8,
-        )
-        for _ in range(4)
-    ]
-    assert all(one.prefixes is None for one in divided("shared", alone))
-    assert all(one.prefixes is not None for one in divided("shared", groups()))
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_whose_layers_do_not_see_all_tokens_are_refused(name: str) -> None:
     problem = prefix_problem(AutoModelForCausalLM.from_config(OTHERS[name]).eval(), torch.float32)
@@ -438,13 +423,6 @@ def test_every_unit_is_in_one_micro_batch_within_the_budget(
         kept = len(set(numbers[members].tolist())) + KEPT * len(members)
         cost = len(members) * (whole - own)[members].max() + kept * prefix
         assert cost <= budget or len(part) == 1
-
-
-def test_prefixes_are_equal_where_their_tokens_are() -> None:
-    ids = torch.tensor([1, 2, 3, 1, 2, 4, 1, 3, 3])
-    starts, sizes = np.array([0, 3, 6]), np.array([2, 2, 2])
-    assert Prefixes.of(ids, starts, sizes).number.tolist() == [0, 0, 1]
-    assert Prefixes.of(ids, starts, np.array([2, 1, 1])).number.tolist() == [0, 1, 1]
 
 
 AFTER: dict[str, tuple[PreTrainedConfig, HeadOperation]] = {

@@ -266,10 +266,3 @@ def test_best_fit_fills_the_row_with_least_room() -> None:
 def test_padded_neighbours_have_similar_lengths() -> None:
     lengths = table([(3, 0), (9, 0), (4, 4), (30, 0), (5, 0)])
     assert [batch.tolist() for batch in pad(lengths, 16)] == [[3], [1], [4, 2], [0]]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_divided_into_nothing(packed: bool) -> None:
-    assert divide(table([]), 10, packed=packed, ranks=3) == [[], [], []]
-    parts = divide(table([(5, 0)]), 10, packed=packed, ranks=3)
-    assert [[batch.tolist() for batch in part] for part in parts] == [[[0]], [[]], [[]]]

@@ -15,9 +15,17 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from tests.unit.training.test_critic import baselines, critic_of, penalised, played, ppo, rewarded
+from tests.unit.training.test_critic_and_reference import (
+    baselines,
+    critic_of,
+    held,
+    penalised,
+    played,
+    ppo,
+    reference_of,
+    rewarded,
+)
 from tests.unit.training.test_learner import Opener, batch, config, make_model, same, state_of, weights_of
-from tests.unit.training.test_reference import held, reference_of
 from trinity_mq.config import Config, ModelConfig
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.models import ensure_model_folder
