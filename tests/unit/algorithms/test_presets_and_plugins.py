@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.vectors import Case
@@ -233,3 +235,18 @@ def test_the_rate_that_is_said_wins_over_the_presets() -> None:
     assert AlgorithmConfig(algorithm_type="sft", optimizer=OptimizerConfig(betas=(0.9, 0.9))).optimizer.lr == 2e-5
     resolved = AlgorithmConfig(algorithm_type="dpo", optimizer=OptimizerConfig(lr=3e-4))
     assert AlgorithmConfig.model_validate(resolved.model_dump()).optimizer.lr == 3e-4
+
+
+PIECES = ("repeat_times", "estimator", *LossConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(base=st.sampled_from(sorted(PRESETS)), order=st.permutations(PIECES))
+def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list[str]) -> None:
+    preset = AlgorithmConfig(algorithm_type=name).model_dump(mode="json")
+    for under in (base, "grpo"):
+        by_hand = {"algorithm_type": under, **{piece: preset[piece] for piece in order}}
+        by_hand |= {"optimizer": {"lr": preset["optimizer"]["lr"]}}  # a preset's rate is none of its pieces
+        found = AlgorithmConfig.model_validate(by_hand)
+        assert found.model_dump(mode="json") | {"algorithm_type": name} == preset
