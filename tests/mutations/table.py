@@ -218,14 +218,14 @@ MUTATIONS = [
         f"{GATE}/coordinator.py",
         "        if canary_error is not None:\n            self.canary_failures += 1\n            if event.sender",
         "        if canary_error is not None and not event.sender:\n            self.canary_failures += 1\n            if event.sender",
-        "unit/sync/test_drivers.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
+        "unit/sync/test_gate.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
     ),
     Mutation(
         "a member that failed the canary while it caught up serves on",
         f"{GATE}/coordinator.py",
         "            member.quarantined = True\n            return self._catch_up_failed",
         "            member.quarantined = False\n            return self._catch_up_failed",
-        "unit/sync/test_drivers.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
+        "unit/sync/test_gate.py::test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them",
     ),
     Mutation(
         "a version is committed before all have applied it",
@@ -246,7 +246,7 @@ MUTATIONS = [
         f"{GATE}/coordinator.py",
         "return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender",
         "return event.sender",
-        "unit/sync/test_drivers.py::test_answers_to_another_life_of_the_trainer_do_not_count",
+        "unit/sync/test_gate.py::test_answers_to_another_life_of_the_trainer_do_not_count",
     ),
     Mutation(
         "a member whose lease ended is waited for",
