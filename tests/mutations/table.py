@@ -368,7 +368,7 @@ MUTATIONS = [
         "trinity_mq/experience/codec/body.py",
         "    if actual != checksum:\n",
         "    if actual == -checksum:\n",
-        "unit/experience/test_hostile.py::test_every_flipped_bit_is_refused",
+        "unit/experience/test_codec.py::test_every_flipped_bit_is_refused",
     ),
     Mutation(
         "a damaged blob is read",

@@ -210,16 +210,6 @@ def test_dr_grpo_divides_by_answers_and_longest_answer_as_trl_and_the_papers_cod
     torch.testing.assert_close(fresh[:, 0], torch.tensor([-0.015625, 0.0078125, 0.0234375, -0.015625]))
 
 
-def test_rloo_becomes_that_of_trl_with_the_pieces_it_names() -> None:
-    def of_trl(log_ratios: Tensor) -> Tensor:
-        return clipped((log_ratios * MASK).sum(1).exp(), ADVANTAGES).mean()
-
-    pieces = {"ratio": {"kind": "sequence_product"}, "surrogate": {"dual": None}, "reduction": {"kind": "sequence"}}
-    torch.testing.assert_close(gradient({"algorithm_type": "rloo", **pieces}), expected(of_trl))
-    for piece in ("ratio: {kind: sequence_product}", "surrogate: {dual: null}", "reduction: {kind: sequence}"):
-        assert piece in PRESETS["rloo"].differs
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_has_the_rate_of_its_kind_of_loss(name: str) -> None:
     wanted = 2e-5 if name in SURE else 5e-6 if name in PAIRS else 1e-6

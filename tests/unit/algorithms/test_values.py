@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
+from tests.unit.algorithms.vectors import FIXTURES, PIECES, VECTORS, Case, grid, of_kind
 from trinity_agents.trainer.sources.replay import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
@@ -203,19 +203,7 @@ def test_the_kl_in_the_rewards_is_finite_and_that_of_the_sampler() -> None:
     assert found == {"k1": [0.5, 20, 0, 20], "k2": [0.125, 200, 0, 200], "abs": [0.5, 20, 0, 20]}
 
 
-BANDIT: dict[str, dict[str, Any]] = {
-    "no correction": {"surrogate": {"kind": "log_linear"}},
-    "exact IS": {"surrogate": {"kind": "linear"}},
-    "tis cap 2": {"surrogate": {"kind": "truncate", "cap": 2.0}},
-    "icepop 0.5-2": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "reject", "low": 0.5, "high": 2.0}]},
-    "ppo clip .2/.28": {"surrogate": {"kind": "clip", "low": 0.2, "high": 0.28, "dual": None}},
-    "cispo cap 1.28": {"surrogate": {"kind": "truncate", "cap": 1.28}},
-    "dppo tv .2": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.2}]},
-    "ipo .3": {
-        "surrogate": {"kind": "linear"},
-        "correction": [{"kind": "divergence", "bound": 0.3, "signed": False}],
-    },
-}
+BANDIT = PIECES["bandit"]
 
 
 @pytest.mark.parametrize("rule", BANDIT)

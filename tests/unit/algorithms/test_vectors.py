@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from tests.unit.algorithms.vectors import (
+    PIECES,
     UPSTREAM,
     UPSTREAM_SUFFIX,
     VECTORS,
@@ -44,8 +43,8 @@ CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 PLAIN: dict[str, Any] = CLIP | {"dual": None}
 
 
-LOSSES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "losses.json").read_text())
-"""Policy losses: the pieces that make each, its reduction excepted where the vector names that."""
+LOSSES, WEIGHTS, MASKS = PIECES["loss"], PIECES["weight"], PIECES["mask"]
+KL, LIKELIHOODS = PIECES["kl"], PIECES["likelihood"]
 
 OWN_REDUCTION = {"gmpo", "luspo"}
 """The vector's mode is not what the algorithm does."""
@@ -53,16 +52,6 @@ OWN_REDUCTION = {"gmpo", "luspo"}
 SAMPLER = ("dppo_tv/prime-rl", "ipo/", "rollout_is/", "m2po", "decoupled_ppo/", "bypass/", "areal/")
 """Vectors that read the sampler's logprobs; the others know one old policy only, which is the anchor here."""
 
-KL = {
-    "kl/k1": "k1",
-    "kl/k2": "k2",
-    "kl/k3": "k3",
-    "kl/low_var_kl": "k3_clamped",
-    "kl/abs": "abs",
-    "kl/corrected_k3": "k3_weighted",
-    "kl/k3+straight_through": "k3_k2",
-}
-LIKELIHOODS = {"sft": "none", "sft_is": "probability", "sft_phi": "uncertainty"}
 ELSEWHERE = {
     "mix",
     "mix_chord",
@@ -182,32 +171,6 @@ def test_distillation_as_a_component() -> None:
     close(terms.loss.detach(), expected["loss"])
     terms.loss.backward()
     close(case.logprob.grad, expected["grad_logprob"])
-
-
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "weight/tis/token": {},
-    "weight/tis/sequence": {"level": "sequence"},
-    "weight/icepop/token_0.5_5": {"low": 0.5, "high": 5.0, "beyond": "mask"},
-    "weight/icepop/token_0.5_2": {"low": 0.5, "high": 2.0, "beyond": "mask"},
-    "weight/mis/sequence_mask_3": {"level": "sequence", "high": 3.0, "beyond": "mask"},
-    "weight/mis/sequence_mask_2": {"level": "sequence", "high": 2.0, "beyond": "mask"},
-    "weight/mis/sequence_truncate_3": {"level": "sequence", "high": 3.0},
-    "weight/tis/token+batch_normalize": {"normalize": True},
-}
-MASKS: dict[str, dict[str, Any]] = {
-    "mask/token_k1_0.5_2.0": {"low": 0.5, "high": 2.0},
-    "mask/token_k1_0.5_5.0": {"low": 0.5, "high": 5.0},
-    "mask/token_k2_0.1": {"estimate": "k2", "high": 0.1},
-    "mask/token_k3_0.2": {"estimate": "k3", "high": 0.2},
-    "mask/seq_sum_k1_0.5_2.0": {"level": "sequence_sum", "low": 0.5, "high": 2.0},
-    "mask/seq_mean_k1_0.999_1.001": {"level": "sequence_mean", "low": 0.999, "high": 1.001},
-    "mask/seq_mean_k1_0.95_1.05": {"level": "sequence_mean", "low": 0.95, "high": 1.05},
-    "mask/seq_mean_k3_0.01": {"estimate": "k3", "level": "sequence_mean", "high": 0.01},
-    "mask/seq_max_k2_0.05": {"estimate": "k2", "level": "sequence_max", "high": 0.05},
-    "mask/opsm_rollout_0.1": {"kind": "sequence_mask", "bound": 0.1},
-    "mask/m2po_areal_0.04": {"kind": "second_moment", "active": False},
-    "mask/m2po_paper_0.04": {"kind": "second_moment", "bypass": True},
-}
 
 
 def test_every_weight_and_mask_of_the_file_has_its_test() -> None:

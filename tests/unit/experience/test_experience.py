@@ -69,17 +69,6 @@ def test_travels_as_its_list_does(mixed, compression):
     assert ExperienceBatch.decode(body).settle().encode(compression) == body
 
 
-def test_nothing_is_a_batch_too():
-    empty = ExperienceBatch.of([])
-    assert not empty
-    assert empty.to_list() == []
-    assert empty.select([]).ids("tid") == []
-    assert empty.encode() == encode([])
-    assert ExperienceBatch.decode(encode([])) == empty
-    assert ExperienceBatch.concat([]) == empty == ExperienceBatch.concat([empty, empty])
-    assert empty.replace(reward=[]) == empty
-
-
 def test_choosing_is_by_number_or_by_truth(mixed):
     batch = ExperienceBatch.decode(encode(mixed))
     assert batch.select([5, 0, 0, -2]).to_list() == [mixed[5], mixed[0], mixed[0], mixed[4]]

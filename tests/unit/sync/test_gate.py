@@ -131,21 +131,6 @@ def test_a_version_is_committed_at_every_member_and_unchanged_weights_cost_no_tr
     assert gate.wire.verbs("prepare", "commit") == ["prepare", "commit", "commit"]
 
 
-def test_a_sync_begins_when_the_first_member_joins() -> None:
-    gate = Gate()
-    gate.members[0].engine_ready = False
-
-    async def act() -> float:
-        syncing = asyncio.ensure_future(gate.keeper.sync((1, 0), 0))
-        await asyncio.sleep(50.0)
-        assert not syncing.done()
-        gate.members[0].engine_up(None, None)
-        await syncing
-        return now()
-
-    assert gate.play(act) < 52.0
-
-
 @pytest.mark.parametrize("verb", ["prepare", "ready", "go", "applied", "commit", "join"])
 def test_one_lost_event_of_any_kind_costs_at_most_a_try(verb: str) -> None:
     gate, lost = Gate(), []

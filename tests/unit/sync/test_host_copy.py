@@ -171,19 +171,6 @@ def test_tensors_are_taken_when_their_bucket_is_due() -> None:
     assert taken == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ([("b", torch.ones(4))], "the order of their manifest: got 'b', wanted 'a'"),
-        ([], "got 'nothing', wanted 'a'"),
-        ([("a", torch.ones(2, 2))], r"'a' has shape \[2, 2\], its manifest says \[4\]"),
-    ],
-)
-def test_other_tensors_than_the_manifests_are_an_error(tensors: list[tuple[str, torch.Tensor]], said: str) -> None:
-    with pytest.raises(ChannelError, match=said):
-        list(packed(plan([("a", "float32", [4])], 1024), tensors))
-
-
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="'float99'"):
         dtype_of("float99")

@@ -320,14 +320,3 @@ def test_settings_without_an_effect_are_refused() -> None:
     with pytest.raises(ValidationError, match="offload is true with optimizer_type adamw_8bit"):
         OptimizerConfig(optimizer_type="adamw_8bit", offload=True)
     assert OptimizerConfig.model_validate({"optimizer_type": "adam"}).optimizer_type == "adamw"
-
-
-def test_the_optimizer_takes_its_settings_and_the_rate_it_is_given() -> None:
-    module = nn.Module()
-    module.weight = weight = nn.Parameter(torch.tensor([1.0]))
-    optimizer = make_optimizer(module, OptimizerConfig(lr=1.0, betas=(0.5, 0.75), eps=1e-12, weight_decay=0.0))
-    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.5, 0.75), 1e-12)
-    set_learning_rate(optimizer, 0.125)
-    weight.grad = torch.tensor([3.0])
-    optimizer.step()
-    assert weight.item() == pytest.approx(1 - 0.125)

@@ -15,7 +15,7 @@ from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.experience import EID, CustomField, Experience
 from trinity_mq.experience.ragged import Indexes
 from trinity_mq.training.packing import IMITATED, PAIRED, SAMPLED, MicroBatch, split, train_tokens
-from trinity_mq.training.parallel.division import balance, costs, divide, pad
+from trinity_mq.training.parallel.division import balance, costs, divide
 from trinity_mq.training.parallel.division import pack as filled
 
 
@@ -167,16 +167,6 @@ def test_the_engine_of_each_trained_token_is_known_where_there_are_several() -> 
     assert batch.engines == {}, "one engine is all there is"
 
 
-def test_scales_are_those_of_the_whole_optimizer_step() -> None:
-    given = [experience(1, 1, 1), experience(2, 1, 5), experience(3, 1, 2)]
-    for max_tokens in (100, 6, 1):
-        batches = pack(given, max_tokens)
-        assert {scale for batch in batches for scale in batch.scale.tolist()} == {0.125}
-        by_sequence = pack(given, max_tokens, reduction={"kind": "sequence"})
-        total = sum(batch.scale.double().sum().item() for batch in by_sequence)
-        assert total == pytest.approx(1.0)
-
-
 def test_answers_to_imitate_and_pairs_are_reduced_by_themselves() -> None:
     expert = Experience(eid=EID(1, 1, 0), tokens=[1, 2, 3, 4], prompt_length=1, info={"is_expert": True})
     pairs = [Experience(eid=EID(1, 2, run), tokens=[1, 2], chosen=[3, 4], rejected=[5]) for run in range(2)]
@@ -256,13 +246,3 @@ def test_rows_are_packed_tightly(lengths: list[int], budget: int) -> None:
     small = sorted(load for load in loads if load <= budget)
     assert sum(small[:2]) > budget or len(small) < 2, "two rows that fit into one would have been one"
     assert max(lengths) == sizes[rows[0]].max(), "if memory is short, the first row shows it"
-
-
-def test_best_fit_fills_the_row_with_least_room() -> None:
-    assert [row.tolist() for row in filled(np.array([3, 6, 4, 7, 2]), 10)] == [[3, 0], [1, 2], [4]]
-    assert [row.tolist() for row in filled(np.array([5, 20, 5]), 10)] == [[1], [0, 2]]
-
-
-def test_padded_neighbours_have_similar_lengths() -> None:
-    lengths = table([(3, 0), (9, 0), (4, 4), (30, 0), (5, 0)])
-    assert [batch.tolist() for batch in pad(lengths, 16)] == [[3], [1], [4, 2], [0]]
