@@ -25,7 +25,7 @@ FILE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "vectors.jso
 VECTORS: dict[str, dict[str, Any]] = {one["name"]: one for one in FILE["vectors"]}
 FIXTURES: dict[str, dict[str, Any]] = FILE["fixtures"]
 PIECES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "pieces.json").read_text())
-"""By kind and name: the pieces that make a loss, its reduction excepted where the vector names that, a weight, a mask."""
+"""By kind and name: the pieces of a loss (its reduction excepted where the vector names that), a weight, a mask."""
 
 UPSTREAM_SUFFIX = "/trinity-0.6-upstream"
 UPSTREAM = [name for name in VECTORS if name.endswith(UPSTREAM_SUFFIX)]
