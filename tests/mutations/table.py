@@ -274,7 +274,7 @@ MUTATIONS = [
         "trinity_mq/sync/channels/checkpoint/files.py",
         "    if (checksum := digest(body)) != expected:\n",
         "    if not (checksum := digest(body)):\n",
-        "unit/sync/test_memory_and_files.py::test_files_that_a_try_could_not_use_are_written_anew",
+        "unit/sync/test_channels.py::test_files_that_a_try_could_not_use_are_written_anew",
     ),
     # -- tickets, slices and results
     Mutation(
