@@ -161,6 +161,7 @@ def test_numbers_that_were_not_finite_before_are_no_fault_of_the_plugin() -> Non
 LONGEST = 8
 """``model.max_response_tokens``."""
 MASK = torch.tensor([[place < length for place in range(LONGEST)] for length in (5, 3, 1, 4)])
+SEQUENCES = torch.arange(4).repeat_interleave(MASK.sum(1))
 ADVANTAGES = torch.tensor([0.5, -0.25, -0.75, 0.5])
 SAMPLER = torch.full(MASK.shape, -1.0)
 LOG_RATIOS = torch.tensor([0.05, -0.3, 0.4, 0.01]).repeat(4, 2)
@@ -169,22 +170,20 @@ SURE = {"sft", "cpt", "raft", "sft_is", "sft_phi"}
 PAIRS = {"dpo", "ipo_pref"}
 
 
-def gradient(algorithm: dict[str, Any], log_ratios: Tensor = LOG_RATIOS, copies: int = 1) -> Tensor:
-    """Return the gradient of an algorithm's loss by the logprobs of a batch's answers, each there ``copies`` times."""
+def gradient(algorithm: dict[str, Any], log_ratios: Tensor = LOG_RATIOS) -> Tensor:
+    """Return the gradient of an algorithm's loss by the logprobs of a batch's answers."""
     config = load_config({"model": {"tiny": {}, "max_response_tokens": LONGEST}, "algorithm": {"kl": None} | algorithm})
-    mask = MASK.repeat(copies, 1)
-    counts = mask.sum(1)
-    logprob = (SAMPLER + log_ratios).repeat(copies, 1).requires_grad_()
-    scales = sequence_scales(counts.numpy(), np.arange(len(mask)), config.reduction)
+    counts = MASK.sum(1)
+    logprob = (SAMPLER + log_ratios).requires_grad_()
     view = TokenView(
-        logprob=logprob[mask],
-        mu=SAMPLER.repeat(copies, 1)[mask],
-        advantage=ADVANTAGES.repeat(copies).repeat_interleave(counts),
-        scale=torch.from_numpy(scales).float().repeat_interleave(counts),
-        segment=torch.arange(len(mask)).repeat_interleave(counts),
+        logprob=logprob[MASK],
+        mu=SAMPLER[MASK],
+        advantage=ADVANTAGES.repeat_interleave(counts),
+        scale=torch.from_numpy(sequence_scales(counts.numpy(), np.arange(4), config.reduction)).float()[SEQUENCES],
+        segment=SEQUENCES,
     )
-    (found,) = torch.autograd.grad(policy_terms(view, config.algorithm).loss, logprob)
-    return found
+    (slopes,) = torch.autograd.grad(policy_terms(view, config.algorithm).loss, logprob)
+    return slopes
 
 
 def expected(loss: Any) -> Tensor:

@@ -373,7 +373,7 @@ def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None
 
 
 KEY = ((1, 1), 1, 1)
-PREPARE = SyncEvent(verb="prepare_event", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
+PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
 
 
 def coordinator(*members: str, timeout: float = 10.0) -> Coordinator:
@@ -413,7 +413,7 @@ def through_go(machine: Coordinator, version: tuple[int, int] = (1, 1)) -> None:
 
 def test_commit_needs_everybody_and_our_own_side() -> None:
     machine = coordinator("a", "b")
-    assert sent(machine.start((1, 1), 1, PREPARE, 1.0)) == ["prepare_event"]
+    assert sent(machine.start((1, 1), 1, PREPARE, 1.0)) == ["prepare"]
     assert machine.ready(from_member("ready", machine, "a"), 1.5) == []
     commands = machine.ready(from_member("ready", machine, "b"), 2.0)
     assert sent(commands) == ["go"]

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.unit.algorithms.vectors import VECTORS
+from tests.unit.training.test_packing import MODELS
 from trinity_mq.config import AlgorithmConfig, OptimizerConfig
 from trinity_mq.training.model.policy import LearnerError
 from trinity_mq.training.optimizers import (
@@ -241,46 +242,28 @@ def test_norms_and_biases_do_not_decay(kind: Any) -> None:
         torch.testing.assert_close(one.detach(), before[name] * factor, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def llama(tied: bool) -> nn.Module:
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_bias=True,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(shape)
-
-
-def gpt2(tied: bool) -> nn.Module:
-    shape = GPT2Config(vocab_size=24, n_positions=16, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=tied)
-    return GPT2LMHeadModel(shape)
-
-
 VOCABULARY = {"lm_head.weight", "model.embed_tokens.weight", "transformer.wte.weight", "transformer.wpe.weight"}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("build", [llama, gpt2])
-def test_muon_moves_the_matrices_of_the_blocks_alone(build: Any, tied: bool) -> None:
-    model = build(tied)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "learned positions"])
+def test_muon_moves_the_matrices_of_the_blocks_alone(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(MODELS[name])
     optimizer = made(model, OPTIMIZERS["muon"])
-    names = {name for group in optimizer.param_groups if "ns_steps" in group for name in group["param_names"]}
     named = dict(model.named_parameters())
-    ends = {name.rpartition(".")[0].rpartition(".")[2] for name in names}
-    if build is llama:
-        assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    moved, others = (
+        {name for group in optimizer.param_groups if ("ns_steps" in group) == is_moved for name in group["param_names"]}
+        for is_moved in (True, False)
+    )
+    if name == "learned positions":
+        matrices = {"c_attn", "c_proj", "c_fc"}
     else:
-        assert ends == {"c_attn", "c_proj", "c_fc"}
-    assert all(named[name].ndim == 2 for name in names)
-    others = {name for group in optimizer.param_groups if "ns_steps" not in group for name in group["param_names"]}
-    assert names | others == set(named)
-    assert not names & others
-    assert ("lm_head.weight" in named) == (not tied)
-    assert {name for name in others if named[name].ndim == 2} == VOCABULARY & named.keys()
+        matrices = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {one.rpartition(".")[0].rpartition(".")[2] for one in moved} == matrices
+    assert all(named[one].ndim == 2 for one in moved)
+    assert moved | others == set(named)
+    assert not moved & others
+    assert ("lm_head.weight" in named) == (not model.config.tie_word_embeddings)
+    assert {one for one in others if named[one].ndim == 2} == VOCABULARY & named.keys()
 
 
 def test_muon_steps_are_orthogonal_and_the_rest_is_adamw() -> None:
