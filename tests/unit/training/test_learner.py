@@ -19,15 +19,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trinity_mq.algorithms.evaluator import component_weights
-from trinity_mq.algorithms.plugins import PluginError
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
-from trinity_mq.experience import EID, CustomField, Experience
+from trinity_mq.experience import EID, Experience
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.state import Parts, read_parts
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.model.policy import LearnerError, Policy
+from trinity_mq.training.model.policy import LearnerError
 from trinity_mq.training.packing import MicroBatch, train_tokens
-from trinity_mq.training.update import StepLoss, optimizer_step
 
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789,="
@@ -39,10 +37,6 @@ def pack(experiences: list[Experience], max_tokens: int, algorithm: AlgorithmCon
     settings = algorithm or AlgorithmConfig()
     tokens = train_tokens(experiences, settings, component_weights(settings, 1), 1)
     return tokens.micro_batches(range(len(experiences)), max_tokens, settings.reduction)
-
-
-def step_loss(algorithm: AlgorithmConfig, entropy_coef: float = 0.0) -> StepLoss:
-    return StepLoss(algorithm, component_weights(algorithm, 1), entropy_coef)
 
 
 def make_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
@@ -146,34 +140,6 @@ def plain_logprobs(model: Any, one: Experience) -> torch.Tensor:
     ids = one.tokens.long()
     logits = model(ids[None]).logits[0, one.prompt_length - 1 : -1] / one.temperature
     return logits.log_softmax(-1).gather(1, ids[one.prompt_length :, None])[:, 0]
-
-
-def weighted_loss(log_ratio: Any, logprob: Any, advantage: Any, loss_weight: Any, unknown: Any = None) -> torch.Tensor:
-    assert unknown is None
-    return -advantage * loss_weight * log_ratio.exp()
-
-
-def test_a_surrogate_of_the_users_gets_the_custom_fields_that_it_names(folder: Path) -> None:
-    policy = Policy(config().model, folder, 0)
-    optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
-    experiences = batch(2)
-    for number, experience in enumerate(experiences):
-        experience.info["weight"] = number % 2
-        experience.custom_fields = [CustomField("weight", "loss_weight", torch.float32)]
-    halved = [experience for number, experience in enumerate(experiences) if number % 2]
-    own = AlgorithmConfig.model_validate({"surrogate": {"kind": f"{__name__}.weighted_loss"}})
-    linear = AlgorithmConfig.model_validate({"surrogate": {"kind": "linear"}})
-
-    def gradient(experiences: list[Experience], settings: AlgorithmConfig) -> tuple[float, torch.Tensor]:
-        packed = pack(experiences, 60)
-        optimizer_step(policy, optimizer, packed, step_loss(settings), {}, 1e9)
-        tokens = sum(one.tokens for one in packed)
-        return tokens, torch.cat([one.grad.flatten() * tokens for one in policy.parameters if one.grad is not None])
-
-    (_, found), (_, wanted) = gradient(experiences, own), gradient(halved, linear)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(PluginError, match=r"takes the custom field 'loss_weight', and the experiences have none"):
-        gradient(batch(2), own)
 
 
 def probe_step(model: Any, optimizer: Any, experiences: list[Experience], rate: float, entropy_weight: float) -> float:
