@@ -160,13 +160,6 @@ def test_an_empty_batch_and_a_batch_without_rewards_are_empty(name: str) -> None
     assert advantages(rows, ALL[name]) == {}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_preference_pairs_are_refused(name: str) -> None:
-    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2, reward=1.0)
-    with pytest.raises(ValueError, match=r"\(dpo\) has no action_mask"):
-        estimate(ExperienceBatch.of([pair]), ALL[name], **({"values": torch.zeros(0)} if name == "gae" else {}))
-
-
 def test_advantages_are_finite_in_float32() -> None:
     rows = [experience(run, reward) for run, reward in enumerate([1e-30, 2e-30])]
     (low, high) = first(advantages(rows, GroupEstimator(shift=-1e20, epsilon=0.0)))

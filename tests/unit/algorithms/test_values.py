@@ -113,12 +113,6 @@ def test_the_entropys_baseline_makes_the_first_order_change_of_a_policy_gradient
     torch.testing.assert_close(found.double(), (slope * direction).sum(-1), rtol=1e-4, atol=1e-6)
 
 
-def test_an_impossible_token_has_no_part_in_the_entropys_baseline() -> None:
-    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
-    with_it, without = (entropy_baselines(one, torch.ones(1)) for one in (logits, logits[:, :2]))
-    torch.testing.assert_close(with_it, without)
-
-
 def test_a_step_whose_weights_are_all_0_has_no_gradient_and_no_nan() -> None:
     case = Case("losses")
     rules = [{"kind": "weight", "high": 1e-9, "beyond": "mask", "normalize": True}]
@@ -259,13 +253,6 @@ def test_a_logit_of_minus_infinity_has_no_part_in_the_entropy(entropy_gradient: 
     assert not logits.grad[:, 5:].any()
 
 
-def test_half_precision_logits_are_computed_with_in_float32() -> None:
-    logits = 3 * torch.randn(3, 7).bfloat16()
-    found, entropy = token_logprobs(logits, torch.tensor([0, 1, 2]), torch.ones(3), entropy_gradient=False)
-    assert found.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(found, logits.float().log_softmax(-1)[torch.arange(3), torch.arange(3)])
-
-
 def test_an_absurd_ratio_stays_finite() -> None:
     view = TokenView(
         logprob=torch.tensor([0.0, -1.0], requires_grad=True),
@@ -319,16 +306,6 @@ def test_metrics_of_the_mismatch_are_those_of_the_vector() -> None:
             assert found[f"mismatch/{NAMES[name]}"] == pytest.approx(value, abs=1e-9), name
     perplexity = found["mismatch/log_perplexity"] - found["mismatch/log_perplexity_difference"]
     assert perplexity == pytest.approx(expected["rollout_log_ppl"])
-
-
-def test_sums_of_parts_are_those_of_the_whole() -> None:
-    whole, maxima = mismatch_sums(sampled_view())
-    parts = [mismatch_sums(sampled_view().where(sampled_view().segment == number)) for number in range(3)]
-    for name, value in whole.items():
-        torch.testing.assert_close(sum(part[name] for part, _ in parts), value)
-    for name, value in maxima.items():
-        assert max(part[name] for _, part in parts) == value
-    assert mismatch_metrics({}, {}) == {}
 
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 37

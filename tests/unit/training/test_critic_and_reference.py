@@ -285,16 +285,6 @@ async def test_the_coefficient_moves_only_with_a_target(tmp_path: Path, opened: 
     assert (await fixed.step(rewarded(4), 4))["actor/kl_reward_coef"] == 0.25, "without a target the setting counts"
 
 
-async def test_the_reference_is_scored_once_where_loss_and_rewards_both_need_it(opened: Opener) -> None:
-    settings = config(algorithm_type="reinforceplusplus", reward_kl={}, kl={"kind": "k2", "coef": 0.1})
-    learner = await opened(settings)
-    passes: list[object] = []
-    learner.reference.policy.model.register_forward_pre_hook(lambda *arguments: passes.append(arguments))
-    await learner.step(rewarded(1), 1)
-    assert (await learner.step(rewarded(1), 2))["actor/kl_loss"] > 0
-    assert len(passes) == 2
-
-
 Weights = dict[str, torch.Tensor]
 
 

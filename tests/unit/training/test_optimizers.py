@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.unit.algorithms.vectors import VECTORS
 from tests.unit.training.test_packing import MODELS
-from trinity_mq.config import AlgorithmConfig, OptimizerConfig
+from trinity_mq.config import OptimizerConfig
 from trinity_mq.training.model.policy import LearnerError
 from trinity_mq.training.optimizers import (
     WeightNorms,
@@ -29,7 +29,6 @@ from trinity_mq.training.optimizers import (
     restore_state,
     set_learning_rate,
 )
-from trinity_mq.training.update import entropy_coefficient
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "cosine"])
@@ -49,13 +48,6 @@ def test_a_constant_rate_or_an_unknown_end_does_not_decay(scheduler: str, total:
     config = OptimizerConfig(lr=1e-3, lr_warmup_steps=4, lr_scheduler_type=scheduler)
     assert decay_factor(config, 250, total) == 1
     assert [learning_rate(config, step, total) for step in (1, 4, 250)] == [2.5e-4, 1e-3, 1e-3]
-
-
-def test_the_entropy_weight_follows_the_decay_but_not_the_warm_up() -> None:
-    falling = AlgorithmConfig(entropy_coef=0.02, entropy_decay=True)
-    assert entropy_coefficient(falling, 1, 100) == pytest.approx(0.02 * 0.99)
-    assert entropy_coefficient(falling, 95, 100) == pytest.approx(0.02 * 0.1)
-    assert entropy_coefficient(AlgorithmConfig(entropy_coef=0.02), 95, 100) == 0.02
 
 
 @settings(deadline=None, max_examples=200)

@@ -26,7 +26,7 @@ from trinity_mq.experience import EID, CustomField, Experience
 from trinity_mq.experience.ragged import Indexes
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.model import attention
-from trinity_mq.training.model.attention import model_inputs, packing_problem, use_packed_attention
+from trinity_mq.training.model.attention import model_inputs, use_packed_attention
 from trinity_mq.training.model.policy import LearnerError, Policy, TokenScorer, checkpoint_blocks, detect_head_operation
 from trinity_mq.training.model.shared_prefixes import prefix_problem
 from trinity_mq.training.packing import (
@@ -310,13 +310,6 @@ def test_models_that_would_mix_sequences_are_refused(tmp_path: Path, name: str) 
     found, _ = policy.score(padded, entropy_gradient=False)
     by_index = torch.zeros_like(found).index_copy(0, padded.index, found)
     torch.testing.assert_close(by_index.detach(), alone(tmp_path, batch(1)), rtol=0, atol=1e-5)
-
-
-def test_layers_that_only_state_their_kind_are_believed(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert packing_problem(model, torch.float32) is None
-    model.config.layer_types = ["full_attention", "chunked_attention"]
-    assert "chunked_attention" in str(packing_problem(model, torch.float32))
 
 
 def test_the_first_attention_that_works_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -626,11 +619,8 @@ def test_mini_batches_share_out_everything_evenly_and_repeatably() -> None:
     assert sorted(number for part in parts for number in part) == list(range(7))
     assert split(7, 3, "0/5/0") == parts
     assert split(7, 3, "0/5/1") != parts
-
-
-def test_mini_batches_are_never_empty_and_a_single_one_keeps_its_order() -> None:
-    assert [len(part) for part in split(2, 4, "")] == [1, 1]
-    assert split(2, 1, "") == [[0, 1]]
+    assert [len(part) for part in split(2, 4, "")] == [1, 1], "never empty"
+    assert split(2, 1, "") == [[0, 1]], "a single one keeps its order"
     assert split(0, 1, "") == split(0, 3, "") == []
 
 
@@ -656,18 +646,6 @@ def test_custom_fields_are_there_for_each_trained_token() -> None:
     assert sum(micro.tokens for micro in batches) == 16
 
 
-def test_the_engine_of_each_trained_token_is_known_where_there_are_several() -> None:
-    given = [experience(run, 1, run, info={"engine": "ab"[run % 2]} if run < 4 else {}) for run in range(1, 5)]
-    batches = micro_batches_of(given, 6)
-    assert len(batches) > 1
-    for micro in batches:
-        run = micro.targets // 100
-        assert micro.engines["b"].tolist() == ((run == 1) | (run == 3)).tolist()
-        assert micro.engines["a"].tolist() == (run == 2).tolist(), "run 4 does not say"
-    (micro,) = micro_batches_of([given[0], given[2]], 100)
-    assert micro.engines == {}, "one engine is all there is"
-
-
 def test_answers_to_imitate_and_pairs_are_reduced_by_themselves() -> None:
     expert = Experience(eid=EID(1, 1, 0), tokens=[1, 2, 3, 4], prompt_length=1, info={"is_expert": True})
     pairs = [Experience(eid=EID(1, 2, run), tokens=[1, 2], chosen=[3, 4], rejected=[5]) for run in range(2)]
@@ -680,14 +658,6 @@ def test_answers_to_imitate_and_pairs_are_reduced_by_themselves() -> None:
         paired = micro.sequence[micro.role == PAIRED].unique().tolist()
         assert len(paired) % 2 == 0, "the answers of a pair stay together"
     assert scales == {SAMPLED: {0.2}, IMITATED: {round(1 / 3, 6)}, PAIRED: {0.5}}
-
-
-def test_tokens_know_how_old_the_weights_were_that_sampled_them() -> None:
-    config = LossConfig()
-    given = [experience(1, 1, 4, versions=[(0, 1, 3), (2, 1, 5)]), experience(2, 1, 2)]
-    tokens = train_tokens(given, config, {"rl": 1.0}, 8)
-    (micro,) = tokens.micro_batches([0, 1], 100)
-    assert micro.staleness.tolist() == [4, 4, 2, 2, 0, 0]
 
 
 UNITS = st.lists(st.tuples(st.integers(2, 300), st.one_of(st.just(0), st.integers(2, 300))), max_size=60)
@@ -728,14 +698,6 @@ def test_ranks_differ_by_at_most_one_unit(units: list[tuple[int, int]], ranks: i
     largest = each.max(initial=0.0)
     assert max(loads) - min(loads) <= largest * (1 + 1e-9)
     assert max(loads) <= (each.sum() / ranks + largest) * (1 + 1e-9)
-
-
-def test_attention_makes_a_long_sequence_cost_more_than_its_tokens() -> None:
-    each = costs(table([(12000, 0), (6000, 6000)]), 1000)
-    assert each.tolist() == [12000 + 12000**2 / 12000, 12000 + 2 * 6000**2 / 12000]
-    (alone, others) = balance(costs(table([(8000, 0), *[(100, 0)] * 160]), 64), 2)
-    assert alone.tolist() == [0], "160 sequences of 100 tokens cost less than one of 8000"
-    assert len(others) == 160
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 200))
