@@ -150,6 +150,10 @@ class TestRefusedToEncode:
 
 
 class TestLayout:
+    def test_same_texts_are_stored_once(self):
+        given = [Experience(tokens=[1, 2], prompt_text="p" * 10_000, response_text=str(i % 3)) for i in range(50)]
+        assert len(encode(given)) < 13_000
+
     def test_decoded_tensors_are_views_of_one_private_buffer(self, single, multi):
         body = bytearray(encode([single, multi]))
         first, second = decode(body)

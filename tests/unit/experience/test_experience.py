@@ -388,6 +388,4 @@ class TestEquality:
         assert single != single.to_dict()
         with pytest.raises(TypeError):
             hash(single)
-
-    def test_repr_is_short(self, single):
         assert repr(single) == f"Experience({single.eid.uid}, single_turn, 2+3 tokens, reward=1.0)"

@@ -413,18 +413,14 @@ def test_nccl_without_a_gpu_ends_the_trainer_at_once(tmp_path: Path) -> None:
         open_channel(config(tmp_path, sync_method="collective", backend="nccl"))
 
 
-def test_names_of_the_reference_are_taken() -> None:
+def test_names_of_the_reference_are_taken_and_contradictions_refused() -> None:
     sync = SyncConfig.model_validate({"sync_method": "nccl"})
-    assert (sync.sync_method, sync.backend) == ("collective", "nccl")
+    assert (sync.sync_method, sync.backend, SyncConfig().pull_method) == ("collective", "nccl", "memory")
+    assert SyncConfig(sync_method="checkpoint").pull_method == "checkpoint"
     with pytest.raises(ValueError, match="sync_method is 'nccl', but backend is 'gloo'"):
         SyncConfig.model_validate({"sync_method": "nccl", "backend": "gloo"})
-
-
-def test_a_pull_from_elsewhere_than_the_method_is_refused() -> None:
     with pytest.raises(ValueError, match="pull is 'memory', but weights travel by checkpoint"):
         SyncConfig(sync_method="checkpoint", pull="memory")
-    assert SyncConfig().pull_method == "memory"
-    assert SyncConfig(sync_method="checkpoint").pull_method == "checkpoint"
 
 
 def test_runs_that_share_a_place_have_folders_of_their_own(tmp_path: Path) -> None:
