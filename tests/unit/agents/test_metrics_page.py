@@ -11,7 +11,7 @@ import pytest
 
 from tests.metric_names import LINE, PAGE, documented, undocumented
 from tests.unit.training.test_composed_losses import SETTINGS, rows, with_algorithm
-from tests.unit.training.test_critic import ppo, rewarded
+from tests.unit.training.test_critic_and_reference import ppo, rewarded
 from tests.unit.training.test_learner import Opener, config, folder, opened
 from trinity_agents.simulation import Simulation
 from trinity_mq.config import OperatorConfig

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,15 +15,17 @@ from hypothesis import strategies as st
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.plugin import EstimatorError
+from trinity_mq.algorithms.estimators.runs import LARGEST, are_equal, center, deviation
+from trinity_mq.algorithms.estimators.teacher import distillation_advantages
 from trinity_mq.config.estimators import (
     DiscountedEstimator,
+    DistillEstimator,
     Estimator,
     EstimatorPlugin,
     GaeEstimator,
     GigpoEstimator,
     GroupEstimator,
     LengthPenaltyWeights,
-    NoEstimator,
 )
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.plugins import UnknownNameError
@@ -150,62 +153,11 @@ def test_equal_rewards_teach_nothing(name: str, rows: list[Experience]) -> None:
     assert not any(value for row in found.values() for value in row)
 
 
-SCALED = {  # by how much advantages grow where rewards grow by a factor
-    **dict.fromkeys(("none", "roles", "balanced", "nonzero"), 1),
-    **dict.fromkeys(("mean", "leave_one_out", "length_weighted", "second_best", "max_rl", "step_norm", "ranked"), 0),
-    **dict.fromkeys(("sized", "whitened", "discounted"), 0),
-}
-
-
-@settings(deadline=None, max_examples=20)
-@pytest.mark.parametrize("name", SCALED)
-@given(rows=batches(low=0.0), factor=st.sampled_from([0.5, 2.0, 4.0]))
-def test_larger_rewards_scale_advantages_as_the_formula_says(name: str, rows: list[Experience], factor: float) -> None:
-    args = ALL[name]
-    if isinstance(args, GroupEstimator):
-        args = args.model_copy(update={"epsilon": 0.0})
-    before = advantages(rows, args)
-    for row in rows:
-        row.reward = (row.reward or 0.0) * factor
-    power = factor ** SCALED[name]
-    same(advantages(rows, args), {uid: [value * power for value in values] for uid, values in before.items()}, 1e-4)
-
-
-@settings(deadline=None, max_examples=20)
-@given(rows=batches())
-def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0(rows: list[Experience]) -> None:
-    found = advantages(rows, GROUP["whitened"])
-    trained = torch.tensor(
-        [v for row in rows for v, flag in zip(found[row.eid.uid], row.action_mask, strict=True) if flag]
-    )
-    if len(trained) and trained.any():
-        assert trained.mean().item() == pytest.approx(0, abs=1e-5)
-        assert trained.var().item() == pytest.approx(1, abs=1e-4)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_empty_batch_and_a_batch_without_rewards_are_empty(name: str) -> None:
     assert advantages([], ALL[name]) == {}
     rows = [experience(run, None, logprobs=[-1.0], info={"env_state_hash": 1, "role": "a"}) for run in range(3)]
     assert advantages(rows, ALL[name]) == {}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_preference_pairs_are_refused(name: str) -> None:
-    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2, reward=1.0)
-    with pytest.raises(ValueError, match=r"\(dpo\) has no action_mask"):
-        estimate(ExperienceBatch.of([pair]), ALL[name], **({"values": torch.zeros(0)} if name == "gae" else {}))
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_huge_rewards_give_finite_advantages(name: str) -> None:
-    rows = [
-        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1, "role": "a"})
-        for run, reward in enumerate([1e308, -1e308, 1e300, 0.0])
-    ]
-    found = advantages(rows, ALL[name])
-    assert found
-    assert all(map(math.isfinite, (value for row in found.values() for value in row)))
 
 
 def test_advantages_are_finite_in_float32() -> None:
@@ -236,14 +188,6 @@ def first(found: Mapping[str, list[float]]) -> list[float]:
     return [row[0] for row in found.values()]
 
 
-def test_groups_of_one_get_0_where_runs_are_compared_and_their_reward_where_not() -> None:
-    row = [experience(0, 2.0, logprobs=[-1.0], info={"env_state_hash": 1})]
-    for name in (*GROUP, "nonzero", "ranked", "sized", "gigpo"):
-        assert first(advantages(row, ALL[name])) == [0.0], name
-    assert first(advantages(row, GroupEstimator(shift=-0.1, scale="none"))) == [0.0]
-    assert first(advantages(row, ALL["none"])) == [2.0]
-
-
 def test_small_groups_count_only_where_runs_are_compared() -> None:
     rows = [experience(0, 2.0, info={"env_state_hash": 1}), *(experience(run, float(run), task=1) for run in range(3))]
     batch = ExperienceBatch.of(rows)
@@ -251,20 +195,6 @@ def test_small_groups_count_only_where_runs_are_compared() -> None:
     assert len(estimate(batch, ALL["none"], min_group_runs=2)[0]) == 4
     assert len(estimate(batch, ALL["none"].model_copy(update={"min_group_runs": 2}), min_group_runs=1)[0]) == 3
     assert estimate(batch, GROUP["mean"], min_group_runs=4)[1]["rollout/partial_groups"] == 2
-
-
-def test_a_baseline_below_the_mean_raises_all() -> None:
-    rows = [experience(run, 1.0) for run in range(3)]
-    assert first(advantages(rows, GroupEstimator(shift=-0.1, scale="none"))) == pytest.approx([0.1] * 3)
-
-
-def test_a_mean_reward_that_is_not_positive_divides_nothing() -> None:
-    assert first(advantages([experience(0, -3.0), experience(1, 1.0)], GROUP["max_rl"])) == [0.0, 0.0]
-
-
-def test_ties_for_the_best_get_nothing() -> None:
-    rows = [experience(run, reward) for run, reward in enumerate([1.0, 1.0, 0.0])]
-    assert first(advantages(rows, GROUP["second_best"])) == [0.0] * 3
 
 
 def test_surplus_runs_below_the_mean_are_dropped_the_same_way_again() -> None:
@@ -348,14 +278,6 @@ def test_rewards_of_tokens_replace_the_reward_of_the_run() -> None:
     assert metrics["group_advantages/reward_mean/mean"] == 3.5
 
 
-def test_a_critic_that_knows_the_reward_leaves_no_advantage() -> None:
-    rows = [experience(run, float(run), [True, False, True]) for run in range(3)]
-    values = torch.tensor([[float(run)] * 3 for run in range(3)]).flatten()
-    kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(), values=values)
-    assert [one.advantages.tolist() for one in kept] == [[0.0] * 3] * 3
-    assert [one.returns.tolist() for one in kept] == [[0.0] * 3, [1.0, 0.0, 1.0], [2.0, 0.0, 2.0]]
-
-
 def test_values_belong_to_the_tokens_of_the_whole_batch_also_where_runs_are_dropped() -> None:
     rows = [experience(0, None, [True, True]), experience(1, 1.0, [True])]
     kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(whiten=False), values=torch.tensor([9.0, 9.0, 0.25]))
@@ -405,12 +327,6 @@ def test_a_step_without_state_or_reward_is_named_or_dropped() -> None:
     kept, metrics = estimate(ExperienceBatch.of(rows), GigpoEstimator())
     assert [one.eid.run for one in kept] == [0, 1]
     assert metrics["rollout/missing_rewards"] == 1
-
-
-def test_no_estimator_leaves_the_batch_alone() -> None:
-    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
-    batch = ExperienceBatch.of([pair])
-    assert estimate(batch, NoEstimator()) == (batch, {})
 
 
 def above(rewards: list[float], *, threshold: float = 0.0) -> list[float]:
@@ -478,3 +394,193 @@ def test_a_function_that_does_not_fit_is_named_with_what_is_wanted(name: str, ar
 def test_a_function_that_is_not_there_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"estimator '.*\.abve': module .* has no 'abve'; did you mean 'above'"):
         advantages([experience(0)], EstimatorPlugin(kind=f"{HERE}.abve"))
+
+
+# -- groups
+
+
+def test_divides_by_nothing() -> None:
+    rows = [
+        experience(run, reward, task=task) for task, run, reward in [(0, 0, 3.0), (0, 1, 1.0), (1, 0, 5.0), (1, 1, 1.0)]
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [float(one.advantages[0]) for one in kept] == [1.0, -1.0, 2.0, -2.0]
+    means = {name.rpartition("/")[2]: value for name, value in metrics.items() if "reward_mean" in name}
+    assert means == {"mean": 2.5, "max": 3.0, "min": 2.0}
+    assert metrics["group_advantages/reward_std/max"] == pytest.approx(8**0.5)
+
+
+@pytest.mark.parametrize(
+    ("args", "rewards", "wanted"),
+    [
+        pytest.param(GroupEstimator(shift=-0.1, scale="none"), [1.0] * 3, [0.1] * 3, id="a baseline below the mean"),
+        pytest.param(GROUP["max_rl"], [-3.0, 1.0], [0.0] * 2, id="a mean that is not positive divides nothing"),
+        pytest.param(GROUP["second_best"], [1.0, 1.0, 0.0], [0.0] * 3, id="ties for the best get nothing"),
+        pytest.param(GroupEstimator(shift=-0.1, scale="none"), [2.0], [0.0], id="a shifted group of one gets nothing"),
+        pytest.param(ALL["none"], [2.0], [2.0], id="a group of one that is not compared gets its reward"),
+        *(
+            pytest.param(ALL[name], [2.0], [0.0], id=f"a group of one, {name}")
+            for name in (*GROUP, "nonzero", "ranked", "sized", "gigpo")
+        ),
+    ],
+)
+def test_advantages_by_hand(args: Estimator, rewards: list[float], wanted: list[float]) -> None:
+    rows = [experience(run, one, logprobs=[-1.0], info={"env_state_hash": 1}) for run, one in enumerate(rewards)]
+    assert first(advantages(rows, args)) == pytest.approx(wanted)
+
+
+def test_a_run_of_many_steps_weighs_once_and_counts_by_its_last_step() -> None:
+    rows = [experience(0, reward, step=step) for step, reward in [(2, 1.0), (0, 9.0), (1, 9.0)]]
+    rows += [experience(1, 0.0), experience(2, 0.5)]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [float(one.advantages[0]) for one in kept] == [0.5, 0.5, 0.5, -0.5, 0.0]
+    assert metrics["group_advantages/reward_mean/mean"] == 0.5
+
+
+def test_small_groups_are_dropped_and_counted_and_do_not_move_the_scale() -> None:
+    whole = [experience(run, float(run)) for run in range(4)]
+    small = [experience(0, 100.0, task=1), experience(1, -100.0, task=1)]
+    args = GroupEstimator(scale="batch", min_group_runs=3)
+    kept, metrics = estimate(ExperienceBatch.of([small[0], *whole, small[1]]), args)
+    assert metrics["rollout/partial_groups"] == 1
+    assert {one.eid.uid: one.advantages.tolist() for one in kept} == advantages(whole, args)
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf])
+def test_a_run_without_a_reward_is_dropped_with_all_its_steps(missing: float | None) -> None:
+    rows = [
+        experience(3, 1.0, step=0),
+        experience(3, missing, step=1),
+        *(experience(run, float(run)) for run in range(3)),
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GroupEstimator(scale="none"))
+    assert [(one.eid.run, float(one.advantages[0])) for one in kept] == [(0, -1.0), (1, 0.0), (2, 1.0)]
+    assert (metrics["rollout/missing_rewards"], metrics["rollout/partial_groups"]) == (1, 0)
+
+
+def test_a_group_that_loses_all_its_runs_is_partial_and_nothing_is_left_to_average() -> None:
+    kept, metrics = estimate(ExperienceBatch.of([experience(run, None) for run in range(4)]), GroupEstimator())
+    assert not kept
+    assert metrics == {"rollout/missing_rewards": 4, "rollout/partial_groups": 1, "rollout/zero_variance_groups": 0}
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "rewards", [(1e308, -1e308, 1e300, 0.0), (1.7e308, 1.7e308, 1.7e308, 1.6e308), (1e38, -3e38)], ids=str
+)
+def test_huge_rewards_give_finite_advantages(name: str, rewards: tuple[float, ...]) -> None:
+    rows = [
+        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1, "role": "a"})
+        for run, reward in enumerate(rewards)
+    ]
+    found = advantages(rows, ALL[name])
+    assert found
+    assert all(map(math.isfinite, (value for row in found.values() for value in row)))
+
+
+# -- the numbers of a group, computed for the few runs it has, are those of numpy
+
+NUMBERS = st.lists(st.floats(-LARGEST, LARGEST) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=300).map(np.array)
+
+
+@given(NUMBERS, st.sampled_from([0, 1]))
+def test_the_deviation_is_that_of_numpy_and_exactly_0_for_equal_numbers(values: np.ndarray, ddof: int) -> None:
+    wanted = 0.0 if values.min() == values.max() else float(np.std(values, ddof=ddof))
+    assert deviation(values, ddof) == wanted
+    assert are_equal(values) == (values.min() == values.max())
+    assert np.array_equal(center(values), np.zeros(len(values)) if are_equal(values) else values - np.mean(values))
+
+
+def test_numbers_that_are_none_are_not_equal() -> None:
+    assert not are_equal(np.array([1.0, np.nan]))
+    assert not are_equal(np.array([np.nan, np.nan]))
+
+
+DISTILL = DistillEstimator()
+
+
+def taught(
+    run: int,
+    student: Sequence[float] | None,
+    teacher: Sequence[float] | None,
+    *,
+    mask: Sequence[bool] = (True, True, True),
+    **fields: Any,
+) -> Experience:
+    return experience(run, None, mask, logprobs=student, teacher_logprobs=teacher, **fields)
+
+
+def listed(experiences: Sequence[Experience]) -> list[list[float]]:
+    return [one.advantages.tolist() for one in experiences]
+
+
+def test_metrics_are_over_runs_and_no_other_run_changes_an_advantage():
+    alone = taught(0, [-1.0] * 3, [-2.0] * 3)
+    long = [taught(1, [-1.0] * 3, [-4.0] * 3, step=step) for step in range(20)]
+    kept, metrics = distillation_advantages(ExperienceBatch.of([alone, *long]), DistillEstimator(kl_coef=0.25))
+    assert listed(kept) == [[-0.25] * 3] + [[-0.75] * 3] * 20
+    assert metrics["advantage/kl/mean"] == 2.0, "the distance itself; a run of twenty steps weighs as one of one"
+    assert (metrics["advantage/kl/min"], metrics["advantage/kl/max"]) == (1.0, 3.0)
+    by_itself, _ = distillation_advantages(ExperienceBatch.of([alone]), DISTILL)
+    assert listed(by_itself) == [[-1.0] * 3]
+
+
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_run_with_a_number_that_is_none_is_dropped_whole(who, value):
+    odd = {"student": [-1.0] * 3, "teacher": [-1.0] * 3, who: [-1.0, value, -1.0]}
+    given = [
+        taught(0, [-1.0] * 3, [-1.5] * 3),
+        taught(1, [-1.0] * 3, [-1.5] * 3, step=0),
+        taught(1, odd["student"], odd["teacher"], step=1),
+        taught(2, odd["student"], odd["teacher"], mask=(True, False, True)),
+    ]
+    kept, metrics = distillation_advantages(ExperienceBatch.of(given), DISTILL)
+    assert [one.eid.run for one in kept] == [0, 2], "what is not trained on may be anything"
+    assert listed(kept) == [[-0.5] * 3, [0.0] * 3]
+    assert metrics["rollout/nonfinite_logprobs"] == 1
+    assert metrics["advantage/kl/mean"] == 0.25
+
+
+def test_where_nothing_is_trained_on_no_teacher_is_needed():
+    given = [taught(0, None, None, mask=(False,) * 3), taught(1, [-1.0] * 3, [-2.0] * 3)]
+    kept, metrics = distillation_advantages(ExperienceBatch.of(given), DISTILL)
+    assert listed(kept) == [[0.0] * 3, [-1.0] * 3]
+    assert metrics["advantage/kl/mean"] == 1.0
+    alone, metrics = distillation_advantages(ExperienceBatch.of(given[:1]), DISTILL)
+    assert listed(alone) == [[0.0] * 3]
+    assert metrics == {"rollout/nonfinite_logprobs": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({"teacher": None}, r"7/0/1/0\S* \(.*\) has no teacher_logprobs.*on_policy_distill_workflow.*auxiliary_models"),
+        ({"student": None}, r"has no logprobs, wanted one per response token; the engine returns them"),
+        (None, r"\(dpo\) has no action_mask"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_brings_it(lacks, said):
+    whole = {"student": [-1.0] * 3, "teacher": [-1.0] * 3}
+    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
+    other = pair if lacks is None else taught(1, **{**whole, **lacks})
+    with pytest.raises(ValueError, match=said):
+        distillation_advantages(ExperienceBatch.of([taught(0, **whole), other]), DISTILL)
+
+
+def test_the_gradient_leads_to_the_teacher():
+    """Over all samples of a one-token policy the expected gradient is that of KL(student || teacher)."""
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    teacher = torch.tensor([0.1, 0.6, 0.3]).log()
+    student = logits.log_softmax(-1)
+    torch.nn.functional.kl_div(teacher, student, log_target=True, reduction="sum").backward()
+    wanted = logits.grad.clone()
+    logits.grad = None
+    found = torch.zeros(3)
+    for token in range(3):
+        old = student.detach()[token : token + 1]
+        one = taught(token, old.tolist(), teacher[token : token + 1].tolist(), mask=(True,))
+        ((kept,), _) = distillation_advantages(ExperienceBatch.of([one]), DISTILL)
+        loss = -(kept.advantages * (logits.log_softmax(-1)[token : token + 1] - old).exp()).sum()
+        found += old.exp() * torch.autograd.grad(loss, logits)[0]
+    torch.testing.assert_close(found, wanted)

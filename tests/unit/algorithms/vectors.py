@@ -24,6 +24,12 @@ from trinity_mq.config.algorithm.pieces import LossConfig, Reduction
 FILE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
 VECTORS: dict[str, dict[str, Any]] = {one["name"]: one for one in FILE["vectors"]}
 FIXTURES: dict[str, dict[str, Any]] = FILE["fixtures"]
+PIECES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "pieces.json").read_text())
+"""By kind and name: the pieces of a loss (its reduction excepted where the vector names that), a weight, a mask."""
+
+UPSTREAM_SUFFIX = "/trinity-0.6-upstream"
+UPSTREAM = [name for name in VECTORS if name.endswith(UPSTREAM_SUFFIX)]
+"""Errors of Trinity-RFT 0.6.0, from which ours must differ."""
 
 Grid = list[list[float]]
 

@@ -1,9 +1,19 @@
-import random
-
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
+from benchmarks.bench_gather import (
+    plain_attention_masks,
+    plain_group_by,
+    plain_multi_modal_inputs,
+    plain_response_attrs,
+    plain_split_dpo,
+    plain_token_ids,
+)
+from tests.examples import examples
 from trinity_mq.experience import (
+    EID,
     CustomField,
     Experience,
     ExperienceBatch,
@@ -15,7 +25,12 @@ from trinity_mq.experience import (
     gather_multi_modal_inputs,
     gather_response_attrs,
     gather_token_ids,
+    group_by,
+    split_dpo_experience_to_single_turn,
 )
+from trinity_mq.experience.fields import values_equal
+
+PICTURE = Experience(tokens=[1, 2], multi_modal_inputs={"p": [1.0]})
 
 
 @pytest.fixture
@@ -42,39 +57,6 @@ def test_documented_example(pair):
     assert logprobs.tolist() == [[-1.0, -2.0, -3.0, 9.0], [-4.0, -5.0, 9.0, 9.0]]
 
 
-def test_exact_fit_needs_no_padding(pair):
-    assert gather_token_ids(pair[:1], 2, 3, 0).tolist() == [[1, 2, 3, 4, 5]]
-
-
-def test_agrees_with_plain_loops():
-    rng = random.Random(1)
-    for _ in range(30):
-        given = []
-        for _ in range(rng.randint(1, 6)):
-            prompt, response = rng.randint(1, 5), rng.randint(1, 5)
-            tokens = [rng.randrange(1000) for _ in range(prompt + response)]
-            given.append(
-                Experience(tokens=tokens, prompt_length=prompt, logprobs=[rng.random() for _ in range(response)])
-            )
-        tokens, attention, logprobs = [], [], []
-        for item in given:
-            left, right = 6 - item.prompt_length, 7 - item.response_length
-            tokens.append([99] * left + item.tokens.tolist() + [99] * right)
-            attention.append([False] * left + [True] * len(item.tokens) + [False] * right)
-            logprobs.append(item.logprobs.tolist() + [0.0] * right)
-        assert gather_token_ids(given, 6, 7, 99).tolist() == tokens
-        assert gather_attention_masks(given, 6, 7).tolist() == attention
-        assert gather_response_attrs(given, "logprobs", 7).tolist() == logprobs
-
-
-def test_dtypes(pair):
-    for item, dtype in zip(pair, (torch.bfloat16, torch.bfloat16), strict=True):
-        item.logprobs = item.logprobs.to(dtype)
-    assert gather_response_attrs(pair, "logprobs", 4).dtype == torch.bfloat16
-    pair[1].logprobs = pair[1].logprobs.float()
-    assert gather_response_attrs(pair, "logprobs", 4).dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("gather", "said"),
     [
@@ -90,23 +72,17 @@ def test_dtypes(pair):
         (lambda _: gather_action_masks([], 4), "no experiences"),
         (lambda _: gather_response_attrs([], "logprobs", 4), "no experiences"),
         (lambda _: gather_multi_modal_inputs([]), "no experiences"),
+        (
+            lambda pair: gather_multi_modal_inputs([PICTURE, pair[0]]),
+            r"experience 1 .*multi_modal_inputs \[\], wanted \['p'\]",
+        ),
+        (lambda _: group_by([], "batch"), "Unknown id_type: batch; wanted one of task, run, step"),
+        (split_dpo_experience_to_single_turn, r"experience 0 .* is single_turn, wanted dpo"),
     ],
 )
 def test_refused_with_a_reason(pair, gather, said):
     with pytest.raises(ValueError, match=said):
         gather(pair)
-
-
-def test_multi_modal_inputs():
-    given = [Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(n), "q": [n]}) for n in (2, 3)]
-    gathered = gather_multi_modal_inputs(given)
-    assert {key: [t.tolist() for t in column] for key, column in gathered.items()} == {
-        "p": [[1.0, 1.0], [1.0, 1.0, 1.0]],
-        "q": [[2], [3]],
-    }
-    assert gather_multi_modal_inputs([Experience(tokens=[1, 2])]) == {}
-    with pytest.raises(ValueError, match=r"experience 2 .*multi_modal_inputs \[\], wanted \['p', 'q'\]"):
-        gather_multi_modal_inputs([*given, Experience(tokens=[1, 2])])
 
 
 EXPERT = CustomField("is_expert", "expert_mask", torch.bool)
@@ -148,3 +124,149 @@ def test_custom_fields_of_several_values():
 def test_custom_fields_are_refused_with_a_reason(given, said):
     with pytest.raises(ValueError, match=said):
         gather_custom_fields(given)
+
+
+def test_the_halves_of_answers_with_masks_are_trained_on_where_the_mask_is_true():
+    pair = Experience(tokens=[1], chosen=[2, 3, 4], rejected=[5, 6], info={"chosen_mask": [True, False, True]})
+    again = Experience.deserialize(pair.serialize())
+    assert [half.action_mask.tolist() for half in split_dpo_experience_to_single_turn([pair, again])] == [
+        [True, False, True],
+        [True, True],
+    ] * 2
+    pair.info["rejected_mask"] = [True]
+    with pytest.raises(ValueError, match="action_mask has 1 values, wanted one per response token"):
+        split_dpo_experience_to_single_turn([pair])
+
+
+FLOATS = ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs")
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+VALUES = st.sampled_from([0.0, -0.0, 1.5, -0.1, 3e4, float("inf"), float("nan")])
+TOKENS = st.integers(-(2**31), 2**31 - 1)
+OTHER = Experience(eid=EID("other", "x", 9, 9, "o"), tokens=[1, 2, 3], prompt_length=1, logprobs=[-1.0, -2.0])
+
+
+@st.composite
+def experiences(draw, kinds=("single_turn", "multi_turn", "dpo"), full=False):
+    """Return an experience; with ``full`` every response field is there."""
+    kind = draw(st.sampled_from(kinds))
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    length = prompt if kind == "dpo" else prompt + response
+    fields = {
+        "eid": EID(draw(st.sampled_from([1, "1", "a/b", "a%2Fb"])), draw(st.integers(0, 2)), draw(st.integers(0, 1))),
+        "tokens": draw(st.lists(TOKENS, min_size=length, max_size=length)),
+        "prompt_length": prompt,
+        "experience_type": kind,
+        "reward": draw(st.none() | st.floats(width=32)),
+        "info": draw(st.sampled_from([{}, {"a": 1}, {"a": [None, {"b": "c"}]}])),
+        "metrics": draw(st.sampled_from([{}, {"m": 0.5}])),
+        "prompt_text": draw(st.none() | st.just("text")),
+        "custom_fields": draw(st.sampled_from([[], [CustomField("a", "b", torch.int64)]])),
+        "temperature": draw(st.none() | st.just(0.5)),
+        "index": draw(st.none() | st.integers(0, 3)),
+    }
+    fields["eid"].step = draw(st.integers(0, 1))
+    keys = draw(st.sampled_from([(), ("p",), ("p", "q"), ("q", "p")]))
+    fields["multi_modal_inputs"] = {key: torch.full((draw(st.integers(0, 2)), 2), float(prompt)) for key in keys}
+    if kind == "dpo":
+        fields |= {name: draw(st.lists(TOKENS, min_size=1, max_size=4)) for name in ("chosen", "rejected")}
+        fields["chosen_messages"] = draw(st.none() | st.just([{"role": "assistant", "content": "yes"}]))
+        return Experience(**fields)
+    if draw(st.integers(0, 3)) == 0:
+        # No real response then: the fields only agree with each other, in a length of their own.
+        fields["truncate_status"], response = "prompt_truncated", draw(st.integers(0, 4))
+    fields["action_mask"] = draw(st.lists(st.booleans(), min_size=response, max_size=response))
+    for name in FLOATS:
+        if full or draw(st.booleans()):
+            values = draw(st.lists(VALUES, min_size=response, max_size=response))
+            fields[name] = torch.tensor(values, dtype=draw(DTYPES))
+    return Experience(**fields)
+
+
+ANY = st.lists(experiences(), max_size=6)
+RESPONSES = st.lists(experiences(("single_turn", "multi_turn"), full=True), min_size=1, max_size=6)
+PAIRS = st.lists(experiences(("dpo",)), max_size=4)
+
+
+def outcome(call):
+    """Return what ``call`` gives, or its error."""
+    try:
+        return call(), None
+    except ValueError as error:
+        return None, (type(error), str(error))
+
+
+FORMS = {
+    "list": lambda given: given,
+    "batch": ExperienceBatch.of,
+    "decoded": lambda given: ExperienceBatch.decode(encode(given)),
+    "sliced": lambda given: ExperienceBatch.of([OTHER, *given, OTHER])[1:-1],
+    "selected": lambda given: ExperienceBatch.of([OTHER, *given[::-1]]).select(list(range(len(given), 0, -1))),
+}
+NAMES = ("action_mask", "tokens", "chosen", "rejected", "routed_experts", "reward", "nonsense", "eid", *FLOATS)
+
+
+def grouped(group, experiences, id_type):
+    """Return the groups as lists, in the order in which their ids appear."""
+    return [(key, list(members)) for key, members in group(experiences, id_type).items()]
+
+
+def halves(split, experiences):
+    result = list(split(experiences))
+    assert len({half.eid.uid for half in [*result, *experiences]}) == len(result) + len(experiences)
+    for half in result:
+        half.eid.suffix = ""
+    return result
+
+
+WIDTHS = st.integers(0, 8)
+FIT = st.integers(4, 8)
+PADS = st.integers(-1, 3)
+SOME = st.lists(experiences(), min_size=1, max_size=6)
+CASES = {
+    "token ids": (ANY, [WIDTHS, WIDTHS, PADS], gather_token_ids, plain_token_ids),
+    "token ids that fit": (SOME, [FIT, FIT, PADS], gather_token_ids, plain_token_ids),
+    "attention masks": (ANY, [WIDTHS, WIDTHS], gather_attention_masks, plain_attention_masks),
+    "attention masks that fit": (SOME, [FIT, FIT], gather_attention_masks, plain_attention_masks),
+    "fields": (ANY | RESPONSES, [st.sampled_from(NAMES), WIDTHS, PADS], gather_response_attrs, plain_response_attrs),
+    "fields that fit": (RESPONSES, [st.sampled_from(FLOATS), FIT, PADS], gather_response_attrs, plain_response_attrs),
+    "action masks": (
+        ANY | RESPONSES,
+        [WIDTHS],
+        gather_action_masks,
+        lambda items, width: plain_response_attrs(items, "action_mask", width),
+    ),
+    "multi-modal inputs": (ANY, [], gather_multi_modal_inputs, plain_multi_modal_inputs),
+    "groups": (
+        ANY,
+        [st.sampled_from(["task", "run", "step", "batch"])],
+        lambda *given: grouped(group_by, *given),
+        lambda *given: grouped(plain_group_by, *given),
+    ),
+    "pairs": (
+        PAIRS | ANY,
+        [],
+        lambda items: halves(split_dpo_experience_to_single_turn, items),
+        lambda items: halves(plain_split_dpo, items),
+    ),
+}
+"""Experiences, further arguments, our function and the plain loop."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_agrees_with_plain_loops(case, form, data):
+    """On each form as on the list, and on that as the plain loop does; where that fails, ours does too."""
+    given_, arguments, ours, plain = CASES[case]
+    items = data.draw(given_)
+    more = [data.draw(argument) for argument in arguments]
+    expected, refused = outcome(lambda: plain(items, *more))
+    on_list, list_error = outcome(lambda: ours(items, *more))
+    found, error = outcome(lambda: ours(FORMS[form](items), *more))
+    assert (list_error is None) == (refused is None), (list_error, refused)
+    assert error == list_error
+    assert values_equal(on_list, expected)
+    assert values_equal(found, expected)
+    if case == "token ids that fit":
+        assert (found.dtype, found.shape) == (torch.int32, (len(items), more[0] + more[1]))

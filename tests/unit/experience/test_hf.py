@@ -1,24 +1,99 @@
+"""Through the real package: what goes into a dataset comes back equal, whatever a user does to the dataset between."""
+
+import dataclasses
 import sys
 
+import datasets
 import pytest
 import torch
 
-from trinity_mq.experience import ExperienceError, from_hf_datasets, to_hf_datasets
+from trinity_mq.experience import (
+    EID,
+    Experience,
+    ExperienceBatch,
+    ExperienceError,
+    from_hf_datasets,
+    to_hf_datasets,
+)
 from trinity_mq.experience.hf import from_record, to_record
 
 
-def test_records_give_back_equal_experiences(single, multi, dpo):
-    given = [single, multi, dpo]
-    records = [to_record(item) for item in given]
-    assert len({tuple(record) for record in records}) == 1, "a dataset wants the same columns in every row"
-    assert [from_record(record) for record in records] == given
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch, tmp_path):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_records_hold_only_what_arrow_holds(single):
-    allowed = (str, int, float, bool, bytes, type(None))
-    for name, value in to_record(single).items():
-        items = value if isinstance(value, list) else [value]
-        assert all(type(item) in allowed for item in items), name
+def bare(number, **fields):
+    """Return an experience with nothing but what is wanted."""
+    return Experience(eid=EID(1, number, 0, 0, f"s{number}"), tokens=[1, 2, 3, 4], prompt_length=2, **fields)
+
+
+@pytest.fixture
+def all_types(single, multi, dpo):
+    cut = bare(0, logprobs=[0.0] * 3, truncate_status="prompt_truncated")
+    return [single, multi, dpo, cut, bare(1)]
+
+
+@pytest.fixture
+def many(all_types):
+    """Return a function that makes experiences of all types that differ in which fields they have."""
+
+    def make(count):
+        changes = (
+            {"reward": None, "info": {}, "metrics": {}},
+            {"reward": 1.5, "info": {"a": [1, {"b": None}]}, "prompt_text": None},
+            {"reward": -0.5, "info": {"a": "text", "t": torch.arange(3)}, "index": None},
+            {"multi_modal_inputs": {"p": torch.ones(2, 2)}, "custom_fields": []},
+        )
+        return [
+            dataclasses.replace(
+                all_types[number % 5],
+                eid=EID(f"{number // 100}/b", number // 8 if number % 2 else f"t{number // 8}", number % 8, number % 3),
+                **changes[number % 4],
+            )
+            for number in range(count)
+        ]
+
+    return make
+
+
+def on_disk(dataset, folder):
+    dataset.save_to_disk(str(folder / "saved"))
+    return datasets.load_from_disk(str(folder / "saved"))
+
+
+def in_parquet(dataset, folder):
+    dataset.to_parquet(folder / "saved.parquet")
+    return datasets.Dataset.from_parquet(str(folder / "saved.parquet"), cache_dir=str(folder))
+
+
+@pytest.mark.parametrize(
+    "through", [lambda dataset, _: dataset, on_disk, in_parquet], ids=["memory", "disk", "parquet"]
+)
+class TestRoundTrip:
+    def test_all_types_and_dtypes(self, all_types, through, tmp_path):
+        back = from_hf_datasets(through(to_hf_datasets(all_types), tmp_path))
+        assert back == all_types
+        assert [item.experience_type for item in back] == [item.experience_type for item in all_types]
+        assert back[0].returns.dtype == torch.bfloat16
+        assert back[0].custom_fields == all_types[0].custom_fields
+
+    def test_a_thousand_that_differ(self, many, through, tmp_path):
+        given = [*many(1000), *(bare(number) for number in range(3))]
+        assert from_hf_datasets(through(to_hf_datasets(given), tmp_path)) == given
+
+
+def test_columns_have_the_same_types_whatever_they_hold(all_types, many):
+    full = to_hf_datasets(all_types)
+    for other in ([], [bare(0)], many(20)):
+        assert to_hf_datasets(other).features == full.features
+    assert {str(feature.dtype) for feature in full.features.values() if hasattr(feature, "dtype")}.isdisjoint({"null"})
+
+
+def test_without_the_body_says_what_is_wanted(single):
+    with pytest.raises(ValueError, match=r"column 'experience'.*to_hf_datasets"):
+        from_hf_datasets(to_hf_datasets([single]).remove_columns(["experience"]))
 
 
 def test_edited_columns_count(single):
@@ -54,21 +129,29 @@ def test_an_edit_that_breaks_a_rule_is_refused(single, edit, said):
         from_record(to_record(single) | edit)
 
 
-def test_dropped_columns_come_from_the_body(single):
-    record = {name: value for name, value in to_record(single).items() if name in {"experience", "reward"}}
-    assert from_record(record) == single
-
-
-def test_other_rows_are_refused():
-    with pytest.raises(ValueError, match=r"column 'experience'.*to_hf_datasets"):
-        from_record({"tokens": [1, 2]})
-
-
 def test_missing_package_says_what_to_install(single, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"pip install 'trinity-mq\[datasets\]'"):
         to_hf_datasets([single])
 
 
-def test_reads_any_iterable_of_rows(single, multi):
-    assert from_hf_datasets([to_record(single), to_record(multi)]) == [single, multi]
+OTHERS = [name for name in to_hf_datasets([]).column_names if name != "experience"]
+BETWEEN = {
+    "joined": lambda dataset: datasets.concatenate_datasets([to_hf_datasets([]), dataset]),
+    "filtered": lambda dataset: dataset.filter(lambda row: row["reward"] is None or row["reward"] > -9),
+    "sorted": lambda dataset: dataset.sort("reward", reverse=True),
+    "selected": lambda dataset: dataset.select(range(len(dataset))[::-1]),
+    "other columns dropped": lambda dataset: dataset.remove_columns(OTHERS),
+    "streamed": lambda dataset: dataset.to_iterable_dataset(),
+    **{kind: lambda dataset, kind=kind: dataset.with_format(kind) for kind in ("torch", "numpy", "pandas", "arrow")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")  # datasets 5.2 calls pyarrow the old way
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_is_done_to_a_dataset_its_rows_give_the_experiences_back(many, all_types, name):
+    given = [*many(20), *all_types]
+    back = from_hf_datasets(BETWEEN[name](to_hf_datasets(ExperienceBatch.of(given))))
+    by_id = {item.eid.uid: item for item in given}
+    assert len(back) == len(by_id) == len(given)
+    assert all(item == by_id[item.eid.uid] for item in back)

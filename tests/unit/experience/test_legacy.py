@@ -10,18 +10,14 @@ import struct
 import sys
 import tracemalloc
 import warnings
-from datetime import timedelta
 from types import ModuleType
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import legacy_bodies as old
-from tests.examples import examples
 from trinity_mq.experience import EID, CustomField, DecodeError, Experience, decode, encode
 from trinity_mq.experience.legacy.reader import read_legacy, read_legacy_each
 from trinity_mq.experience.legacy.unpickle import ADMITTED
@@ -140,11 +136,6 @@ def test_numpy_in_info(value, protocol):
         assert found.flags.writeable
 
 
-def test_an_array_of_text_is_refused():
-    with pytest.raises(DecodeError, match=r"experience 0: info\['x'\] is an array of <U2"):
-        with_info(np.array(["a", "bc"]), 5)
-
-
 @pytest.mark.parametrize("value", [np.float32(2.5), np.arange(3)], ids=repr)
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_the_names_of_older_numpy(value, protocol):
@@ -159,43 +150,22 @@ def test_the_names_of_older_numpy(value, protocol):
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize(
-    "dtype", [dtype for dtype in dict.fromkeys(ADMITTED.values()) if isinstance(dtype, torch.dtype)], ids=str
-)
-def test_tensors_of_each_dtype(dtype, protocol):
-    value = torch.tensor([0, 1, 1]).to(dtype)
-    found = with_info(value, protocol)
-    assert found.dtype == dtype
-    assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
     "value",
     [
+        *(torch.tensor([0, 1, 1]).to(one) for one in dict.fromkeys(ADMITTED.values()) if isinstance(one, torch.dtype)),
         torch.arange(12.0)[4:7],
         torch.arange(12).reshape(3, 4).T,
         torch.ones(1).expand(5),
-        torch.zeros(0),
         torch.zeros(0, 3),
         torch.tensor(2.5),
         torch.ones(2, requires_grad=True),
     ],
-    ids=lambda value: str(tuple(value.shape)),
+    ids=lambda value: f"{value.dtype} {tuple(value.shape)} {tuple(value.stride())}",
 )
-def test_tensors_of_each_layout(value):
-    found = with_info(value, 5)
-    assert torch.equal(found, value)
-    assert found.is_contiguous()
-    assert not found.requires_grad
-
-
-def test_nothing_is_shared_afterwards():
-    shared, tensor = {"a": [1]}, torch.ones(2)
-    many = [old.Experience(torch.arange(3), more={"info": {"x": shared, "t": tensor}}) for _ in range(2)]
-    first, second = read_legacy(old.bare(many))
-    first.info["x"]["a"].append(2)
-    first.info["t"].zero_()
-    assert second.info["x"] == {"a": [1]}
-    assert second.info["t"].tolist() == [1, 1]
+def test_tensors_in_info(value, protocol):
+    found = with_info(value, protocol)
+    assert (found.dtype, found.is_contiguous(), found.requires_grad) == (value.dtype, True, False)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), value.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
 # --- the type, which TRXP lost
@@ -230,12 +200,6 @@ def test_the_type_that_fits_the_mask(fields, kind):
     assert [each.experience_type for each in read_legacy(old.trxp(fields))] == [kind]
 
 
-@pytest.mark.parametrize("kind", ["single_turn", "multi_turn"])
-def test_a_bare_pickle_states_the_type(kind):
-    (found,) = read_legacy(bare(SINGLE, kind=kind))
-    assert found.experience_type == kind
-
-
 # --- what breaks our rules
 
 
@@ -247,6 +211,7 @@ def test_a_bare_pickle_states_the_type(kind):
         (DPO | {"logprobs": torch.zeros(2)}, "experience 1: logprobs has 2 values, wanted None"),
         (SINGLE | {"tokens": None}, "experience 1: no tokens"),
         (SINGLE | {"info": [1]}, r"experience 1: info is \[1\], wanted a map"),
+        (SINGLE | {"info": {"x": np.array(["a", "bc"])}}, r"experience 1: info\['x'\] is an array of <U2"),
         (SINGLE | {"info": {"x": 1 << 70}}, r"experience 1: info\['x'\] is 1180591620717411303424, which"),
         (SINGLE | {"further": {"future": 1}}, "experience 1: unknown fields 'future', which would be lost"),
         (SINGLE | {"further": {"multi_modal_input_keys": ["a"]}}, "multi-modal inputs 'a' are named, none are there"),
@@ -628,46 +593,3 @@ def test_nesting_up_to_what_a_body_holds():
     assert decode(encode(found)) == found
     with pytest.raises(DecodeError, match="nested deeper"):
         read_legacy(nested(MAX_NESTING))
-
-
-# --- anything at all
-
-
-@functools.cache
-def valid_bodies():
-    rich = FULL | {"info": {"a": np.arange(3), "b": np.float32(1), "t": torch.ones(2), "s": "text"}}
-    return [old.trxp(rich, DPO, SINGLE), bare(rich, 2), bare(rich, 5, "multi_turn"), old.trxp()]
-
-
-@given(data=st.data())
-@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
-def test_mutated_bodies_are_experiences_or_errors(data):
-    body = bytearray(data.draw(st.sampled_from(valid_bodies())))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(body) - 1))
-        kind = data.draw(st.sampled_from(["set", "cut", "insert", "move"]))
-        if kind == "set":
-            body[at] = data.draw(st.integers(0, 255))
-        elif kind == "cut":
-            del body[at : at + data.draw(st.integers(1, 8))]
-        elif kind == "insert":
-            body[at:at] = data.draw(st.binary(min_size=1, max_size=8))
-        else:
-            body[at:at] = body[: data.draw(st.integers(1, 64))]
-        if not body:
-            break
-    try:
-        found = read_legacy(body)
-    except DecodeError:
-        return
-    assert all(isinstance(each, Experience) for each in found)
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
-def test_any_opcodes_are_experiences_or_errors(raw):
-    for body in (b"\x80\x04" + raw + b".", old.sealed(b"\x80\x04" + raw + b".")):
-        try:
-            assert isinstance(read_legacy(body), list)
-        except DecodeError:
-            continue

@@ -47,11 +47,38 @@ class Pair:
         return self.engine.score([ScoreRequest(FIRST_IDS)])[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spread", [0.05, 0.2])
-def test_a_sound_engine_is_never_accused(tmp_path: Path, dtype: str, spread: float) -> None:
-    pair, canary = Pair(tmp_path, dtype, spread), Canary(dtype)
-    for _ in range(40):
+DEEP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24, "num_attention_heads": 2, "head_dim": 16}
+"""Deep enough that in bfloat16 every version has rounding errors of its own, four times as large as a step of 1e-4."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spread", "lr", "rounds", "shape"),
+    [
+        *(
+            pytest.param(dtype, spread, 1e-3, 40, {}, id=f"{dtype}, {spread}")
+            for dtype in ("float32", "bfloat16")
+            for spread in (0.05, 0.2)
+        ),
+        pytest.param("bfloat16", 0.2, 1e-4, 20, DEEP, id="deep"),
+        pytest.param(
+            "bfloat16",
+            0.1,
+            1e-5,
+            30,
+            {**DEEP, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12},
+            id="weights that came in bfloat16 stay as they are there for some steps",
+        ),
+    ],
+)
+def test_a_sound_engine_is_never_accused_of_its_rounding_errors(
+    tmp_path: Path, dtype: str, spread: float, lr: float, rounds: int, shape: dict[str, int]
+) -> None:
+    pair, canary = Pair(tmp_path, dtype, spread, lr=lr, **shape), Canary(dtype)
+    if lr == 1e-5:
+        with torch.no_grad():
+            for parameter in pair.policy.parameters:
+                parameter.copy_(parameter.bfloat16())
+    for _ in range(rounds):
         ours = pair.step()
         pair.sync()
         assert canary.problem("e", "1", pair.answer(), ours) is None
@@ -75,41 +102,13 @@ def test_an_engine_that_keeps_its_weights_is_found_as_soon_as_the_change_is_more
     assert canary.problem("e", "1", pair.answer(), pair.policy.sequence_logprobs(FIRST_IDS)) is None, "freed"
 
 
-DEEP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 24, "num_attention_heads": 2, "head_dim": 16}
-"""Deep enough that in bfloat16 every version has rounding errors of its own, four times as large as a step of 1e-4."""
-
-
-def test_a_sound_deep_engine_is_never_accused_of_its_rounding_errors(tmp_path: Path) -> None:
-    pair, canary = Pair(tmp_path, "bfloat16", 0.2, lr=1e-4, **DEEP), Canary("bfloat16")
-    for _ in range(20):
-        ours = pair.step()
-        pair.sync()
-        assert canary.problem("e", "1", pair.answer(), ours) is None
-
-
-def test_weights_that_came_in_bfloat16_may_stay_as_they_are_there_for_some_steps(tmp_path: Path) -> None:
-    shape = {**DEEP, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12}
-    pair, canary = Pair(tmp_path, "bfloat16", 0.1, lr=1e-5, **shape), Canary("bfloat16")
-    with torch.no_grad():
-        for parameter in pair.policy.parameters:
-            parameter.copy_(parameter.bfloat16())
-    for _ in range(30):
-        ours = pair.step()
-        pair.sync()
-        assert canary.problem("e", "1", pair.answer(), ours) is None
-
-
-def test_a_deep_engine_that_keeps_its_weights_is_found_once_the_change_has_added_up(tmp_path: Path) -> None:
-    pair, canary = Pair(tmp_path, "bfloat16", 0.2, lr=1e-4, **DEEP), Canary("bfloat16")
-    ours = pair.step()
-    pair.sync()
-    assert canary.problem("e", "1", pair.answer(), ours) is None
-    found = [canary.problem("e", "1", pair.answer(), pair.step()) for _ in range(10)]
-    assert "moved by" in str(next(filter(None, found), None))
-
-
-def test_residuals_show_what_is_too_small_to_say() -> None:
-    expected, rounding = [0.1, -0.2, 0.3, 0.2] * 4, [0.2, 0.1, -0.1, 0.15] * 4
+def test_a_share_is_one_for_the_new_weights_and_nothing_for_the_old() -> None:
+    wanted = [0.1, -0.2, 0.3]
+    assert arrived_share(wanted, wanted, 0.001) == pytest.approx(1.0)
+    assert arrived_share([0.0] * 3, wanted, 0.001) == 0.0
+    assert arrived_share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
+    assert arrived_share([], [], 0.001) is None
+    expected, rounding = [*wanted, 0.2] * 4, [0.2, 0.1, -0.1, 0.15] * 4
     moved = [a + b for a, b in zip(expected, rounding, strict=True)]
     assert arrived_share(moved, expected, 0.01) == pytest.approx(1.0)
     assert arrived_share(moved, expected, 0.01, 0.5) is None
@@ -127,15 +126,6 @@ class TestTheCanaryPrompt:
 
     def test_it_is_of_the_first_ids_where_not(self, tmp_path: Path) -> None:
         assert canary_tokens(self.codec(tmp_path, "0123456789")) == FIRST_IDS
-
-
-def test_a_share_is_one_for_the_new_weights_and_nothing_for_the_old() -> None:
-    wanted = [0.1, -0.2, 0.3]
-    assert arrived_share(wanted, wanted, 0.001) == pytest.approx(1.0)
-    assert arrived_share([0.0] * 3, wanted, 0.001) == 0.0
-    assert arrived_share([0.05, -0.1, 0.15], wanted, 0.001) == pytest.approx(0.5)
-    assert arrived_share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
-    assert arrived_share([], [], 0.001) is None
 
 
 def test_small_changes_add_up() -> None:

@@ -1,20 +1,230 @@
-"""The collective channel over real gloo between two processes, and flat buckets."""
+"""The host copy that a broadcast reads while it is filled; buckets: what is packed, in which order, how far ahead."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not declared as exported
+from torch import Tensor
+from torch.distributed import (
+    HashStore,  # type: ignore[attr-defined]  # public, but not declared as exported
+)
 
-from trinity_mq.sync.channels.base import ChannelError
-from trinity_mq.sync.channels.buckets import fill, plan, split
-from trinity_mq.sync.channels.collective.broadcast import Group, Sender
+from trinity_mq.config import load_config
+from trinity_mq.sync.channels.base import ChannelError, ManifestEntry, Tensors
+from trinity_mq.sync.channels.buckets import dtype_of, packed, plan, prefetch
+from trinity_mq.sync.channels.collective.broadcast import Group, Receiver, Sender
+from trinity_mq.sync.channels.collective.channel import CollectiveChannel
+from trinity_mq.sync.channels.factory import open_channel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
+from trinity_mq.sync.channels.receiver import WeightReceiver
+
+from .weights import BUCKET, manifest_of, pull, same, some_weights, spec_of
+
+TENSORS = some_weights(1)
+MANIFEST = manifest_of(TENSORS)
+
+
+class Held(list[tuple[str, Tensor]]):
+    """Weights of which the last is read only when that is allowed; the first look at them holds nothing up."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.allowed, self._looked_at = threading.Event(), False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        looked_at, self._looked_at = self._looked_at, True
+        for number, one in enumerate(super().__iter__()):
+            if looked_at and number == len(self) - 1:
+                assert self.allowed.wait(20)
+            yield one
+
+
+def in_thread(work: threading.Thread) -> threading.Thread:
+    work.start()
+    return work
+
+
+def test_buckets_are_read_while_others_are_filled() -> None:
+    copy, allowed = HostCopy((1, 1), MANIFEST, BUCKET), threading.Event()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from TENSORS[:-1]
+        assert allowed.wait(20)
+        yield TENSORS[-1]
+
+    filling = in_thread(threading.Thread(target=lambda: copy.take(tensors(), digests=False)))
+    buckets = copy.stream()
+    found = [next(buckets) for _ in range(len(copy.buckets) - 1)]
+    assert not copy.is_whole
+    allowed.set()
+    found += buckets
+    filling.join(20)
+    assert copy.is_whole
+    assert [flat.data_ptr() for flat in found] == [flat.data_ptr() for flat in copy.flats]
+
+
+def test_who_reads_a_copy_that_is_abandoned_or_fails_ends_with_the_reason() -> None:
+    for reason, end in (
+        ("was abandoned", HostCopy.release),
+        ("ValueError: no", lambda one: one.fail(ValueError("no"))),
+    ):
+        copy, errors = HostCopy((1, 1), MANIFEST, BUCKET), []
+
+        def read(copy: HostCopy = copy, errors: list[str] = errors) -> None:
+            try:
+                list(copy.stream())
+            except ChannelError as error:
+                errors.append(str(error))
+
+        reading = in_thread(threading.Thread(target=read))
+        end(copy)
+        reading.join(20)
+        assert not reading.is_alive()
+        assert reason in errors[0]
+        with pytest.raises(ChannelError, match=reason):
+            copy.take(TENSORS, digests=False)
+        assert copy.flats == []
+        assert not copy.is_whole
+
+
+@pytest.fixture
+async def channel(tmp_path: Path) -> AsyncIterator[CollectiveChannel]:
+    settings = {"bucket_bytes": BUCKET, "sync_timeout": 20.0}
+    opened = open_channel(load_config({"model": {"tiny": {}}, "run_dir": str(tmp_path), "synchronizer": settings}))
+    assert isinstance(opened, CollectiveChannel)
+    yield opened
+    await opened.close()
+
+
+async def test_an_offer_does_not_wait_for_the_copy_and_a_commit_does(channel: CollectiveChannel) -> None:
+    held = Held(TENSORS)
+    async with asyncio.timeout(10):
+        where = await channel.offer((1, 1), held, MANIFEST)
+    receiving = asyncio.create_task(WeightReceiver().receive(spec_of(where, MANIFEST)))
+    sending = asyncio.create_task(channel.broadcast(held, MANIFEST, 1, 1, 2))
+    committing = asyncio.create_task(channel.committed((1, 1), held, MANIFEST))
+    done, _ = await asyncio.wait({sending, committing, receiving}, timeout=0.3)
+    assert not done
+    held.allowed.set()
+    await asyncio.gather(sending, committing)
+    assert same(await receiving, TENSORS)
+    assert same((await pull(channel, WeightReceiver()))[1], TENSORS)
+
+
+async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other_memory() -> None:
+    memory = MemoryChannel("127.0.0.1", BUCKET, 20.0)
+    channel = CollectiveChannel("127.0.0.1", BUCKET, 20.0, "gloo", memory)
+    held, other = Held(TENSORS), some_weights(2)
+    await channel.offer((1, 1), held, MANIFEST)
+    filled = next(memory.begin((1, 1), held, MANIFEST, digests=False).stream())
+    channel.abandon()
+    where = await channel.offer((1, 1), other, MANIFEST)
+    arrived, _ = await asyncio.gather(
+        WeightReceiver().receive(spec_of(where, MANIFEST)), channel.broadcast(other, MANIFEST, 1, 1, 2)
+    )
+    held.allowed.set()
+    assert same(arrived, other)
+    again = memory.begin((1, 1), other, MANIFEST, digests=False)
+    assert filled.data_ptr() not in {flat.data_ptr() for flat in again.flats}
+    await channel.close()
+
+
+async def test_weights_that_are_not_the_manifests_end_the_broadcast_with_that_reason(
+    channel: CollectiveChannel,
+) -> None:
+    wrong = [*TENSORS[:-1], ("last", torch.zeros(2))]
+    where = await channel.offer((1, 1), wrong, MANIFEST)
+    receiving = asyncio.create_task(WeightReceiver().receive(spec_of(where, MANIFEST, seconds=2.0)))
+    with pytest.raises(ChannelError, match="'last' has shape"):
+        await channel.broadcast(wrong, MANIFEST, 1, 1, 2)
+    with pytest.raises(ChannelError):
+        await receiving
+    with pytest.raises(ChannelError, match="'last' has shape"):
+        await channel.committed((1, 1), wrong, MANIFEST)
+
+
+ALL = [
+    ("a", torch.arange(100.0)),
+    ("b", torch.full((3, 400), 0.5, dtype=torch.bfloat16)),
+    ("c", torch.tensor(7.0)),
+    ("none", torch.empty(0, 4)),
+    ("flags", torch.tensor([True, False])),
+    ("across", torch.arange(12.0).view(3, 4).T),
+]
+ALL_MANIFEST = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in ALL]
+
+
+def test_tensors_are_taken_when_their_bucket_is_due() -> None:
+    taken: list[str] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in ALL:
+            taken.append(name)
+            yield name, tensor
+
+    flats = packed(plan(ALL_MANIFEST, 16), source())
+    next(flats)
+    assert taken == ["a"]
+    next(flats)
+    assert taken == ["a", "b"]
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ValueError, match="'float99'"):
+        dtype_of("float99")
+    with pytest.raises(ValueError, match="'nn'"):
+        dtype_of("nn")  # torch has something of that name, and it is no dtype
+
+
+def test_the_next_item_is_made_while_one_is_used_and_no_more() -> None:
+    made = threading.Semaphore(0)
+    count = 0
+
+    def items() -> Iterator[int]:
+        nonlocal count
+        for number in range(6):
+            count = number + 1
+            made.release()
+            yield number
+
+    found = []
+    for item in prefetch(items()):
+        found.append(item)
+        if item == 0:
+            assert made.acquire(timeout=10)
+            assert made.acquire(timeout=10)  # the second is made although nobody has asked for it
+            assert count <= 3
+    assert found == list(range(6))
+
+
+def test_an_error_while_making_reaches_whoever_takes() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ChannelError("no more")
+
+    taking = prefetch(items())
+    assert next(taking) == 1
+    with pytest.raises(ChannelError, match="no more"):
+        next(taking)
+
+
+def test_whoever_leaves_early_leaves_no_thread_behind() -> None:
+    taking = prefetch(iter(range(1000)))
+    assert next(taking) == 0
+    [thread] = [one for one in threading.enumerate() if one.name == "packing"]
+    taking.close()  # type: ignore[attr-defined]
+    thread.join(10)
+    assert not thread.is_alive()
+
 
 CHILD = """
 import asyncio, json, sys
@@ -32,17 +242,8 @@ async def main():
             print(json.dumps({"error": str(error)}), flush=True)
 asyncio.run(main())
 """
-TENSORS = [("a", torch.arange(100.0)), ("b", torch.full((3, 400), 0.5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
-MANIFEST = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in TENSORS]
-
-
-@pytest.mark.parametrize("size", [16, 1000, 10**9])
-def test_buckets_keep_order_names_dtypes_and_values(size: int) -> None:
-    found = {}
-    for bucket in plan(MANIFEST, size):
-        found.update({name: t.clone() for name, t in split(bucket, fill(bucket, dict(TENSORS)))})
-    assert list(found) == ["a", "b", "c"]
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS)
+FEW = [("a", torch.arange(100.0)), ("b", torch.full((3, 400), 0.5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
+FEW_MANIFEST = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in FEW]
 
 
 async def child() -> asyncio.subprocess.Process:
@@ -71,12 +272,12 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
                 "rank": 1,
                 "world": 2,
                 "seconds": 20.0,
-                "manifest": MANIFEST,
+                "manifest": FEW_MANIFEST,
             }
             sender.seconds = 20.0
             process.stdin.write((json.dumps(spec) + "\n").encode())
             await process.stdin.drain()
-            await sender.broadcast(TENSORS, MANIFEST, 1, attempt, 2)
+            await sender.broadcast(FEW, FEW_MANIFEST, 1, attempt, 2)
             got = json.loads(await process.stdout.readline())
             assert got["a"] == ["torch.float32", [100], 4950.0]
             assert got["b"] == ["torch.bfloat16", [3, 400], 600.0]
@@ -87,10 +288,10 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     loop = asyncio.get_running_loop()
     started = loop.time()
     with pytest.raises(ChannelError):
-        await sender.broadcast(TENSORS, MANIFEST, 2, 3, 2)
+        await sender.broadcast(FEW, FEW_MANIFEST, 2, 3, 2)
     assert loop.time() - started < 4.0
     with pytest.raises(ChannelError, match="no rendezvous"):
-        await sender.broadcast(TENSORS, MANIFEST, 2, 4, 2)
+        await sender.broadcast(FEW, FEW_MANIFEST, 2, 4, 2)
 
 
 def test_store_keeps_the_keys_of_one_barrier() -> None:
@@ -104,8 +305,21 @@ def test_store_keeps_the_keys_of_one_barrier() -> None:
     assert counts == [3] * 5
 
 
-def test_barrier_that_is_repeated_keeps_its_key() -> None:
-    group = Group(HashStore(), 1, 0, 1, 20.0)
+PAIRS_MANIFEST: list[ManifestEntry] = [("a", "float32", [3]), ("b", "float32", [2, 2])]
+PAIR = [("a", torch.arange(3.0)), ("b", torch.full((2, 2), 0.5))]
+
+
+async def few_spec(sender: Sender, epoch: int = 1) -> dict[str, object]:
+    common = {"epoch": epoch, "attempt": 1, "rank": 1, "world": 2, "seconds": 10.0, "manifest": PAIRS_MANIFEST}
+    return {**await sender.rendezvous(), **common}
+
+
+async def test_a_thread_without_an_event_loop_receives_too_and_keeps_its_group() -> None:
+    sender, receiver = Sender("127.0.0.1", 1024, 10.0), Receiver()
     for _ in range(2):
-        group.barrier(7)
-    assert group.store.check(["at/1/7/0"])
+        spec = await few_spec(sender)
+        arrived, _ = await asyncio.gather(
+            asyncio.to_thread(receiver.receive_blocking, spec), sender.broadcast(PAIR, PAIRS_MANIFEST, 1, 1, 2)
+        )
+        assert arrived.keys() == dict(PAIR).keys()
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)

@@ -1,22 +1,378 @@
-"""The weight-sync gate as two pure machines: the good case, each way out, random losses, repeats and deaths."""
+"""The drivers of coordinator and members, together on a bus in memory and in virtual time."""
 
 from __future__ import annotations
 
-import random
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from trinity_mq.messages import SyncEvent
+from trinity_mq.config import SyncConfig
+from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.coordinator import (
     AbandonCollective,
     Committed,
     Coordinator,
     Failed,
-    Phase,
     StartCollective,
 )
-from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
+from trinity_mq.sync.gate.member import Member, MemberStage, Rejoin, Resume
+from trinity_mq.sync.gate.member_driver import MemberDriver
+from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+class Wire:
+    """Carries every event to the other side; ``lose`` says which do not arrive."""
+
+    def __init__(self) -> None:
+        self.to_members: list[asyncio.Queue[SyncEvent]] = []
+        self.to_trainer: asyncio.Queue[SyncEvent] = asyncio.Queue()
+        self.said: list[SyncEvent] = []
+        self.lose: Callable[[SyncEvent], bool] = lambda event: False
+
+    async def from_trainer(self, event: SyncEvent) -> None:
+        self.said.append(event)
+        if not self.lose(event):
+            for queue in self.to_members:
+                queue.put_nowait(event)
+
+    async def from_member(self, event: SyncEvent) -> None:
+        self.said.append(event)
+        if not self.lose(event):
+            self.to_trainer.put_nowait(event)
+
+    def verbs(self, *wanted: str) -> list[str]:
+        return [event.verb for event in self.said if event.verb in wanted]
+
+
+async def each(feed: asyncio.Queue[SyncEvent], handle: Callable[[Any, Any], Awaitable[None]]) -> None:
+    while True:
+        await handle(await feed.get(), None)
+
+
+class Gate:
+    """One trainer, some engines."""
+
+    def __init__(self, engines: int = 1, timeout: float = 5.0) -> None:
+        self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
+        self.channel = FakeChannel()
+        self.no_evaluation = asyncio.Event()
+        self.no_evaluation.set()
+        self.keeper = CoordinatorDriver(
+            name="trainer-0",
+            config=SyncConfig(sync_timeout=timeout),
+            dtype="float32",
+            weights=FakeLearner(),
+            channel=self.channel,
+            canary=(2, 3, 4),
+            publish=self.wire.from_trainer,
+            may_begin=self._evaluation_ended,
+        )
+        self.committed: Version | None = None
+        self.commits: list[tuple[Version | None, int]] = []
+        self.members = [self._member(n, engine) for n, engine in enumerate(self.engines)]
+
+    def _member(self, n: int, engine: FakeEngine) -> MemberDriver:
+        member = MemberDriver(
+            name=f"m{n}",
+            lease=15.0,
+            engine=engine,
+            publish=self.wire.from_member,
+            last_commit=lambda: self._given(f"m{n}"),
+        )
+        member.on_commit = lambda version, progress: self.commits.append((version, progress))
+        member.engine_up(None, None)
+        return member
+
+    def _given(self, member: str) -> Any:
+        """As the trainer's beat tells it."""
+        known = self.keeper.report().members.get(member)
+        return (known.version, *known.given) if known and known.given else None
+
+    async def _evaluation_ended(self) -> None:
+        await self.no_evaluation.wait()
+
+    def play(self, act: Callable[[], Awaitable[Any]], limit: float = 500) -> Any:
+        async def main() -> Any:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.keeper.run(self.wire.to_trainer, each))]  # type: ignore[arg-type]
+                for member in self.members:
+                    feed: asyncio.Queue[SyncEvent] = asyncio.Queue()
+                    self.wire.to_members.append(feed)
+                    tasks.append(group.create_task(each(feed, member.receive_event)))
+                    tasks.append(group.create_task(member.run()))
+                result = await act()
+                for task in tasks:
+                    task.cancel()
+            return result
+
+        return run_virtually(main(), limit=limit)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_version_is_committed_at_every_member_and_unchanged_weights_cost_no_transfer() -> None:
+    gate = Gate(2)
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        await gate.keeper.confirm_unchanged(4)
+        await asyncio.sleep(1.0)
+
+    gate.play(act)
+    assert [engine.served for engine in gate.engines] == [[(1, 0)], [(1, 0)]]
+    assert gate.commits.count((None, 4)) == 2
+    assert gate.wire.verbs("prepare", "commit") == ["prepare", "commit", "commit"]
+
+
+@pytest.mark.parametrize("verb", ["prepare", "ready", "go", "applied", "commit", "join"])
+def test_one_lost_event_of_any_kind_costs_at_most_a_try(verb: str) -> None:
+    gate, lost = Gate(), []
+
+    def lose(event: SyncEvent) -> bool:
+        if event.verb == verb and not lost:
+            lost.append(event)
+            return True
+        return False
+
+    gate.wire.lose = lose
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].version == (1, 0) and gate.members[0].idle)
+
+    gate.play(act, limit=60)
+    assert lost
+    assert gate.engines[0].served == [(1, 0)]
+
+
+def test_a_try_given_up_lets_the_members_go_at_once() -> None:
+    gate = Gate(timeout=60.0)
+    gate.engines[0].receive_seconds = 40.0
+
+    async def act() -> float:
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 0), 0))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase == "entering")
+        await asyncio.sleep(1.0)
+        syncing.cancel()
+        await asyncio.wait([syncing])
+        await gate.keeper.settled()
+        started = now()
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+        return now() - started
+
+    assert gate.play(act) < 0.5
+    assert gate.keeper.phase == "idle"
+
+
+def test_a_member_is_idle_only_when_its_engine_has_heard_of_the_end() -> None:
+    """Else a look at the engine in between finds weights of no version and asks for them again."""
+    gate = Gate()
+    commit = gate.engines[0].commit
+    seen: list[bool] = []
+
+    async def slow(version: Version, progress: int) -> None:
+        await asyncio.sleep(2.0)
+        seen.append(gate.members[0].idle)
+        await commit(version, progress)
+
+    gate.engines[0].commit = slow  # type: ignore[method-assign]
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+        assert gate.engines[0].served == [(1, 0)]
+
+    gate.play(act)
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("can_pull", [True, False])
+def test_an_engine_that_refuses_to_commit_is_given_the_weights_again(can_pull: bool) -> None:
+    gate = Gate()
+    gate.channel.can_pull = can_pull
+    commit, refused = gate.engines[0].commit, []
+
+    async def refuses_once(version: Version, progress: int) -> None:
+        if not refused:
+            refused.append(version)
+            raise RuntimeError("nothing was received")
+        await commit(version, progress)
+
+    gate.engines[0].commit = refuses_once  # type: ignore[method-assign]
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await asyncio.sleep(10.0)
+        assert gate.keeper.needs_full_sync is not can_pull
+        if not can_pull:
+            await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+
+    gate.play(act)
+    assert gate.engines[0].served == [(1, 0)]
+
+
+def test_answers_to_another_life_of_the_trainer_do_not_count() -> None:
+    gate = Gate()
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: gate.keeper.has_members)
+        gate.engines[0].receive_seconds = 3.0
+        syncing = asyncio.ensure_future(gate.keeper.sync((2, 5), 5))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase == "entering")
+        for verb in ("ready", "applied", "failed"):
+            old = SyncEvent.model_validate(
+                {"verb": verb, "sender": "m0", "version": (1, 5), "epoch": 1, "attempt": 1, "reason": "old"}
+            )
+            gate.wire.to_trainer.put_nowait(old)
+        await syncing
+
+    gate.play(act)
+    assert gate.keeper.aborts == 0
+
+
+def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
+    received: list[Any] = []
+
+    class Noting(FakeEngine):
+        async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+            received.append(spec["attempt"])
+            return await super().receive(spec, timeout)
+
+    said: list[SyncEvent] = []
+
+    async def publish(event: SyncEvent) -> None:
+        said.append(event)
+
+    def event(verb: str) -> SyncEvent:
+        fields = {"sender": "trainer-0", "version": (1, 0), "epoch": 1, "attempt": 1, "seconds": 5.0, "members": ["m0"]}
+        return SyncEvent.model_validate({"verb": verb, **fields})
+
+    async def main() -> None:
+        member = MemberDriver(name="m0", lease=15.0, engine=Noting("e0"), publish=publish, last_commit=lambda: None)
+        member.engine_up(None, None)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(member.run())
+            await member.receive_event(event("prepare"), None)  # type: ignore[arg-type]
+            await member.changed.until(lambda: any(one.verb == "ready" for one in said))
+            for verb in ("go", "abort"):  # they come late, together
+                await member.receive_event(event(verb), None)  # type: ignore[arg-type]
+            await asyncio.sleep(1.0)
+            assert member.idle
+            running.cancel()
+
+    run_virtually(main(), limit=60)
+    assert received == []
+
+
+class StaleEngine(FakeEngine):
+    """Says that it has taken the weights in, and answers with those it had; from its second transfer on, ``lies``
+    times.
+    """
+
+    def __init__(self, engine_id: str, lies: int) -> None:
+        super().__init__(engine_id)
+        self.received, self.lies = 0, lies
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        answer = await super().receive(spec, timeout)
+        self.received += 1
+        if 1 < self.received <= 1 + self.lies:
+            answer["logprobs"] = [-1.0] * len(answer["logprobs"])
+        return answer
+
+
+@pytest.mark.parametrize("lies", [1, 3])
+def test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them(lies: int) -> None:
+    gate = Gate(3)
+    gate.engines[1] = gate.members[1]._engine = StaleEngine("e1", lies)  # type: ignore[assignment]
+    keeper = gate.keeper
+
+    async def act() -> None:
+        await keeper.changed.until(lambda: len(keeper.machine.members) == 3)
+        await keeper.sync((1, 0), 0)
+        began = now()
+        await keeper.sync((1, 1), 1)
+        assert now() - began < 2.0
+        assert keeper.aborts == 1
+        assert (1, 1) not in gate.engines[1].served
+        assert keeper.report().members["m1"].state == "quarantined"
+        assert keeper.metrics()["sync/quarantined"] == 1.0
+        while keeper.machine.stale_members():
+            assert keeper.report().members["m1"].state == "quarantined", "also after a fetch that failed"
+            await asyncio.sleep(0.1)
+        assert keeper.metrics()["sync/canary_failures"] == lies
+        assert keeper.report().members["m1"].state == "current"
+        await keeper.sync((1, 2), 2)
+
+    gate.play(act, limit=100)
+    assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1), (1, 2)]] * 3
+    assert keeper.aborts == 1, "whoever is in quarantine costs the others nothing"
+
+
+def test_a_try_goes_on_while_another_fetches_alone() -> None:
+    gate = Gate(2)
+    gate.members[1].engine_ready = False
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: gate.keeper.has_members)
+        await gate.keeper.sync((1, 0), 0)
+        gate.engines[0].receive_seconds = 3.0
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase == "applying")
+        gate.members[1].engine_up(None, None)
+        await gate.members[1].changed.until(lambda: gate.members[1].version == (1, 0))
+        assert not syncing.done()
+        await syncing
+        await gate.members[1].changed.until(lambda: gate.members[1].version == (1, 1))
+
+    gate.play(act, limit=60)
+    assert gate.engines[1].served == [(1, 0), (1, 1)]
+    assert gate.keeper.aborts == 0
+
+
+def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None:
+    gate = Gate(2)
+    pause, commit = gate.engines[0].pause, gate.engines[1].commit
+    gate.engines[1].receive_seconds, gate.channel.seconds = 2.0, 1.5
+
+    async def slow_pause(timeout: float) -> None:
+        await asyncio.sleep(0.25)
+        await pause(timeout)
+
+    async def slow_commit(version: Any, progress: int) -> None:
+        await asyncio.sleep(0.125)
+        await commit(version, progress)
+
+    gate.engines[0].pause, gate.engines[1].commit = slow_pause, slow_commit  # type: ignore[method-assign]
+
+    async def act() -> dict[str, float]:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        gate.no_evaluation.clear()
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
+        await asyncio.sleep(4.0)
+        gate.no_evaluation.set()
+        await syncing
+        slower = gate.keeper.changed.until(lambda: gate.keeper.phases.get("resume", 0.0) > 100.0)
+        await slower  # the other engine said at once that it serves
+        next_try = asyncio.ensure_future(gate.keeper.sync((1, 2), 2))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase != "idle")
+        found = gate.keeper.phases
+        await next_try
+        return found
+
+    wanted = {"wait": 4000.0, "pause": 250.0, "transfer": 1500.0, "apply": 500.0, "resume": 125.0}
+    assert gate.play(act) == pytest.approx(wanted, abs=20.0)
+    assert gate.keeper.metrics()["sync/transfer_ms"] == pytest.approx(1500.0, abs=20.0)
+
 
 KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
@@ -48,8 +404,8 @@ def sent(commands: list[Any]) -> list[str]:
 
 def taking_part(commands: list[Any]) -> list[str]:
     """Return the members that a start asks to take part."""
-    (prepare,) = commands
-    return list(prepare.members)
+    (prepare_event,) = commands
+    return list(prepare_event.members)
 
 
 def through_go(machine: Coordinator, version: tuple[int, int] = (1, 1)) -> None:
@@ -71,27 +427,12 @@ def test_commit_needs_everybody_and_our_own_side() -> None:
     assert commands[1] == Committed((1, 1), 1, ("a", "b"))
     assert machine.committed == (1, 1)
     assert machine.stale_members() == ()
-
-
-def test_nothing_is_committed_while_one_has_not_applied_it() -> None:
-    machine = coordinator("a", "b")
-    through_go(machine)
-    assert machine.collective_done(machine.epoch, machine.attempt, 2.5) == []
-    assert machine.applied(from_member("applied", machine, "a"), None, 3.0) == []
-    assert machine.committed is None
-    assert sent(machine.applied(from_member("applied", machine, "b"), None, 3.5)) == ["commit"]
-
-
-def test_the_group_is_kept_between_versions_and_renewed_with_the_membership() -> None:
-    machine = coordinator("a")
-    for step in (1, 2):
-        through_go(machine, (1, step))
-        machine.applied(from_member("applied", machine, "a", version=(1, step)), None, 3.0)
-        machine.collective_done(machine.epoch, machine.attempt, 3.0)
-    assert machine.epoch == 1
-    machine.join("b", None, 4.0)
-    machine.start((1, 3), 3, PREPARE, 5.0)
-    assert machine.epoch == 2
+    through_go(machine, (1, 2))
+    assert machine.epoch == 1, "the group is kept"
+    assert machine.collective_done(machine.epoch, machine.attempt, 4.0) == []
+    assert machine.applied(from_member("applied", machine, "a", version=(1, 2)), None, 4.0) == []
+    assert machine.committed == (1, 1)
+    assert sent(machine.applied(from_member("applied", machine, "b", version=(1, 2)), None, 4.5)) == ["commit"]
 
 
 def test_a_member_that_does_not_answer_costs_the_version_and_is_left_out() -> None:
@@ -108,15 +449,6 @@ def test_a_member_that_does_not_answer_costs_the_version_and_is_left_out() -> No
     assert machine.epoch == epoch + 1, "what failed is never used again"
 
 
-def test_prepare_and_go_are_repeated_until_answered() -> None:
-    machine = coordinator("a")
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    assert sent(machine.tick(2.0)) == ["prepare"]
-    assert machine.tick(2.5) == []
-    machine.ready(from_member("ready", machine, "a"), 2.6)
-    assert sent(machine.tick(3.6)) == ["go"]
-
-
 def test_a_failed_collective_is_abandoned_and_nobody_is_blamed() -> None:
     machine = coordinator("a", "b")
     through_go(machine)
@@ -124,46 +456,6 @@ def test_a_failed_collective_is_abandoned_and_nobody_is_blamed() -> None:
     assert sent(commands) == ["abort"]
     assert any(isinstance(command, AbandonCollective) for command in commands)
     assert set(machine.members) == {"a", "b"}
-
-
-def test_a_failed_canary_quarantines_the_member() -> None:
-    machine = coordinator("a", "b")
-    through_go(machine)
-    commands = machine.applied(from_member("applied", machine, "b"), "logprobs differ by 3.0", 3.0)
-    assert isinstance(commands[-1], Failed)
-    assert machine.committed is None
-    assert machine.quarantined() == ("b",)
-    assert taking_part(machine.start((1, 1), 1, PREPARE, 4.0)) == ["a"], "the others go on without it"
-
-
-def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
-    machine = coordinator("a", "b")
-    through_go(machine)
-    machine.applied(from_member("applied", machine, "b"), "logprobs differ by 3.0", 3.0)
-    assert machine.due_catch_ups(3.0) == (), "nothing is committed yet"
-    through_go(machine)
-    machine.applied(from_member("applied", machine, "a"), None, 3.5)
-    machine.collective_done(machine.epoch, machine.attempt, 3.5)
-    assert machine.due_catch_ups(4.0) == ("b",)
-    (sent_,) = machine.pull("b", PREPARE, 4.0)
-    assert isinstance(sent_, SyncEvent)
-    pull = sent_
-    assert (pull.pull, pull.members, pull.version) == (True, ["b"], (1, 1))
-    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=pull.attempt)
-    commands = machine.applied(answer, "logprobs differ by 3.0", 5.0)
-    assert sent(commands) == ["abort"]
-    assert machine.quarantined() == ("b",)
-    assert machine.due_catch_ups(5.5) == (), "not at once again"
-    assert machine.due_catch_ups(7.0) == ("b",)
-    (sent_,) = machine.pull("b", PREPARE, 7.0)
-    assert isinstance(sent_, SyncEvent)
-    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.attempt)
-    commands = machine.applied(answer, None, 8.0)
-    assert sent(commands) == ["commit"]
-    assert commands[1] == Committed((1, 1), 1, ("b",), pulled=True)
-    assert machine.quarantined() == machine.stale_members() == ()
-    assert machine.canary_failures == 2
-    assert taking_part(machine.start((1, 2), 2, PREPARE, 9.0)) == ["a", "b"]
 
 
 def test_a_quarantined_member_takes_part_where_nobody_else_is() -> None:
@@ -177,62 +469,6 @@ def test_a_quarantined_member_takes_part_where_nobody_else_is() -> None:
     assert machine.quarantined() == ()
 
 
-def test_a_pull_goes_on_beside_a_try_and_a_newer_version_ends_it() -> None:
-    machine = coordinator("a")
-    through_go(machine)
-    machine.collective_done(machine.epoch, machine.attempt, 3.0)
-    machine.applied(from_member("applied", machine, "a"), None, 3.0)
-    machine.start((1, 2), 2, PREPARE, 4.0)
-    machine.join("b", None, 4.5)
-    (sent_,) = machine.pull("b", PREPARE, 5.0)
-    assert isinstance(sent_, SyncEvent)
-    machine.ready(from_member("ready", machine, "a", version=(1, 2)), 5.5)
-    machine.collective_done(machine.epoch, machine.attempt, 6.0)
-    machine.applied(from_member("applied", machine, "a", version=(1, 2)), None, 6.0)
-    assert machine.committed == (1, 2)
-    late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.attempt)
-    assert machine.applied(late, None, 6.5) == [], "nobody is given an older version than the others hold"
-    assert machine.due_catch_ups(6.5) == ("b",)
-
-
-def test_a_member_that_comes_back_as_another_process_ends_the_try_and_gets_a_new_group() -> None:
-    machine = Coordinator(name="t", timeout=10.0, lease=15.0)
-    machine.join("a", None, 0.0, life="1")
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    assert isinstance(machine.join("a", None, 2.0, life="2")[-1], Failed)
-    assert machine.leave("a", 2.5, life="1") == []
-    assert set(machine.members) == {"a"}, "a late word of its former life"
-    machine.start((1, 1), 1, PREPARE, 3.0)
-    assert machine.epoch == 2
-    unheard = from_member("ready", machine, "a", life="3")
-    assert isinstance(machine.ready(unheard, 4.0)[-1], Failed), "its join was lost"
-
-
-def test_answers_to_an_older_try_count_for_nothing() -> None:
-    machine = coordinator("a")
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    old = from_member("ready", machine, "a")
-    machine.tick(11.0)
-    machine.join("a", None, 12.0)
-    machine.start((1, 1), 1, PREPARE, 12.0)
-    assert machine.ready(old, 12.5) == []
-    assert machine.phase is Phase.PREPARING
-
-
-@pytest.mark.parametrize("phase", ["preparing", "entering", "applying"])
-def test_a_member_that_leaves_ends_the_try_in_every_phase(phase: str) -> None:
-    machine = coordinator("a", "b")
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    if phase != "preparing":
-        for name in "ab":
-            machine.ready(from_member("ready", machine, name), 2.0)
-    if phase == "applying":
-        machine.collective_done(machine.epoch, machine.attempt, 2.5)
-    assert machine.phase.value == phase
-    assert isinstance(machine.leave("b", 3.0)[-1], Failed)
-    assert machine.phase is Phase.IDLE
-
-
 def test_an_ended_lease_is_a_leave() -> None:
     machine = coordinator("a", timeout=100.0)
     machine.start((1, 1), 1, PREPARE, 1.0)
@@ -242,7 +478,7 @@ def test_an_ended_lease_is_a_leave() -> None:
 # -- the member
 
 
-def prepare(attempt: int = 1, epoch: int = 1) -> SyncEvent:
+def prepare_event(attempt: int = 1, epoch: int = 1) -> SyncEvent:
     return PREPARE.model_copy(
         update={
             "version": (1, attempt),
@@ -255,183 +491,22 @@ def prepare(attempt: int = 1, epoch: int = 1) -> SyncEvent:
     )
 
 
-def test_member_goes_through_to_the_new_version() -> None:
+@pytest.mark.parametrize(
+    ("stage", "wanted"),
+    [
+        (MemberStage.READY, [Resume()]),
+        (MemberStage.RECEIVING, [Resume(), Rejoin()]),
+        (MemberStage.APPLIED, [Rejoin()]),
+    ],
+)
+def test_member_that_was_touched_when_a_try_is_aborted_asks_again(stage: MemberStage, wanted: list[Any]) -> None:
     member = Member("m", version=(1, 0))
-    assert member.prepare(prepare(), 0.0) == [Pause(KEY, 10.0)]
-    (reply,) = member.paused(KEY)
-    assert isinstance(reply, SyncEvent)
-    assert reply.verb == "ready"
-    (receive,) = member.go(prepare().model_copy(update={"verb": "go"}), 1.0)
-    assert isinstance(receive, Receive)
-    (reply,) = member.received(KEY, {"logprobs": [0.0]})
-    assert isinstance(reply, SyncEvent)
-    assert reply.verb == "applied"
-    assert member.commit(prepare().model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
-    assert (member.version, member.stage) == ((1, 1), MemberStage.IDLE)
-
-
-def test_member_abort_before_the_collective_resumes_the_old_version() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
+    member.prepare(prepare_event(), 0.0)
     member.paused(KEY)
-    assert member.abort(prepare().model_copy(update={"verb": "abort"})) == [Resume()]
-    assert member.version == (1, 0)
-
-
-def test_member_abort_after_applying_is_dirty_and_asks_again() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
-    member.paused(KEY)
-    member.go(prepare(), 0.0)
-    member.received(KEY, {})
-    assert member.abort(prepare()) == [Rejoin()]
-    assert member.version is None
-
-
-def test_member_takes_a_try_up_once_and_none_that_is_older() -> None:
-    """A commit of the first time may still be on its way: it must not meet weights of the second."""
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(attempt=2), 0.0)
-    assert member.prepare(prepare(attempt=1), 1.0) == []
-    assert member.abort(prepare(attempt=2).model_copy(update={"verb": "abort"})) == [Resume()]
-    assert member.prepare(prepare(attempt=2), 2.0) == []
-    restarted = prepare(attempt=1).model_copy(update={"version": (2, 0)})
-    assert member.prepare(restarted, 3.0) == [Pause(((2, 0), 1, 1), 10.0)]
-
-
-def test_member_pulls_without_go_and_what_it_holds_already_not_at_all() -> None:
-    member = Member("m", version=(1, 0))
-    pull = prepare().model_copy(update={"epoch": 0, "pull": True})
-    key = ((1, 1), 0, 1)
-    assert member.prepare(pull, 0.0) == [Pause(key, 10.0)]
-    (receive,) = member.paused(key, 0.25)
-    assert isinstance(receive, Receive)
-    (reply,) = member.received(key, {}, {"apply": 0.5})
-    assert isinstance(reply, SyncEvent)
-    assert (reply.verb, reply.detail) == ("applied", {"apply": 0.5})
-    assert member.commit(pull.model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
-    assert member.prepare(pull, 1.0) == [Rejoin()], "the trainer has not heard of it"
-
-
-def test_member_whose_coordinator_is_silent_frees_itself() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
-    member.paused(KEY)
-    assert member.tick(19.0, None) == []
-    assert member.tick(20.0, None) == [Resume()]
-
-
-def test_member_that_missed_the_commit_learns_it_from_the_beat() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
-    member.paused(KEY)
-    member.go(prepare(), 0.0)
-    member.received(KEY, {})
-    assert member.tick(1.0, ((1, 0), 1, 1)) == []
-    assert member.tick(1.5, ((1, 1), 2, 2)) == [], "that was another try: ours may have failed for our canary"
-    assert member.tick(2.0, KEY) == [Commit((1, 1), 1)]
-
-
-def test_member_failure_without_touching_keeps_the_old_version() -> None:
-    member = Member("m", version=(1, 0))
-    member.prepare(prepare(), 0.0)
-    member.paused(KEY)
-    member.go(prepare(), 0.0)
-    reply, after, rejoin = member.broke(KEY, "the barrier did not fill", touched=False)
-    assert isinstance(reply, SyncEvent)
-    assert reply.verb == "failed"
-    assert (after, rejoin) == (Resume(), Rejoin())
-    assert member.version == (1, 0)
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_under_losses_repeats_and_deaths_versions_only_rise_and_the_gate_always_frees_itself(seed: int) -> None:
-    """Random schedules: every message may be lost, repeated or late, collectives break, members die and come back."""
-    rng = random.Random(seed)
-    machine = Coordinator(name="t", timeout=5.0, lease=8.0)
-    members = {name: Member(name) for name in ("a", "b")}
-    now, step = 0.0, 0
-    committed: list[tuple[int, int]] = []
-    served: dict[str, list[tuple[int, int]]] = {name: [] for name in members}
-    wire: list[tuple[float, str, SyncEvent]] = []
-    collective: StartCollective | None = None
-    chaos = 300.0  # then the world is kind, and the gate must commit
-
-    def post(to: str, event: SyncEvent) -> None:
-        for _ in range(rng.choice((0, 1, 1, 1, 2)) if now < chaos else 1):
-            wire.append((now + (rng.random() * 3 if now < chaos else 0.01), to, event))
-
-    def of_coordinator(commands: list[Any]) -> None:
-        nonlocal collective
-        for command in commands:
-            if isinstance(command, SyncEvent):
-                for name in members:
-                    post(name, command)
-            elif isinstance(command, StartCollective):
-                collective = command
-            elif isinstance(command, AbandonCollective):
-                collective = None
-            elif isinstance(command, Committed):
-                assert not committed or command.version >= committed[-1]
-                committed.append(command.version)
-
-    def of_member(name: str, commands: list[Any]) -> None:
-        member = members[name]
-        for command in commands:
-            if isinstance(command, SyncEvent):
-                post("t", command)
-            elif isinstance(command, Pause):
-                of_member(name, member.paused(command.key))
-            elif isinstance(command, Receive):
-                if now < chaos and rng.random() < 0.2:
-                    of_member(name, member.broke(command.key, "cut", touched=rng.random() < 0.5))
-                else:
-                    of_member(name, member.received(command.key, {}))
-            elif isinstance(command, Commit):
-                assert command.version in committed, "served without having been committed"
-                served[name].append(command.version)
-
-    while now < chaos + 60.0:
-        now += 0.5
-        for name, member in members.items():
-            if now < chaos and rng.random() < 0.02:
-                of_member(name, member.lost_engine())
-            if rng.random() < 0.3:
-                post("t", SyncEvent(verb="join", sender=name, version=member.version, seconds=8.0))
-            known = machine.members.get(name)
-            given = (known.version, *known.given) if known is not None else None
-            of_member(name, member.tick(now, given))
-        for item in [item for item in wire if item[0] <= now]:
-            wire.remove(item)
-            _, to, event = item
-            if to != "t":
-                handler = {"prepare": members[to].prepare, "go": members[to].go}.get(event.verb)
-                if handler:
-                    of_member(to, handler(event, now))
-                else:
-                    of_member(to, members[to].commit(event) if event.verb == "commit" else members[to].abort(event))
-            elif event.verb == "join":
-                of_coordinator(machine.join(event.sender, event.version, now, lease=event.seconds))
-            elif event.verb == "ready":
-                of_coordinator(machine.ready(event, now))
-            elif event.verb == "applied":
-                of_coordinator(machine.applied(event, None, now))
-            elif event.verb == "failed":
-                of_coordinator(machine.failed(event, now))
-        of_coordinator(machine.tick(now))
-        if collective is not None:
-            start, collective = collective, None
-            if now < chaos and rng.random() < 0.2:
-                of_coordinator(machine.collective_failed(start.epoch, start.attempt, "broke"))
-            else:
-                of_coordinator(machine.collective_done(start.epoch, start.attempt, now))
-        if machine.phase is Phase.IDLE and machine.members:
-            if machine.committed is None or rng.random() < 0.2:
-                step += 1
-            of_coordinator(machine.start((1, step), step, PREPARE, now))
-
-    assert committed
-    assert committed[-1][1] >= step - 2, "once the world is kind the newest version is committed"
-    for versions in served.values():
-        assert versions == sorted(versions)
-        assert versions
+    if stage is not MemberStage.READY:
+        member.go(prepare_event(), 0.0)
+    if stage is MemberStage.APPLIED:
+        member.received(KEY, {})
+    assert member.stage is stage
+    assert member.abort(prepare_event().model_copy(update={"verb": "abort"})) == wanted
+    assert member.version == ((1, 0) if stage is MemberStage.READY else None)

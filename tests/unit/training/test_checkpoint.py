@@ -5,30 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from structlog.testing import capture_logs
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.runtime.state_formats import NewerStateError
+from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.training.checkpoints.benchmarked import FIRST_MODEL, checksums, select_checkpoints
 from trinity_mq.training.checkpoints.checkpoint import (
     CheckpointError,
     CheckpointStore,
     DamagedCheckpointError,
     StepAttempts,
     TrainerProgress,
-    choose,
     find_by_name,
-    find_checkpoints,
-    milestones,
     publish_final,
     verify,
 )
+from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE, read_old_facts
+from trinity_mq.training.checkpoints.state import StatePart, read_parts, read_policy, write_parts
 
 
 def state(progress: int, generation: int = 1, step: int | None = None) -> TrainerProgress:
@@ -59,8 +66,11 @@ def visible(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+Hooks = Callable[[Callable[[Path, Path], object]], None]
+
+
 @pytest.fixture
-def before_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path, Path], object]], None]:
+def before_rename(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """Return a function that has a hook called with source and target before each rename."""
     rename = Path.rename
 
@@ -74,17 +84,17 @@ def before_rename(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Path, 
     return install
 
 
-Hooks = Callable[[Callable[[Path, Path], object]], None]
-
-
 async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    async def write(folder: Path) -> str:
+        await writer()(folder)
+        return "checksum of the weights"
+
     store = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
     assert store.latest() is None
-    saved = await store.save(writer(), state(50))
-    assert saved.path.name == "progress-000050"
+    saved = await store.save(write, state(50))
+    assert (saved.path.name, saved.weights, saved.state) == ("progress-000050", "checksum of the weights", state(50))
     again = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
     assert again.latest() == saved
-    assert saved.state == state(50)
     assert text_of(again) == "weights"
 
 
@@ -107,39 +117,39 @@ async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
     assert done[moved + 1 :] == ["checkpoints"]
 
 
-async def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1))
-
-    async def fails(folder: Path) -> None:
-        await writer("new")(folder)
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(CheckpointError, match=r"progress-000002.*No space left.*MiB are free.*untouched"):
-        await store.save(fails, state(2))
-    assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(store) == "old"
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-async def test_a_full_disk_is_known_also_where_a_writer_hides_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+@pytest.mark.parametrize(
+    ("error", "disk_is_full", "message"),
+    [
+        pytest.param(
+            OSError(28, "No space left on device"),
+            False,
+            r"progress-000002.*No space left.*MiB are free.*untouched",
+            id="no room",
+        ),
+        pytest.param(RuntimeError("unexpected pos 704 vs 598"), True, "No space left", id="no room, which it hides"),
+        pytest.param(RuntimeError("unexpected pos 704 vs 598"), False, "unexpected pos", id="something else"),
+        pytest.param(asyncio.CancelledError(), False, None, id="cancelled"),
+    ],
+)
+async def test_a_writer_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, disk_is_full: bool, message: str | None
 ) -> None:
     async def fails(folder: Path) -> None:
         await writer("new")(folder)
-        raise RuntimeError("unexpected pos 704 vs 598")
+        raise error
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     store = CheckpointStore(tmp_path, 2)
     await store.save(writer("old"), state(1))
-    if is_full:
+    if disk_is_full:
         monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match="No space left" if is_full else "unexpected pos") as caught:
+    with pytest.raises(CheckpointError if message else asyncio.CancelledError, match=message) as caught:
         await store.save(fails, state(2))
-    assert (disk_full_message(caught.value) is not None) == is_full
+    assert (disk_full_message(caught.value) is not None) == (message is not None and "No space left" in message)
     assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(store) == "old"
 
 
 @pytest.mark.parametrize("progress", [1, 2])
@@ -167,55 +177,14 @@ async def test_a_save_that_ends_before_its_rename_leaves_what_was_there(
     assert visible(tmp_path) == ["progress-000001"]
 
 
-async def test_a_cancelled_save_leaves_what_was_there(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1))
-    begun = asyncio.Event()
-
-    async def slow(folder: Path) -> None:
-        await writer("new")(folder)
-        begun.set()
-        await asyncio.Event().wait()
-
-    async with asyncio.TaskGroup() as group:
-        saving = group.create_task(store.save(slow, state(2)))
-        await begun.wait()
-        saving.cancel()
-    assert visible(tmp_path) == ["progress-000001"]
-
-
-async def test_the_same_progress_is_replaced(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    await store.save(writer("old"), state(1, generation=1))
-    await store.save(writer("new"), state(1, generation=2))
-    assert visible(tmp_path) == ["progress-000001"]
-    assert text_of(store) == "new"
-
-
-async def test_only_the_newest_stay(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    for progress in (50, 100, 150, 1_000_000):
-        await store.save(writer(), state(progress))
-    assert visible(tmp_path) == ["progress-000150", "progress-1000000"]
-    latest = store.latest()
-    assert latest is not None
-    assert latest.state.progress == 1_000_000
-
-
-async def test_of_every_so_many_batches_one_stays_for_good(tmp_path: Path) -> None:
+async def test_the_newest_stay_and_of_every_so_many_batches_one_for_good(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 2, 100)
     for progress in (50, 100, 150, 240, 260, 300, 301, 302):
         await store.save(writer(), state(progress))
     assert visible(tmp_path) == [f"progress-{one:06d}" for one in (100, 240, 300, 301, 302)]
     again = CheckpointStore(tmp_path, 1, None)
-    await again.save(writer(), state(303))
-    assert visible(tmp_path) == ["progress-000303"]
-
-
-def test_the_first_of_each_multiple() -> None:
-    assert milestones(None, [1, 2]) == []
-    assert milestones(10, [35, 9, 10, 11, 30]) == [10, 30]
-    assert milestones(1, [3, 1, 2]) == [1, 2, 3]
+    await again.save(writer(), state(1_000_000))
+    assert visible(tmp_path) == ["progress-1000000"]
 
 
 async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -234,29 +203,22 @@ async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) ->
         verify(found)
 
 
-async def test_a_checkpoint_of_the_release_before_has_no_checksums(tmp_path: Path) -> None:
+async def test_a_checkpoint_of_release_0_1_0_says_no_format_and_no_checksums_and_is_gone_on_from(
+    tmp_path: Path,
+) -> None:
     store = CheckpointStore(tmp_path, 2)
     saved = await store.save(writer(), state(1))
-    content = json.loads((saved.path / "trainer.json").read_text())
-    del content["checksums"], content["weights"]
-    (saved.path / "trainer.json").write_text(json.dumps(content))
-    found = store.latest()
-    assert found is not None
-    verify(found)
-    assert found.weights is None
+    with_fields(saved.path / "trainer.json", format=None, release=None, checksums=None, weights=None)
+    latest = store.latest()
+    assert latest is not None
+    verify(latest)
+    assert (latest.state, latest.weights) == (saved.state, None)
+    assert store.next_generation() == 2
 
 
 def with_fields(path: Path, **fields: object) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({name: value for name, value in {**content, **fields}.items() if value is not None}))
-
-
-async def test_a_checkpoint_of_release_0_1_0_says_no_format_and_is_gone_on_from(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    saved = await store.save(writer(), state(1))
-    with_fields(saved.path / "trainer.json", format=None, release=None)
-    assert store.latest() == saved
-    assert store.next_generation() == 2
 
 
 async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_taken_in_its_place(
@@ -274,26 +236,6 @@ async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_t
         assert "reads formats 1 to 1. Upgrade trinity-mq here, or restore" in said
     assert not (tmp_path / "generation").exists()
     assert visible(tmp_path) == ["progress-000001", "progress-000002"]
-
-
-async def test_a_format_that_is_none_is_damage(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 3)
-    saved = await store.save(writer(), state(1))
-    with_fields(saved.path / "trainer.json", format="new")
-    _, damaged = find_checkpoints(tmp_path)
-    assert "format 'new'" in damaged[0].reason
-
-
-async def test_the_checksum_of_the_weights_is_kept(tmp_path: Path) -> None:
-    async def write(folder: Path) -> str:
-        (folder / "weights").touch()
-        return "abc"
-
-    store = CheckpointStore(tmp_path, 2)
-    assert (await store.save(write, state(1))).weights == "abc"
-    found = store.latest()
-    assert found is not None
-    assert found.weights == "abc"
 
 
 # -- one that is chosen
@@ -316,33 +258,6 @@ async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Pa
         find_by_name(tmp_path, "progress-150")
     with pytest.raises(CheckpointError, match="available: none"):
         find_by_name(tmp_path / "nowhere", "step-1")
-
-
-async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_has_saved(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 9)
-    for generation, progress in ((1, 10), (1, 20), (2, 20), (2, 30)):
-        while (counted := store.next_generation()) < generation:
-            pass
-        await store.save(writer(f"{generation}/{progress}"), state(progress, counted))
-    choose(tmp_path, find_by_name(tmp_path, "progress-10"))
-    for _ in range(3):
-        again = CheckpointStore(tmp_path, 9)
-        generation = again.next_generation()  # starts that end before they save
-        assert text_of(again) == "1/10"
-        whole, _ = again.usable()
-        assert again.only(whole) == "progress-000010"
-    await again.save(writer("new/20"), state(20, generation))
-    assert text_of(again) == "new/20"
-    assert again.only(again.usable()[0]) is None
-    assert [one.state.progress for one in find_checkpoints(tmp_path)[0]] == [20, 30, 10]
-
-
-async def test_a_choice_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 2)
-    choose(tmp_path, await store.save(writer(), state(1)))
-    (tmp_path / "chosen.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"chosen\.json is damaged .*; remove it to resume from the newest"):
-        store.usable()
 
 
 # -- the final model
@@ -373,6 +288,7 @@ async def test_the_final_model_is_put_in_place_whole(tmp_path: Path) -> None:
         ("model/model.safetensors", None),
         ("trainer.json", None),
         ("trainer.json", '{"state": {"generation": 1}'),
+        ("trainer.json", '{"format": "new"}'),
     ],
 )
 async def test_a_damaged_one_is_skipped_with_a_warning_and_does_not_push_out_a_whole_one(
@@ -458,39 +374,6 @@ async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_
     assert store.next_generation(after=11) == 12
 
 
-async def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "generation").write_text("many")
-    with pytest.raises(CheckpointError, match=r"count the start.*many"):
-        CheckpointStore(tmp_path, 2).next_generation()
-    with pytest.raises(CheckpointError, match=r"cannot save progress-000001.*many"):
-        await CheckpointStore(tmp_path, 2).save(writer(), state(1))
-
-
-def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot prepare the folder.*file"):
-        CheckpointStore(tmp_path / "file" / "checkpoints", 2)
-
-
-def test_only_starts_that_did_not_finish_count(tmp_path: Path) -> None:
-    first = StepAttempts(tmp_path)
-    first.begin(["a"])
-    first.finish(["a"])
-    first.begin(["b"])  # killed here
-
-    second = StepAttempts(tmp_path)
-    assert (second.starts("a"), second.starts("b")) == (0, 1)
-    second.begin(["a"])  # recomputed from the checkpoint
-    second.finish(["a"])
-    second.begin(["b", "c"])  # killed again
-
-    third = StepAttempts(tmp_path)
-    assert (third.starts("a"), third.starts("b"), third.starts("c")) == (0, 2, 1)
-    third.finish(["b", "c"])
-    assert StepAttempts(tmp_path).starts("b") == 0
-    assert json.loads((tmp_path / "attempts.json").read_text()) == {}
-
-
 def test_a_start_that_is_called_off_takes_back_itself_only(tmp_path: Path) -> None:
     StepAttempts(tmp_path).begin(["a"])  # killed here
     attempts = StepAttempts(tmp_path)
@@ -523,8 +406,307 @@ def test_unreadable_attempts_count_as_none(tmp_path: Path, content: str) -> None
     assert StepAttempts(tmp_path).starts("a") == 1
 
 
-def test_attempts_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
-    attempts = StepAttempts(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match=r"cannot write.*attempts\.json"):
-        attempts.begin(["a"])
-    assert attempts.starts("a") == 0
+async def save(folder: Path) -> None:
+    await CheckpointStore(folder, 2).save(writer(), state(1))
+
+
+async def count_the_start(folder: Path) -> None:
+    CheckpointStore(folder, 2).next_generation()
+
+
+async def begin_a_step(folder: Path) -> None:
+    StepAttempts(folder).begin(["a"])
+
+
+async def look_for_what_is_usable(folder: Path) -> None:
+    CheckpointStore(folder, 2).usable()
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "use", "message"),
+    [
+        ("generation", count_the_start, r"count the start.*many"),
+        ("generation", save, r"cannot save progress-000001.*many"),
+        ("chosen.json", look_for_what_is_usable, r"chosen\.json is damaged .*; remove it to resume from the newest"),
+        ("", save, r"cannot prepare the folder.*checkpoints"),
+        ("", begin_a_step, r"cannot write.*attempts\.json"),
+    ],
+    ids=["a counter", "a counter when saving", "a choice", "a folder", "attempts"],
+)
+async def test_a_file_that_cannot_be_used_is_one_clear_error(
+    tmp_path: Path, in_the_way: str, use: Callable[[Path], Awaitable[None]], message: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    if in_the_way:
+        folder.mkdir()
+    (folder / in_the_way).write_text("many")
+    with pytest.raises(CheckpointError, match=message):
+        await use(folder)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+Reader = Callable[[Path, dict[str, torch.Tensor]], Any]
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self._marker),))
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.ones(3, number + 1).to(dtype) for number, dtype in enumerate(DTYPES)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "made").mkdir()
+    write_parts(
+        tmp_path / "made", {"policy": StatePart(some_tensors()), "other": StatePart({"scalar": torch.tensor(3.5)})}
+    )
+    return tmp_path / "made"
+
+
+@pytest.fixture(params=["all parts", "beyond what is held", "the policy"])
+def read(request: pytest.FixtureRequest) -> Reader:
+    readers: dict[str, Reader] = {
+        "all parts": lambda folder, state: read_parts(folder, {"policy": state}),
+        "beyond what is held": lambda folder, state: read_parts(folder, {}),
+        "the policy": read_policy,
+    }
+    return readers[request.param]
+
+
+def index_of(checkpoint: Path) -> Path:
+    return checkpoint / "state" / ".metadata"
+
+
+def change(checkpoint: Path, edit: Callable[[Metadata], None]) -> None:
+    path = index_of(checkpoint)
+    content = pickle.loads(path.read_bytes())
+    edit(content)
+    path.write_bytes(pickle.dumps(content))
+
+
+def test_a_checkpoint_of_ones_own_is_read_whatever_its_types(checkpoint: Path) -> None:
+    state = {name: torch.zeros_like(one) for name, one in some_tensors().items()}
+    parts = read_parts(checkpoint, {"policy": state})
+    assert all(torch.equal(state[name], one) for name, one in some_tensors().items())
+    assert parts["other"].tensors["scalar"].item() == 3.5
+
+
+@pytest.mark.parametrize("where", ["index", "planner data", "a value", "a name"])
+def test_an_index_with_a_program_runs_nothing_and_is_named(
+    checkpoint: Path, tmp_path: Path, read: Reader, where: str
+) -> None:
+    payload: Any = Payload(tmp_path / "ran")
+
+    def edit(content: Metadata) -> None:
+        if where == "planner data":
+            content.planner_data = payload
+        elif where == "a value":
+            content.state_dict_metadata["policy.w0"] = payload
+        else:
+            content.storage_meta = payload
+
+    if where == "index":
+        index_of(checkpoint).write_bytes(pickle.dumps(payload))
+    elif where == "a name":  # by what is admitted: a dotted name reaches into modules
+        index_of(checkpoint).write_bytes(b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93.")
+    else:
+        change(checkpoint, edit)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        read(checkpoint, some_tensors())
+    assert str(index_of(checkpoint)) in str(caught.value)
+    assert "no code was executed" in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_entry_that_is_no_tensor_is_not_loaded(checkpoint: Path, tmp_path: Path, read: Reader) -> None:
+    """Torch would load it with an unpickler that calls anything."""
+    torch.save(Payload(tmp_path / "ran"), tmp_path / "payload")
+
+    def edit(content: Metadata) -> None:
+        content.state_dict_metadata["policy.w0"] = BytesStorageMetadata()
+        for key, info in content.storage_data.items():
+            if key.fqn == "policy.w0":
+                info.relative_path, info.offset, info.length = "payload", 0, (tmp_path / "payload").stat().st_size
+
+    change(checkpoint, edit)
+    shutil.copy(tmp_path / "payload", checkpoint / "state" / "payload")
+    with pytest.raises(DamagedCheckpointError, match=r"'policy\.w0' is not a tensor"):
+        read(checkpoint, some_tensors())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_elsewhere_are_not_read(checkpoint: Path, read: Reader) -> None:
+    def edit(content: Metadata) -> None:
+        for info in content.storage_data.values():
+            info.relative_path = f"../../{info.relative_path}"
+
+    change(checkpoint, edit)
+    with pytest.raises(DamagedCheckpointError, match="which is not a file of the checkpoint"):
+        read(checkpoint, some_tensors())
+
+
+@pytest.mark.parametrize("body", [b"", b"\x80\x04.", b"\x80\x04K\x05.", b"garbage", pickle.dumps({"a": 1})])
+def test_what_is_no_index_is_a_damaged_checkpoint(checkpoint: Path, read: Reader, body: bytes) -> None:
+    index_of(checkpoint).write_bytes(body)
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is damaged or missing"):
+        read(checkpoint, some_tensors())
+
+
+def test_tensors_beyond_all_memory_are_a_damaged_checkpoint(checkpoint: Path) -> None:
+    def edit(content: Metadata) -> None:
+        content.state_dict_metadata["other.scalar"].size = torch.Size([1 << 60])  # type: ignore[union-attr]
+
+    change(checkpoint, edit)
+    with pytest.raises(DamagedCheckpointError, match="does not load"):
+        read_parts(checkpoint, {})
+
+
+def test_a_checkpoint_of_an_earlier_release_runs_nothing(tmp_path: Path) -> None:
+    torch.save(Payload(tmp_path / "ran"), tmp_path / OPTIMIZER_FILE)
+    with pytest.raises(DamagedCheckpointError, match="is damaged or missing"):
+        read_old_facts(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+SETS = [{"name": "held-out", "storage_type": "synthetic", "path": "max3"}]
+
+
+def bench_config(folder: Path, bench: dict[str, Any] | None = None, **settings: Any) -> Config:
+    return load_config(
+        {
+            "name": "x",
+            "mode": "bench",
+            "run_dir": str(folder / "run"),
+            "model": {"tiny": {}},
+            "buffer": {"eval_tasksets": SETS},
+            "bench": bench or {},
+            **settings,
+        }
+    )
+
+
+def save_some(folder: Path, *progress: int) -> None:
+    """Save checkpoints as a trainer does."""
+    store = CheckpointStore(folder / "run" / "checkpoints", 9)
+    generation = store.next_generation()
+
+    async def write(into: Path) -> str:
+        (into / "weights").write_text("w")
+        return f"sum of {into.name}"
+
+    for one in progress:
+        state = TrainerProgress(generation=generation, step=one, progress=one, source={})
+        asyncio.run(store.save(write, state))
+
+
+def test_all_of_them_in_order_after_the_first_model(tmp_path: Path) -> None:
+    save_some(tmp_path, 5, 20, 100)
+    found = select_checkpoints(bench_config(tmp_path))
+    assert list(found) == [0, 5, 20, 100]
+    assert found[0] is None
+    assert found[20] is not None
+    assert found[20].path.name == "progress-000020"
+    assert list(select_checkpoints(bench_config(tmp_path, explorer={"eval_on_startup": False}))) == [5, 20, 100]
+    assert checksums(bench_config(tmp_path))[0] == FIRST_MODEL
+    assert len(set(checksums(bench_config(tmp_path)).values())) == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "labels"), [("latest", [100]), ([100, 5], [5, 100]), ([0], [0]), ([0, 20], [0, 20])]
+)
+def test_some_of_them(tmp_path: Path, wanted: Any, labels: list[int]) -> None:
+    save_some(tmp_path, 5, 20, 100)
+    assert list(select_checkpoints(bench_config(tmp_path, {"checkpoints": wanted}))) == labels
+
+
+def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint to evaluate in .*run/checkpoints: give the folder"):
+        select_checkpoints(bench_config(tmp_path))
+    save_some(tmp_path, 5, 20)
+    missing = r"bench\.checkpoints: 7 not among the checkpoints in .*, which are 5, 20"
+    with pytest.raises(CheckpointError, match=missing):
+        select_checkpoints(bench_config(tmp_path, {"checkpoints": [5, 7]}))
+    (tmp_path / "run" / "checkpoints" / "progress-000005" / "weights").unlink()
+    assert list(select_checkpoints(bench_config(tmp_path))) == [0, 20]
+    with pytest.raises(CheckpointError, match="progress-000005 is damaged"):
+        select_checkpoints(bench_config(tmp_path, {"checkpoints": [5]}))
+
+
+def test_an_evaluation_is_a_run_of_its_own_beside_the_one_it_evaluates(tmp_path: Path) -> None:
+    found = bench_config(tmp_path)
+    assert (found.name, found.path, found.bench.run) == ("x-bench", tmp_path / "run-bench", str(tmp_path / "run"))
+    again = load_config(found.model_dump())
+    assert (again.name, again.path, again.bench.run) == (found.name, found.path, found.bench.run)
+    given = bench_config(tmp_path, {"run": "elsewhere"})
+    assert (given.name, given.path, given.bench.run) == ("x", tmp_path / "run", "elsewhere")
+    assert len(bench_config(tmp_path, name="n" * 40).name) == 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"buffer": {}}, "mode is bench and buffer.eval_tasksets is empty"),
+        ({"trainer": {"nproc": 2}}, "trainer.nproc is 2 in mode bench"),
+        ({"bench": {"checkpoints": [-1]}}, "bench.checkpoints"),
+        ({"bench": {"checkpoints": "newest"}}, "bench.checkpoints"),
+        ({"bench": 5}, "bench"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bench_config(tmp_path, **settings) if "bench" not in settings else load_config(
+            {"mode": "bench", "model": {"tiny": {}}, "buffer": {"eval_tasksets": SETS}, **settings}
+        )
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_cancelled_it_waits_for_the_end(pool: ThreadPoolExecutor, fails: bool) -> None:
+    begun, go_on, ended = asyncio.Event(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        ended.set()
+        if fails:
+            raise OSError("after the cancellation")
+
+    running = asyncio.ensure_future(run_to_end(pool, work))
+    await begun.wait()
+    for _ in range(2):
+        running.cancel()
+        await asyncio.wait({running}, timeout=0.02)
+        assert not running.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await running
+    assert ended.is_set()
+    assert isinstance(caught.value.__cause__, OSError) == fails
+
+
+async def test_cancelled_before_it_began_it_never_runs(pool: ThreadPoolExecutor) -> None:
+    go_on, ran = threading.Event(), threading.Event()
+    first = asyncio.ensure_future(run_to_end(pool, go_on.wait))
+    second = asyncio.ensure_future(run_to_end(pool, ran.set))
+    await asyncio.wait({second}, timeout=0.02)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not first.done()
+    go_on.set()
+    assert await first
+    assert not ran.is_set()

@@ -5,26 +5,28 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
+from tests.unit.training.test_learner import Opener, batch, config, same, state_of, weights_of
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.config import AlgorithmConfig, Config, TrainerConfig
+from trinity_mq.config.agents import GuardConfig
 from trinity_mq.config.algorithm.needs import needs
 from trinity_mq.config.algorithm.presets import PRESETS
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.training.guard import HISTORY, LEAST_HISTORY, Guard, TrainingStopped, skip_reason
+from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.attention import Packing
 from trinity_mq.training.model.policy import LearnerError, Policy
 from trinity_mq.training.packing import SAMPLED, train_tokens
-from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
-
-__all__ = ["folder", "opened"]
+from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, length_metrics, score
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -128,24 +130,6 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     assert not same(before, await weights_of(learner))
 
 
-async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: Opener) -> None:
-    """One optimizer step: the decoupled loss is then the plain one, times weights of about 1."""
-    plain = await opened(with_algorithm(config(), algorithm_type="importance_sampling"))
-    found = []
-    experiences = rows("grpo")
-    lengths = [len(one.tokens) for one in experiences]
-    assert len(set(lengths)) > 1
-    policy_before = await weights_of(plain)
-    for name in ("importance_sampling", "decoupled"):
-        learner = await opened(with_algorithm(config(), algorithm_type=name, correction=[]))
-        fresh = await sampled_by(learner, experiences)
-        await learner.step(fresh, 1)
-        found.append(await weights_of(learner))
-    assert not same(found[0], policy_before)
-    for key, value in found[0].items():
-        torch.testing.assert_close(value, found[1][key], rtol=1e-5, atol=1e-6)
-
-
 async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:
     """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
     policy = learner.policy
@@ -160,55 +144,6 @@ async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experi
         one.logprobs[one.action_mask] = logprobs[start : start + size]
         start += size
     return experiences
-
-
-FRESH = {
-    "grpo": {},
-    "dapo": {"algorithm_type": "dapo"},
-    "cispo": {"algorithm_type": "cispo"},
-    "gate": {"surrogate": {"kind": "gate", "negative": 1.0}},
-    "dppo": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.2}]},
-    "ipo": {"algorithm_type": "ipo"},
-    "m2po": {"algorithm_type": "m2po"},
-    "decoupled": {"algorithm_type": "decoupled"},
-    "icepop": {"algorithm_type": "icepop"},
-    "loglinear": {"anchor": "loglinear", "correction": [{"kind": "weight"}]},
-    "linear": {"anchor": "linear", "correction": [{"kind": "weight"}]},
-    "truncate": {"surrogate": {"kind": "truncate", "cap": 1e6}},
-    "topr": {"algorithm_type": "topr", "kl": None},
-    "importance_sampling": {"surrogate": {"kind": "linear"}},
-    "log_linear": {"surrogate": {"kind": "log_linear"}},
-    "self": {"ratio": {"kind": "self"}},
-}
-"""Losses of token ratios under the mean over tokens: where nothing is old, all have the gradient ``-A scale``."""
-
-
-async def test_on_fresh_data_all_losses_of_token_ratios_have_one_gradient(opened: Opener) -> None:
-    experiences = rows("grpo")
-    for one in experiences:
-        one.versions = [(0, 1, 0)]
-    found: dict[str, torch.Tensor] = {}
-    for name, pieces in FRESH.items():
-        learner = await opened(with_algorithm(config(clip_grad=1e9), **pieces))
-        metrics = await learner.step(await sampled_by(learner, experiences), 1)
-        assert metrics["mismatch/logprob_diff_max"] < 1e-5, name
-        assert metrics["offpolicy/masked_frac"] == 0, name
-        # AdamW's first step hides the length of a gradient, so that is what is compared
-        found[name] = torch.cat([one.grad.flatten() for one in learner.policy.parameters if one.grad is not None])
-    assert found["grpo"].norm() > 1e-3
-    for name, one in found.items():
-        torch.testing.assert_close(one, found["grpo"], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in {"dpo", "mix", "kl"}])
-def test_without_advantages_there_is_no_gradient(folder: Path, name: str) -> None:
-    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
-    experiences = rows(name)
-    for one in experiences:
-        one.advantages = torch.zeros_like(one.logprobs)
-    regularisers = () if name == "kl_cov" else algorithm.regularisers
-    found = gradient(folder, algorithm.model_copy(update={"regularisers": regularisers}), experiences, 40, entropy=0.0)
-    assert found.abs().max() == 0
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -273,17 +208,6 @@ async def test_the_policy_is_scored_only_where_a_piece_needs_it(
     assert (learner.reference is not None) is bool(kl and kl["coef"])
 
 
-async def test_the_anchor_stays_that_of_the_train_step(opened: Opener) -> None:
-    """After the first optimizer step the ratio to ``old`` has left 1, and goes on doing so."""
-    one = await opened(with_algorithm(config(lr=1e-2), algorithm_type="decoupled", correction=[]))
-    experiences = await sampled_by(one, rows("grpo"))
-    first = (await one.step(experiences, 1))["actor/ratio_max"]
-    again = await opened(with_algorithm(config(lr=1e-2, epochs=3), algorithm_type="decoupled", correction=[]))
-    later = (await again.step(experiences, 10))["actor/ratio_max"]
-    assert first == pytest.approx(1.0, abs=1e-5)
-    assert later > 1.001
-
-
 async def test_a_reference_is_kept_over_a_restart_and_never_exchanged(
     folder: Path, tmp_path: Path, opened: Opener
 ) -> None:
@@ -301,32 +225,6 @@ async def test_a_reference_is_kept_over_a_restart_and_never_exchanged(
     (tmp_path / "learner.json").write_text(json.dumps(facts))
     with pytest.raises(LearnerError, match=r"reference model in .* was trained with 0000000000000000"):
         await opened(settings, checkpoint=tmp_path)
-
-
-async def test_a_pair_counts_as_one_prompt_and_two_answers(opened: Opener) -> None:
-    learner = await opened(with_algorithm(config(), algorithm_type="dpo"))
-    pairs = [
-        Experience(eid=EID(1, 0, 0), tokens=[2, 3, 4], chosen=[5, 6, 7], rejected=[8]),
-        Experience(eid=EID(1, 1, 0), tokens=[2], chosen=[5, 6], rejected=[8, 9]),
-    ]
-    metrics = await learner.step(pairs, 1)
-    assert (metrics["prompt_length/mean"], metrics["response_length/mean"]) == (2, 2)
-    assert metrics["actor/pair_loss"] == pytest.approx(math.log(2), abs=1e-5), "the policy is still the reference"
-    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pair_loss"])
-
-
-async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None:
-    rule = {"kind": "divergence", "bound": 0.01}
-    learner = await opened(with_algorithm(config(), algorithm_type="ipo", correction=[rule]))
-    metrics = await learner.step(rows("grpo"), 4)
-    names = {"offpolicy/masked_frac", "offpolicy/masked_frac_pos", "offpolicy/masked_frac_neg", "offpolicy/weight_mean"}
-    assert names <= metrics.keys()
-    assert 0 < metrics["offpolicy/masked_frac"] <= 1
-    assert metrics["offpolicy/masked_frac"] == pytest.approx(
-        metrics["offpolicy/masked_frac_pos"] + metrics["offpolicy/masked_frac_neg"]
-    )
-    assert any(name.startswith("mismatch/k3/") for name in metrics)
-    assert not any(name.startswith("mismatch/k3/engine/") for name in metrics), "it says nothing of a single engine"
 
 
 async def test_one_engine_that_differs_from_the_trainer_is_seen(opened: Opener) -> None:
@@ -363,17 +261,6 @@ async def test_a_token_without_a_finite_logprob_is_as_one_that_is_masked(
     speeds = {"perf/tokens_per_second", "perf/trained_tokens_per_second", "perf/tflops"}
     untimed = [{k: v for k, v in one.items() if k not in speeds and "time/" not in k} for one in (found, expected)]
     assert untimed[0] == untimed[1]
-
-
-async def test_a_batch_without_a_finite_logprob_is_an_empty_step(opened: Opener) -> None:
-    learner, experiences = await opened(), rows("grpo")
-    for one in experiences:
-        one.logprobs = torch.full((one.response_length,), math.nan)
-    before = await weights_of(learner)
-    metrics = await learner.step(experiences, 4)
-    assert (metrics["actor/skipped_empty"], metrics["actor/skipped_nonfinite_loss"]) == (1, 0)
-    assert metrics["mismatch/unknown_logprobs"] == sum(one.response_length for one in experiences)
-    assert same(before, await weights_of(learner))
 
 
 async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> None:
@@ -431,38 +318,248 @@ async def test_weights_left_out_sequences_and_decisions_are_measured(opened: Ope
     assert (metrics["offpolicy/weight_max"], metrics["offpolicy/seq_masked_frac"]) == (1.0, 0.0)
 
 
-RANK = """
-import sys
-import torch, torch.distributed as dist
-from pathlib import Path
-from tests.unit.training.test_composed_losses import AlgorithmConfig, SETTINGS, config, rows
-from tests.unit.training import test_composed_losses as here
-rank, folder, where = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
-original = here.accumulate
-def mine(policy, batches, loss, columns):
-    return original(policy, batches[rank::2], loss, columns)
-here.accumulate = mine
-for name in ("gspo", "m2po", "mix"):
-    found = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 40)
-    dist.all_reduce(found)
-    if rank == 0:
-        here.accumulate = original
-        whole = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 16384)
-        here.accumulate = mine
-        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
-dist.barrier()
-"""
+def answer(length: int, reward: float | None, **more: Any) -> Experience:
+    return Experience(eid=EID(), tokens=[1] * (2 + length), prompt_length=2, reward=reward, **more)
 
 
-@pytest.mark.extended
-def test_two_ranks_that_add_up_have_the_gradient_of_one(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(folder), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, said = rank.communicate(timeout=60)
-        assert rank.returncode == 0, said
+def a_pair() -> Experience:
+    return Experience(
+        eid=EID(), experience_type="dpo", tokens=[1, 1], prompt_length=2, chosen=[1] * 3, rejected=[1] * 9
+    )
+
+
+def test_lengths_of_right_and_wrong_answers() -> None:
+    found = length_metrics(
+        ExperienceBatch.of(
+            [
+                answer(2, 1.0),
+                answer(4, 0.5, metrics={"accuracy": 0.0}),
+                answer(6, 0.0, truncate_status="response_truncated"),
+                answer(8, None),
+            ]
+        )
+    )
+    assert found == {
+        "prompt_length/mean": 2.0,
+        "response_length/mean": 5.0,
+        "response_length/max": 8.0,
+        "response_length/clipped_frac": 0.25,
+        "response_length/right/mean": 2.0,
+        "response_length/wrong/mean": 5.0,
+    }
+
+
+def test_pairs_count_in_the_mean_alone() -> None:
+    assert length_metrics(ExperienceBatch.of([a_pair()])) == {"prompt_length/mean": 2.0, "response_length/mean": 6.0}
+    mixed = length_metrics(ExperienceBatch.of([a_pair(), answer(3, 1.0)]))
+    assert (mixed["response_length/mean"], mixed["response_length/max"]) == (5.0, 3.0)
+
+
+async def test_how_old_the_tokens_are_and_how_often_experiences_are_used(opened: Opener) -> None:
+    experiences = batch(1)
+    for number, one in enumerate(experiences):
+        one.versions = [(0, 1, 8 - number % 3)]
+    ages = torch.cat([torch.full((one.response_length,), number % 3) for number, one in enumerate(experiences)]).float()
+    metrics = await (await opened(config(epochs=2, mini_batches=3))).step(experiences, 9)
+    assert metrics["sample/staleness/tokens/mean"] == pytest.approx(ages.mean().item())
+    assert metrics["sample/staleness/tokens/max"] == 2.0
+    assert metrics["sample/staleness/tokens/age_0"] == pytest.approx((ages == 0).float().mean().item())
+    assert metrics["sample/staleness/tokens/age_1_2"] == pytest.approx((ages > 0).float().mean().item())
+    assert metrics["sample/staleness/tokens/age_8"] == 0.0
+    assert metrics["data/trained_tokens"] == len(ages)
+    assert metrics["data/reuse_mean"] == 2.0
+    assert metrics["perf/micro_batches"] == 1.0
+    experiences[0].advantages = torch.full_like(experiences[0].advantages, math.nan)
+    spoiled = await (await opened(config(mini_batches=3))).step(experiences, 9)
+    assert spoiled["data/reuse_mean"] == pytest.approx(2 / 3), "of three mini-batches one was skipped"
+
+
+async def test_what_is_imitated_and_what_it_weighs(opened: Opener) -> None:
+    experiences = batch(1)
+    for one in experiences[:3]:
+        one.info["is_expert"] = True
+    metrics = await (await opened(config(algorithm_type="mix"))).step(experiences, 1)
+    assert (metrics["data/expert_frac"], metrics["data/mu"]) == (0.25, pytest.approx(0.1))
+    assert "data/mu" not in await (await opened(config())).step(batch(1), 1)
+
+
+async def test_a_step_tells_how_long_its_parts_took_and_how_far_it_moved_the_weights(opened: Opener) -> None:
+    plain = config(algorithm_type="decoupled", lr=1e-2)
+    settings = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"peak_tflops": 0.5})})
+    learner = await opened(settings)
+    before = torch.cat([one.clone().flatten() for _, one in await learner.weights()])
+    metrics = await learner.step(batch(1), 1)
+    after = torch.cat([one.flatten() for _, one in await learner.weights()])
+    assert metrics["actor/update_norm"] == pytest.approx((after - before).norm().item(), rel=1e-4)
+    assert metrics["actor/weight_norm"] == pytest.approx(after.norm().item(), rel=1e-4)
+    assert metrics["actor/grad_norm_clipped"] == min(metrics["actor/grad_norm"], 1.0)
+    parts = [metrics[f"time/{part}"] for part in ("score", "forward", "backward", "optimizer")]
+    assert all(seconds > 0 for seconds in parts)
+    assert sum(parts) < metrics["time/train_step"]
+    model = sum(one.numel() for one in learner.policy.parameters)
+    flops = 6 * model * metrics["perf/tokens_per_second"]
+    assert metrics["perf/tflops"] == pytest.approx(flops / 1e12)
+    assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflops"] / 0.5)
+    trained = metrics["perf/trained_tokens_per_second"] / metrics["perf/tokens_per_second"]
+    experiences = batch(1)
+    assert trained == pytest.approx(
+        sum(one.response_length for one in experiences) / sum(len(one.tokens) for one in experiences)
+    )
+
+
+WATCHFUL = GuardConfig(max_norm_ratio=10.0, max_mismatch=0.5)
+USUAL = [1.0] * LEAST_HISTORY
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "mismatch", "reason"),
+    [
+        (1.0, 1.0, 0.1, None),
+        (math.nan, math.nan, 9.0, "nonfinite_loss"),
+        (-math.inf, 1.0, None, "nonfinite_loss"),
+        (1.0, math.inf, 9.0, "nonfinite_norm"),
+        (1.0, math.nan, None, "nonfinite_norm"),
+        (1.0, 10.1, 9.0, "norm_spike"),
+        (1.0, 10.0, None, None),
+        (1.0, 1.0, 0.6, "mismatch"),
+        (1.0, 1.0, 0.5, None),
+        (1.0, 1.0, None, None),
+    ],
+)
+def test_the_first_thing_that_is_wrong_is_the_reason(
+    loss: float, norm: float, mismatch: float | None, reason: str | None
+) -> None:
+    assert skip_reason(WATCHFUL, USUAL, loss=loss, norm=norm, mismatch=mismatch) == reason
+
+
+def test_limits_are_off_by_default_and_norms_need_a_history() -> None:
+    assert skip_reason(GuardConfig(), USUAL, loss=1.0, norm=1e9, mismatch=1e9) is None
+    assert skip_reason(WATCHFUL, USUAL[:-1], loss=1.0, norm=1e9, mismatch=None) is None
+
+
+def test_a_norm_is_compared_with_the_median_of_the_last_hundred_applied_ones() -> None:
+    guard = Guard(WATCHFUL.model_copy(update={"max_consecutive_skips": None}))
+    for norm in [100.0] * HISTORY:
+        assert guard.judge(loss=1.0, norm=norm) is None
+    assert guard.judge(loss=1.0, norm=1001.0) == "norm_spike"
+    for _ in range(HISTORY):
+        assert guard.judge(loss=1.0, norm=1.0) is None
+    assert guard.state()["norms"] == [1.0] * HISTORY, "neither the old ones nor the spike"
+    assert guard.judge(loss=1.0, norm=10.1) == "norm_spike"
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 6))
+def test_it_stops_at_the_first_so_many_in_a_row(fates: list[bool], most: int) -> None:
+    guard = Guard(GuardConfig(max_consecutive_skips=most))
+    in_a_row = 0
+    for fine in fates:
+        guard = Guard(guard.settings, guard.state())  # a restart in between changes nothing
+        in_a_row = 0 if fine else in_a_row + 1
+        if in_a_row == most:
+            with pytest.raises(TrainingStopped, match=f"{most} optimizer steps in a row were skipped"):
+                guard.judge(loss=1.0, norm=math.nan)
+            return
+        assert (guard.judge(loss=1.0, norm=1.0 if fine else math.nan) is None) == fine
+
+
+def test_a_limit_beyond_the_history_of_norms_holds_too() -> None:
+    guard = Guard(GuardConfig(max_consecutive_skips=HISTORY + 50))
+    for _ in range(HISTORY + 49):
+        assert guard.judge(loss=math.nan, norm=1.0) == "nonfinite_loss"
+    with pytest.raises(TrainingStopped, match="150 optimizer steps in a row"):
+        guard.judge(loss=math.nan, norm=1.0)
+
+
+def test_the_error_says_what_was_seen_and_what_to_do() -> None:
+    guard = Guard(WATCHFUL, {"norms": USUAL, "skipped": ["nonfinite_loss", "norm_spike", "norm_spike", "norm_spike"]})
+    with pytest.raises(TrainingStopped) as caught:
+        guard.judge(loss=0.25, norm=300.0, mismatch=0.01)
+    for words in (
+        "5 optimizer steps in a row",
+        "nonfinite_loss 1, norm_spike 4",
+        "trainer.guard.max_consecutive_skips is 5",
+        "gradient norm 300",
+        "last 20 applied ones 1",
+        "mismatch/k3 0.01",
+        "trainer.guard.max_norm_ratio",
+        "trainer.guard.max_consecutive_skips=null",
+    ):
+        assert words in str(caught.value)
+
+
+# -- in the learner
+
+
+def guarded(**guard: Any) -> Config:
+    plain = config()
+    return plain.model_copy(
+        update={"trainer": plain.trainer.model_copy(update={"guard": GuardConfig.model_validate(guard)})}
+    )
+
+
+def loud(seed: int) -> list[Experience]:
+    """A batch whose gradient is a thousand times as large as usual."""
+    experiences = batch(seed)
+    for one in experiences:
+        one.advantages = one.advantages * 1000
+    return experiences
+
+
+async def test_a_spike_is_skipped_and_leaves_weights_moments_and_history_as_they_were(
+    opened: Opener, tmp_path: Path
+) -> None:
+    learner = await opened(guarded(max_norm_ratio=10.0))
+    for step in range(1, LEAST_HISTORY + 1):
+        metrics = await learner.step(batch(step), step)
+        assert metrics["actor/optimizer_steps"] == 1
+    await learner.save(tmp_path)
+    with capture_logs() as logs:
+        metrics = await learner.step(loud(50), 21)
+    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_norm_spike"]) == (0, 1)
+    assert sum(value for name, value in metrics.items() if name.startswith("actor/skipped_")) == 1
+    assert [(one["event"], one["reason"]) for one in logs] == [("optimizer_step_skipped", "norm_spike")]
+    untouched = await opened(guarded(max_norm_ratio=10.0), checkpoint=tmp_path)
+    norms = [(await state_of(one))["memory"].facts["guard"]["norms"] for one in (learner, untouched)]
+    assert norms[0] == norms[1] != [], "the checkpoint has them"
+    for one in (learner, untouched):
+        metrics = await one.step(batch(60), 22)
+        assert metrics["actor/optimizer_steps"] == 1
+    assert same(await weights_of(learner), await weights_of(untouched))
+    unguarded = await opened(guarded(), checkpoint=tmp_path)
+    metrics = await unguarded.step(loud(50), 21)
+    assert metrics["actor/optimizer_steps"] == 1, "off by default"
+    assert metrics["actor/grad_norm"] > 10 > metrics["actor/grad_norm_clipped"] == 1.0
+
+
+def with_a_weight_that_is_no_number(learner: TorchLearner, experiences: list[Experience]) -> None:
+    with torch.no_grad():
+        learner.policy.parameters[0][5] = math.nan
+
+
+def with_a_gradient_that_overflows(learner: TorchLearner, experiences: list[Experience]) -> None:
+    learner.policy.parameters[0].register_hook(lambda gradient: gradient * math.inf)
+
+
+def sampled_by_other_weights(learner: TorchLearner, experiences: list[Experience]) -> None:
+    for one in experiences:
+        one.logprobs = one.logprobs - 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (with_a_weight_that_is_no_number, "nonfinite_loss"),
+        (with_a_gradient_that_overflows, "nonfinite_norm"),
+        (sampled_by_other_weights, "mismatch"),
+    ],
+)
+async def test_a_step_is_skipped_for_its_reason(opened: Opener, spoil: Any, reason: str) -> None:
+    learner, experiences = await opened(guarded(max_mismatch=0.5)), batch(1)
+    spoil(learner, experiences)
+    metrics = await learner.step(experiences, 1)
+    assert (metrics["actor/optimizer_steps"], metrics[f"actor/skipped_{reason}"]) == (0, 1)
+    assert all(map(math.isfinite, metrics.values()))
+    if reason == "mismatch":
+        assert metrics["mismatch/k3"] > 0.5, "what was wrong is told"
+        metrics = await learner.step(batch(1), 2)
+        assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_mismatch"]) == (1, 0)

@@ -16,19 +16,16 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights
-from trinity_mq.algorithms.plugins import PluginError
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
-from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch
+from trinity_mq.experience import EID, Experience
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.state import Parts, read_parts
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.packing import MicroBatch, split, train_tokens
-from trinity_mq.training.update import StepLoss, optimizer_step
+from trinity_mq.training.model.policy import LearnerError
+from trinity_mq.training.packing import MicroBatch, train_tokens
 
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789,="
@@ -40,10 +37,6 @@ def pack(experiences: list[Experience], max_tokens: int, algorithm: AlgorithmCon
     settings = algorithm or AlgorithmConfig()
     tokens = train_tokens(experiences, settings, component_weights(settings, 1), 1)
     return tokens.micro_batches(range(len(experiences)), max_tokens, settings.reduction)
-
-
-def step_loss(algorithm: AlgorithmConfig, entropy_coef: float = 0.0) -> StepLoss:
-    return StepLoss(algorithm, component_weights(algorithm, 1), entropy_coef)
 
 
 def make_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
@@ -149,73 +142,6 @@ def plain_logprobs(model: Any, one: Experience) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, ids[one.prompt_length :, None])[:, 0]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
-def test_logprobs_equal_a_plain_forward_pass_of_each_sequence(folder: Path, max_tokens: int) -> None:
-    policy = Policy(config().model, folder, 0)
-    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
-    experiences = batch(1)
-    expected = {
-        (one.temperature, *one.tokens.tolist()[: one.prompt_length + at + 1]): value
-        for one in experiences
-        for at, value in enumerate(plain_logprobs(plain, one).tolist())
-    }
-    found = {}
-    for packed in pack(experiences, max_tokens):
-        logprobs, _ = policy.score(packed, entropy_gradient=False)
-        columns = (packed.rows, packed.columns, packed.targets, packed.temperature, logprobs.detach())
-        for row, column, target, temperature, value in zip(*(one.tolist() for one in columns), strict=True):
-            before = packed.input_ids[row, : column + 1].tolist()
-            found[round(temperature, 6), *before, target] = value
-    assert found == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 25, 60])
-def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int) -> None:
-    settings = config(clip_grad=1e9).algorithm
-
-    def gradient(budget: int) -> list[torch.Tensor]:
-        policy = Policy(config().model, folder, 0)
-        optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
-        batches = pack(batch(2), budget)
-        assert (len(batches) > 1) == (budget < 1000)
-        finite, _ = optimizer_step(policy, optimizer, batches, step_loss(settings, 0.01), {}, 1e9)
-        assert finite
-        return [parameter.grad for parameter in policy.parameters if parameter.grad is not None]
-
-    expected = gradient(16384)
-    assert len(expected) > 10
-    for found, wanted in zip(gradient(max_tokens), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
-
-
-def weighted_loss(log_ratio: Any, logprob: Any, advantage: Any, loss_weight: Any, unknown: Any = None) -> torch.Tensor:
-    assert unknown is None
-    return -advantage * loss_weight * log_ratio.exp()
-
-
-def test_a_surrogate_of_the_users_gets_the_custom_fields_that_it_names(folder: Path) -> None:
-    policy = Policy(config().model, folder, 0)
-    optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
-    experiences = batch(2)
-    for number, experience in enumerate(experiences):
-        experience.info["weight"] = number % 2
-        experience.custom_fields = [CustomField("weight", "loss_weight", torch.float32)]
-    halved = [experience for number, experience in enumerate(experiences) if number % 2]
-    own = AlgorithmConfig.model_validate({"surrogate": {"kind": f"{__name__}.weighted_loss"}})
-    linear = AlgorithmConfig.model_validate({"surrogate": {"kind": "linear"}})
-
-    def gradient(experiences: list[Experience], settings: AlgorithmConfig) -> tuple[float, torch.Tensor]:
-        packed = pack(experiences, 60)
-        optimizer_step(policy, optimizer, packed, step_loss(settings), {}, 1e9)
-        tokens = sum(one.tokens for one in packed)
-        return tokens, torch.cat([one.grad.flatten() * tokens for one in policy.parameters if one.grad is not None])
-
-    (_, found), (_, wanted) = gradient(experiences, own), gradient(halved, linear)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(PluginError, match=r"takes the custom field 'loss_weight', and the experiences have none"):
-        gradient(batch(2), own)
-
-
 def probe_step(model: Any, optimizer: Any, experiences: list[Experience], rate: float, entropy_weight: float) -> float:
     """The measured recipe's update, written out: one padded loss with means, clip 0.2 and 0.28, AdamW."""
     for group in optimizer.param_groups:
@@ -273,30 +199,6 @@ async def test_metrics_say_what_happened(folder: Path, opened: Opener) -> None:
     assert {"actor/grad_norm", "actor/ppo_kl", "actor/ratio_max", "time/train_step"} <= metrics.keys()
 
 
-async def test_epochs_and_mini_batches_make_optimizer_steps(folder: Path, opened: Opener) -> None:
-    learner = await opened(config(epochs=2, mini_batches=3))
-    metrics = await learner.step(batch(1, 7), 4)
-    assert metrics["actor/optimizer_steps"] == 6
-    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
-    experiences = batch(1, 7)
-    first = [experiences[number] for number in split(7, 3, "0/4/0")[0]]
-    with torch.no_grad():
-        difference = torch.cat([(plain_logprobs(plain, one) - one.logprobs).abs() for one in first])
-    found = metrics["rollout/rollout_vs_train_logprob_diff/mean"]
-    assert found == pytest.approx(float(difference.mean()), abs=1e-5), "of the weights before any update"
-
-
-async def test_saves_a_folder_that_transformers_loads(folder: Path, tmp_path: Path, opened: Opener) -> None:
-    learner = await opened()
-    await learner.step(batch(1), 1)
-    await learner.save(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert same(await weights_of(learner), {name: tensor.detach() for name, tensor in model.named_parameters()})
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert tokenizer.encode("3,7=") == [TOKEN[character] for character in "3,7="]
-    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_numbers_that_are_not_finite_never_reach_the_weights(
     tmp_path: Path, opened: Opener, value: float
@@ -319,27 +221,6 @@ async def test_numbers_that_are_not_finite_never_reach_the_weights(
     for one in (learner, untouched):
         await one.step(batch(3), 3)
     assert same(await weights_of(learner), await weights_of(untouched)), "moments were not touched either"
-
-
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-async def test_a_model_that_masks_tokens_with_minus_infinity_is_trained(opened: Opener, entropy_coef: float) -> None:
-    learner = await opened(config(entropy_coef=entropy_coef))
-    head = learner.policy.model.get_output_embeddings()
-    masked = torch.zeros(VOCABULARY).index_fill(0, torch.tensor([PAD]), -math.inf)
-    head.register_forward_hook(lambda module, arguments, logits: logits + masked)
-    metrics = await learner.step(batch(2), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_loss"]) == (1, 0)
-    assert 0 < metrics["actor/entropy"] < math.log(VOCABULARY)
-
-
-async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Opener) -> None:
-    learner = await opened(config(mini_batches=4))
-    bad = batch(2)
-    bad[0].advantages = torch.full_like(bad[0].advantages, math.nan)
-    metrics = await learner.step(bad, 1)
-    assert metrics["actor/skipped_nonfinite_loss"] == 1
-    assert metrics["actor/optimizer_steps"] == 3
-    assert math.isfinite(metrics["actor/loss"])
 
 
 async def test_a_batch_with_nothing_to_train_on_changes_nothing(opened: Opener) -> None:
@@ -365,18 +246,6 @@ async def test_manifest_and_weights_agree_and_are_the_live_ones(opened: Opener) 
     await learner.step(batch(1), 1)
     assert same(await weights_of(learner), dict(weights))
     assert not same(await weights_of(learner), before)
-
-
-async def test_tied_weights_travel_once(tmp_path: Path, opened: Opener) -> None:
-    learner = await opened(model=make_model(tmp_path / "tied", tied=True, layers=1))
-    names = [name for name, _, _ in await learner.manifest()]
-    assert "model.embed_tokens.weight" in names
-    assert "lm_head.weight" not in names
-    await learner.step(batch(1), 1)
-    (tmp_path / "checkpoint").mkdir()
-    await learner.save(tmp_path / "checkpoint")
-    resumed = await opened(model=tmp_path / "tied", checkpoint=tmp_path / "checkpoint")
-    assert same(await weights_of(learner), await weights_of(resumed))
 
 
 async def test_bfloat16_shows_bfloat16_and_still_learns_at_a_small_rate(opened: Opener) -> None:
@@ -415,28 +284,6 @@ async def test_torch_runs_in_one_thread_that_is_not_the_loops(opened: Opener) ->
         for step in (1, 2, 3):
             group.create_task(learner.step(batch(step), step))
     assert seen == [("learner_0", 1)] * 3
-
-
-async def test_a_cancelled_step_ends_before_it_gives_way(opened: Opener) -> None:
-    begun, go_on = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-    learner = await opened()
-    before = await weights_of(learner)
-
-    def hold(*_: Any) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        go_on.wait()
-
-    learner.policy.model.register_forward_pre_hook(hold)
-    step = asyncio.ensure_future(learner.step(batch(1), 1))
-    await begun.wait()
-    step.cancel()
-    await asyncio.wait({step}, timeout=0.02)
-    assert not step.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await step
-    assert not same(before, await weights_of(learner)), "the step was done, whole"
 
 
 async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opener) -> None:
@@ -488,53 +335,3 @@ async def test_a_missing_gpu_is_one_clear_error(opened: Opener) -> None:
     wanted = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
     with pytest.raises(LearnerError, match=r"no CUDA device here; use model\.device=auto or cpu"):
         await opened(wanted)
-
-
-@torch.no_grad()
-def rollout(model: Any, prompts: torch.Tensor, length: int = 3) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Sample responses at temperature 1: tokens, logprobs and how many of them up to the end of sequence."""
-    sequence, logprobs = prompts, []
-    for _ in range(length):
-        distribution = model(sequence).logits[:, -1].log_softmax(-1)
-        token = torch.multinomial(distribution.exp(), 1)
-        logprobs.append(distribution.gather(1, token))
-        sequence = torch.cat([sequence, token], 1)
-    response = sequence[:, prompts.shape[1] :]
-    lengths = [row.index(EOS) + 1 if EOS in row else length for row in response.tolist()]
-    return response, torch.cat(logprobs, 1), lengths
-
-
-async def test_a_policy_learns_the_largest_of_three_digits(folder: Path, opened: Opener) -> None:
-    """From random weights, through advantages, packing, loss, optimizer and the weights that an engine would get."""
-    torch.manual_seed(0)
-    r = random.Random(0)
-    settings = config(repeat_times=16, std_level="batch", entropy_coef=0.01, lr=2e-3)
-    learner = await opened(settings, total_steps=80)
-    engine = Qwen3ForCausalLM.from_pretrained(folder).eval()
-    rewards: list[float] = []
-    for step in range(1, 41):
-        engine.load_state_dict(dict(await learner.weights()))
-        problems = [[r.randint(0, 9) for _ in range(3)] for _ in range(16)]
-        prompts = torch.tensor([[TOKEN[c] for c in f"{a},{b},{c_}="] for a, b, c_ in problems for _ in range(16)])
-        responses, logprobs, lengths = rollout(engine, prompts)
-        experiences = []
-        for row, (response, length) in enumerate(zip(responses.tolist(), lengths, strict=True)):
-            right = response[0] == TOKEN[str(max(problems[row // 16]))]
-            shape = length == 2 and response[1] == EOS
-            experiences.append(
-                Experience(
-                    eid=EID(step, row // 16, row % 16),
-                    tokens=torch.cat([prompts[row], responses[row, :length]]).int(),
-                    prompt_length=prompts.shape[1],
-                    logprobs=logprobs[row, :length],
-                    reward=0.5 * (right and shape) + 0.4 * right + 0.1 * shape,
-                    temperature=1.0,
-                )
-            )
-        rewards.append(sum(one.reward or 0.0 for one in experiences) / len(experiences))
-        kept, _ = estimate(ExperienceBatch.of(experiences), settings.algorithm.estimator, min_group_runs=8)
-        metrics = await learner.step(kept, step)
-        assert metrics["rollout/rollout_vs_train_logprob_diff/max"] < 1e-4
-    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    assert first < 0.15
-    assert last > first + 0.35, [round(one, 2) for one in rewards]

@@ -22,16 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.unit.training.test_composed_losses import rows
-from tests.unit.training.test_learner import (
-    VOCABULARY,
-    Opener,
-    batch,
-    config,
-    folder,
-    make_model,
-    opened,
-    plain_logprobs,
-)
+from tests.unit.training.test_learner import VOCABULARY, Opener, batch, config, make_model, plain_logprobs
 from trinity_mq.config import Config, ModelConfig
 from trinity_mq.config.model import LoraConfig
 from trinity_mq.operations.validate import check_lora
@@ -39,8 +30,6 @@ from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
 from trinity_mq.training.packing import train_tokens
-
-__all__ = ["folder", "opened"]
 
 TOKENS = [2, 3, 4, 5, 6, 7]
 HELD = {"kl": {"kind": "k2", "coef": 0.1}}

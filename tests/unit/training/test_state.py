@@ -15,20 +15,17 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from tests.unit.training.test_critic import critic_of, ppo, rewarded
-from tests.unit.training.test_learner import (
-    Opener,
-    batch,
-    config,
-    folder,
-    make_model,
-    opened,
-    same,
-    state_of,
-    weights_of,
+from tests.unit.training.test_critic_and_reference import (
+    baselines,
+    critic_of,
+    held,
+    penalised,
+    played,
+    ppo,
+    reference_of,
+    rewarded,
 )
-from tests.unit.training.test_reference import held, reference_of
-from tests.unit.training.test_trainer_advantages import baselines, penalised, played
+from tests.unit.training.test_learner import Opener, batch, config, make_model, same, state_of, weights_of
 from trinity_mq.config import Config, ModelConfig
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.models import ensure_model_folder
@@ -36,11 +33,9 @@ from trinity_mq.models.model_folder import has_chat_template
 from trinity_mq.sync.channels.buckets import fill, plan, raw
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE
-from trinity_mq.training.checkpoints.state import StatePart, optimizer_state, read_parts, write_parts
+from trinity_mq.training.checkpoints.state import optimizer_state, read_parts
 from trinity_mq.training.critic import CRITIC_OPTIMIZER
-from trinity_mq.training.learner import TorchLearner, seed_step
-
-__all__ = ["folder", "opened"]
+from trinity_mq.training.learner import TorchLearner
 
 
 async def moments(learner: TorchLearner) -> dict[str, torch.Tensor]:
@@ -181,15 +176,6 @@ async def test_the_model_is_left_out_of_checkpoints_where_only_the_last_is_expor
     assert (tmp_path / "final/generation_config.json").exists()
 
 
-async def test_a_run_may_begin_with_the_model_of_a_checkpoint(tmp_path: Path, opened: Opener) -> None:
-    learner = await opened()
-    await learner.step(batch(1), 1)
-    await learner.save(tmp_path)
-    fresh = await opened(model=tmp_path / "model")
-    assert same(await weights_of(learner), await weights_of(fresh))
-    assert await moments(fresh) == {}
-
-
 async def test_engines_take_the_model_of_a_checkpoint_for_the_same_model(tmp_path: Path, opened: Opener) -> None:
     settings = config()
     first = ensure_model_folder(settings.model, tmp_path / "first", 0)
@@ -223,29 +209,9 @@ async def test_what_is_drawn_in_a_step_follows_from_its_number_alone(opened: Ope
     def drawn() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 
-    seed_step(1, 7)
-    first, second = drawn(), drawn()
-    seed_step(1, 8)
-    assert drawn() not in (first, second)
-    seed_step(2, 7)
-    assert drawn() not in (first, second)
-    seed_step(1, 7)
-    assert [drawn(), drawn()] == [first, second]
-
     found: list[tuple[float, float, float]] = []
     learner = await opened()
     learner.policy.model.register_forward_pre_hook(lambda *_: found.append(drawn()))
     for step in (3, 4, 3):
         await learner.step(batch(1), step)
     assert found[0] == found[2] != found[1]
-
-
-def test_parts_come_back_as_they_were_written(tmp_path: Path) -> None:
-    part = StatePart(
-        {"w/moment": torch.full((3,), 0.1), "count": torch.tensor(7)}, {"rate": 0.1, "flags": [True, None]}
-    )
-    write_parts(tmp_path, {"one": part, "empty": StatePart(facts={"x": 1})})
-    back = read_parts(tmp_path, {})
-    assert back["one"].facts == part.facts
-    assert back["empty"].facts == {"x": 1}
-    assert same(back["one"].tensors, part.tensors)

@@ -74,35 +74,3 @@ def test_it_answers_alike(folder: Path, tmp_path: Path) -> None:
         policy.save(tmp_path / "final", folder)
         assert answers[-1] == in_transformers(tmp_path / "final")
     assert answers[0] != answers[1], "the weights have changed in between"
-
-
-def test_an_answer_ends_where_the_models_own_settings_say(folder: Path, tmp_path: Path) -> None:
-    config = ModelConfig(model_path=str(folder), max_model_len=128, max_prompt_tokens=96, max_response_tokens=16)
-    policy, engine = Policy(config, folder, 0), TextGenerator.build(config, folder, num_threads=1)
-    optimizer = torch.optim.AdamW(policy.parameters, lr=1e-2)
-    prompts = [torch.tensor([engine.codec.encode(engine.codec.render(chat))]) for chat in CHATS]
-    for _ in range(20):
-        for prompt in prompts:
-            logits = policy.model(input_ids=prompt).logits[:, -1]
-            torch.nn.functional.cross_entropy(logits, torch.tensor([2])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.apply(engine.check(dict(policy.weights())))
-    policy.save(tmp_path / "final", folder)
-    assert in_engine(engine) == in_transformers(tmp_path / "final") == [[2]] * len(CHATS)
-
-
-def test_bfloat16_is_what_the_engine_gets_and_the_folder_keeps_float32(folder: Path, tmp_path: Path) -> None:
-    config = ModelConfig(
-        model_path=str(folder), dtype="bfloat16", max_model_len=128, max_prompt_tokens=96, max_response_tokens=16
-    )
-    policy, engine = Policy(config, folder, 0), TextGenerator.build(config, folder, num_threads=1)
-    train(policy, 2)
-    engine.apply(engine.check(dict(policy.weights())))
-    policy.save(tmp_path / "final", folder)
-    saved: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    trained = dict(policy.model.named_parameters())
-    for name, tensor in saved.named_parameters():
-        assert torch.equal(tensor, trained[name])
-        assert torch.equal(engine.model.get_parameter(name), tensor.to(torch.bfloat16))
-    assert engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight

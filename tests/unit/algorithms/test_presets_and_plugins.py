@@ -6,15 +6,22 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.algorithms.vectors import Case
-from trinity_mq.algorithms.evaluator import evaluate
+from trinity_mq.algorithms.evaluator import evaluate, policy_terms
 from trinity_mq.algorithms.plugins import PluginError, load_plugins
+from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.algorithms.view import TokenView
+from trinity_mq.config import AlgorithmConfig, load_config
 from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.section import OptimizerConfig
 from trinity_mq.runtime.plugins import UnknownNameError
 
 
@@ -95,12 +102,6 @@ def test_a_surrogate_that_is_written_again_gives_the_same_loss_and_gradient() ->
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_arguments_come_from_the_configuration() -> None:
-    torch.testing.assert_close(
-        loss_of(scaled(), surrogate=piece("plain", factor=3.0)), 3 * loss_of(scaled(), surrogate=piece("plain"))
-    )
-
-
 def test_custom_fields_come_by_name_and_args_before_them() -> None:
     view = replace(scaled(), custom={"grade": torch.full((9,), 2.0, dtype=torch.float64), "other": torch.zeros(9)})
     wanted = 2 * loss_of(scaled(), surrogate={"kind": "log_linear"})
@@ -133,24 +134,15 @@ def test_corrections_weigh_tokens_or_leave_them_out() -> None:
         ("numbers", {}, r"returns a list, wanted a Tensor of shape \[9\]"),
         ("no_function", {}, r"is 3, wanted a function"),
         ("TokenView", {}, r"wanted a function"),
-    ],
-)
-def test_a_surrogate_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
-    with pytest.raises(PluginError, match=said):
-        loss_of(scaled(), surrogate=piece(name, **args))
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "said"),
-    [
         ("negative", {}, r"gives a weight of -1, wanted at least 0"),
         ("needy", {}, r"needs an argument 'threshold', which args does not give it"),
         ("near", {"limit": 1}, r"takes no argument 'limit', which args gives it; it takes bound"),
     ],
 )
-def test_a_correction_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+def test_a_piece_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+    own = piece(name, **args)
     with pytest.raises(PluginError, match=said):
-        loss_of(scaled(), correction=[piece(name, **args)])
+        loss_of(scaled(), **({"correction": [own]} if name in {"negative", "needy", "near"} else {"surrogate": own}))
 
 
 def test_a_path_that_leads_nowhere_is_found_before_the_first_step() -> None:
@@ -164,3 +156,86 @@ def test_numbers_that_were_not_finite_before_are_no_fault_of_the_plugin() -> Non
     view = scaled()
     broken = replace(view, mu=view.mu.index_fill(0, torch.tensor([2]), math.nan))
     assert not loss_of(broken, surrogate=piece("plain")).isfinite()
+
+
+LONGEST = 8
+"""``model.max_response_tokens``."""
+MASK = torch.tensor([[place < length for place in range(LONGEST)] for length in (5, 3, 1, 4)])
+SEQUENCES = torch.arange(4).repeat_interleave(MASK.sum(1))
+ADVANTAGES = torch.tensor([0.5, -0.25, -0.75, 0.5])
+SAMPLER = torch.full(MASK.shape, -1.0)
+LOG_RATIOS = torch.tensor([0.05, -0.3, 0.4, 0.01]).repeat(4, 2)
+"""Some within the clip and some beyond it, by token."""
+SURE = {"sft", "cpt", "raft", "sft_is", "sft_phi"}
+PAIRS = {"dpo", "ipo_pref"}
+
+
+def gradient(algorithm: dict[str, Any], log_ratios: Tensor = LOG_RATIOS) -> Tensor:
+    """Return the gradient of an algorithm's loss by the logprobs of a batch's answers."""
+    config = load_config({"model": {"tiny": {}, "max_response_tokens": LONGEST}, "algorithm": {"kl": None} | algorithm})
+    counts = MASK.sum(1)
+    logprob = (SAMPLER + log_ratios).requires_grad_()
+    view = TokenView(
+        logprob=logprob[MASK],
+        mu=SAMPLER[MASK],
+        advantage=ADVANTAGES.repeat_interleave(counts),
+        scale=torch.from_numpy(sequence_scales(counts.numpy(), np.arange(4), config.reduction)).float()[SEQUENCES],
+        segment=SEQUENCES,
+    )
+    (slopes,) = torch.autograd.grad(policy_terms(view, config.algorithm).loss, logprob)
+    return slopes
+
+
+def expected(loss: Any) -> Tensor:
+    """Return the gradient of ``loss``, a function of the log ratios, by the logprobs."""
+    log_ratios = LOG_RATIOS.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(log_ratios), log_ratios)
+    return found
+
+
+def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
+    return torch.max(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
+
+
+def test_dr_grpo_divides_by_answers_and_longest_answer_as_trl_and_the_papers_code_do() -> None:
+    """TRL, loss_type dr_grpo: the masked sum over ``per_token_loss.size(0) * max_completion_length``; the paper's code:
+    the mean over answers of masked sums with a constant normalizer.
+    """
+    losses = lambda ratios: torch.where(MASK, clipped(ratios.exp(), ADVANTAGES[:, None]), 0.0)  # noqa: E731
+    found = gradient({"algorithm_type": "dr_grpo"})
+    torch.testing.assert_close(found, expected(lambda ratios: losses(ratios).sum() / (4 * LONGEST)))
+    torch.testing.assert_close(found, expected(lambda ratios: (losses(ratios).sum(1) / LONGEST).mean()))
+    fresh = gradient({"algorithm_type": "dr_grpo"}, torch.zeros(MASK.shape))
+    torch.testing.assert_close(fresh[:, 0], torch.tensor([-0.015625, 0.0078125, 0.0234375, -0.015625]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_has_the_rate_of_its_kind_of_loss(name: str) -> None:
+    wanted = 2e-5 if name in SURE else 5e-6 if name in PAIRS else 1e-6
+    assert AlgorithmConfig(algorithm_type=name).optimizer.lr == wanted
+
+
+def test_the_rate_that_is_said_wins_over_the_presets() -> None:
+    data = {"model": {"tiny": {}}, "algorithm": {"algorithm_type": "sft", "optimizer": {"lr_warmup_steps": 3}}}
+    found = load_config(data).algorithm.optimizer
+    assert (found.lr, found.lr_warmup_steps) == (2e-5, 3)
+    assert load_config(data, ["algorithm.optimizer.lr=1e-6"]).algorithm.optimizer.lr == 1e-6
+    assert AlgorithmConfig(algorithm_type="sft", optimizer=OptimizerConfig(lr=1e-6)).optimizer.lr == 1e-6
+    assert AlgorithmConfig(algorithm_type="sft", optimizer=OptimizerConfig(betas=(0.9, 0.9))).optimizer.lr == 2e-5
+    resolved = AlgorithmConfig(algorithm_type="dpo", optimizer=OptimizerConfig(lr=3e-4))
+    assert AlgorithmConfig.model_validate(resolved.model_dump()).optimizer.lr == 3e-4
+
+
+PIECES = ("repeat_times", "estimator", *LossConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(base=st.sampled_from(sorted(PRESETS)), order=st.permutations(PIECES))
+def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list[str]) -> None:
+    preset = AlgorithmConfig(algorithm_type=name).model_dump(mode="json")
+    for under in (base, "grpo"):
+        by_hand = {"algorithm_type": under, **{piece: preset[piece] for piece in order}}
+        by_hand |= {"optimizer": {"lr": preset["optimizer"]["lr"]}}  # a preset's rate is none of its pieces
+        found = AlgorithmConfig.model_validate(by_hand)
+        assert found.model_dump(mode="json") | {"algorithm_type": name} == preset
