@@ -1,4 +1,5 @@
-"""The gate's machines, model-checked: every order of events within bounds.
+"""The gate's machines, model-checked: every order of events within bounds, and the same with a rule
+broken on purpose.
 
 The gate is a world of states: one coordinator, some members with their engines, and a network that loses, repeats and
 reorders at will. The network is the set of all that was ever said: each of it may arrive at any time, again, late, or
@@ -632,6 +633,94 @@ def test_every_order_of_events_keeps_the_rules_and_leaves_a_way_out(bounds: Boun
 @pytest.mark.parametrize("bounds", LARGE.values(), ids=list(LARGE))
 def test_the_nearest_states_of_larger_worlds_keep_them_too(bounds: Bounds) -> None:
     assert explore(World(bounds), limit=1000, way_out_of=20) > 300
+
+
+# -- a rule broken on purpose
+
+
+class AnswersToAnyTryCount(Trainer):
+    def _is_ours(self, event: SyncEvent) -> bool:
+        return event.sender in self._taking_part
+
+
+class AFailedGroupIsKept(Trainer):
+    def collective_failed(self, epoch: int, attempt: int, reason: str) -> list[Any]:
+        grouped = self._grouped
+        commands = super().collective_failed(epoch, attempt, reason)
+        self._grouped = grouped
+        return commands
+
+
+class LivesAreNotToldApart(Trainer):
+    def _is_restarted(self, event: SyncEvent) -> bool:
+        return False
+
+
+class TheCanaryIsNotLookedAt(Trainer):
+    def applied(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Any]:
+        return super().applied(event, None, now)
+
+
+class NothingHasADeadline(Trainer):
+    def tick(self, now: float) -> list[Any]:
+        return []
+
+
+class ACommitOfAnotherTryCounts(EngineMember):
+    def commit(self, event: SyncEvent) -> list[Any]:
+        if self.stage is MemberStage.APPLIED and self._prepare is not None and event.version == self._prepare.version:
+            return self._committed(self._prepare.version, 0)
+        return []
+
+
+class ALatePrepareIsTakenUpAgain(EngineMember):
+    """Found by the checker in an earlier form of the gate."""
+
+    def prepare(self, event: SyncEvent, now: float) -> list[Any]:
+        self._latest = (0, 0)
+        return super().prepare(event, now)
+
+
+class GenerationsDoNotRise(World):
+    def do_trainer_dies(self) -> None:
+        super().do_trainer_dies()
+        self.generation = 1
+
+
+class AnUntouchedMemberIsNotToldFromADirtyOne(World):
+    def host_does(self, name: str, commands: list[Any]) -> None:
+        super().host_does(name, commands)
+        engine = self.hosts[name].engine
+        if engine.phase == "dirty" and any(isinstance(command, Resume) for command in commands):
+            engine.phase, engine.version = "current", max(self.committed, default=None)
+
+
+BROKEN: dict[type[Any], tuple[Bounds, str]] = {
+    AnswersToAnyTryCount: (Bounds(versions=1, tries=2, breaks=1), "go without ready of all"),
+    AFailedGroupIsKept: (Bounds(versions=2, tries=3, breaks=1), "some have never been in it"),
+    LivesAreNotToldApart: (Bounds(versions=2, tries=2, breaks=0, engine_deaths=1), "some have never been in it"),
+    TheCanaryIsNotLookedAt: (Bounds(versions=1, tries=1, breaks=0, lies=1), "m0 serves"),
+    ACommitOfAnotherTryCounts: (Bounds(members=2, versions=1, tries=2, breaks=0, lies=1), "serves"),
+    GenerationsDoNotRise: (Bounds(versions=1, tries=2, breaks=0, trainer_deaths=1), "is committed after"),
+    NothingHasADeadline: (Bounds(versions=1, tries=1, breaks=0), "no way out"),
+    ALatePrepareIsTakenUpAgain: (Bounds(versions=1, tries=2, breaks=0, lies=1), "m0 serves"),
+    AnUntouchedMemberIsNotToldFromADirtyOne: (Bounds(versions=1, tries=1, breaks=1), "m0 serves"),
+}
+
+
+def world_with(broken: type[Any]) -> type[World]:
+    """Return a world in which one of the classes is replaced by ``broken``."""
+    if issubclass(broken, World):
+        return broken
+    kind = "trainer_type" if issubclass(broken, Trainer) else "member_type"
+    return type(broken.__name__, (World,), {kind: broken})
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_rule_is_found(broken: type[Any]) -> None:
+    bounds, message = BROKEN[broken]
+    with pytest.raises(Violation, match=message):
+        explore(world_with(broken)(bounds), way_out_of=5)
 
 
 if __name__ == "__main__":
