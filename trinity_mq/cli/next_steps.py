@@ -30,8 +30,7 @@ NEXT: Mapping[str, str] = {
     "clean": "trinity-mq list: what is still there",
     "schema": "schemas/README.md describes clients in other languages",
 }
-"""By command, with its action: the next step. Commands without a row say it themselves, or run until they are stopped.
-"""
+"""Next steps by command and action. Commands without a row print it themselves, or run until they are stopped."""
 EXAMPLE_TARGET = "example:arithmetic"
 
 

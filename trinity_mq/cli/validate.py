@@ -42,7 +42,9 @@ def _load(arguments: argparse.Namespace) -> Config:
     try:
         return load_target_configuration(arguments)
     except ConfigError as error:
-        if error.remaining is None or "buffer." in str(error):  # without its wrong keys a taskset is another one
+        if error.remaining is None or "buffer." in str(
+            error
+        ):  # without its wrong keys a taskset is a different taskset
             raise
         problems = [str(error)]
         try:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
 from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
-from trinity_mq.config.loading.problems import KeyLines, Location, Problem, validated
+from trinity_mq.config.loading.problems import KeyLines, Location, Problem, collect_problems
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
@@ -51,10 +51,10 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
             f"{where}: holds {STAGES}, each a separate run: give the folder or the name of one stage, as `trinity-mq "
             "list` shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
         )
-    return validate_settings(data, where, Source(path, overrides))
+    return validate_settings(data, where, SettingsSource(path, overrides))
 
 
-class Source(NamedTuple):
+class SettingsSource(NamedTuple):
     """Origin of settings, which is read again to find the lines of errors."""
 
     path: str | Path | Mapping[str, Any]
@@ -104,7 +104,7 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
     return settings
 
 
-def validate_settings(settings: Mapping[str, Any], where: str, source: Source | None = None) -> Config:
+def validate_settings(settings: Mapping[str, Any], where: str, source: SettingsSource | None = None) -> Config:
     """Return the validated configuration. A removed key warns, see :mod:`trinity_mq.config.loading.removed_keys`.
 
     Args:
@@ -120,11 +120,11 @@ def validate_settings(settings: Mapping[str, Any], where: str, source: Source | 
         for line in removed:
             warn_of_removed_key(line, where)
         removed = []
-    config, problems = validated(settings)
+    config, problems = collect_problems(settings)
     problems += [Problem((), line) for line in removed]
     if config is not None and not problems:
         return config
-    source = source or Source({})
+    source = source or SettingsSource({})
     numbered = sorted(
         zip(source.lines_of(problems), problems, strict=True), key=lambda pair: (pair[0] is None, pair[0])
     )

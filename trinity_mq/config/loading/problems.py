@@ -84,21 +84,22 @@ def _location(key: str) -> Location:
     return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
-def validated(settings: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
+def collect_problems(settings: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
     """Return the configuration, and all problems of the settings.
 
     If keys have problems, the settings without these keys are validated too, so that problems of other keys are
-    reported at the same time. The configuration is then the configuration without these keys; None: there is none.
+    reported at the same time. The configuration is then the configuration without these keys.
+    None: a section cannot be built without them.
     """
     problems: list[Problem] = []
     wrong: list[Location] = []
     while True:
         config, candidates = _validate(_without(settings, wrong))
         keys = {".".join(map(str, location)) for location in wrong}
-        known = {problem.text for problem in problems}
+        texts = {problem.text for problem in problems}
         for problem in candidates:
             follows_from_wrong_key = problem.location in wrong or any(key in problem.text for key in keys)
-            if problem.text not in known and not follows_from_wrong_key:
+            if problem.text not in texts and not follows_from_wrong_key:
                 problems.append(problem)
         further = [problem.location for problem in candidates if problem.location and problem.location not in wrong]
         if not further:

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.config.loading.load import STAGES, ConfigError, Source, config_title, read_settings, validate_settings
+from trinity_mq.config.loading.load import (
+    STAGES,
+    ConfigError,
+    SettingsSource,
+    config_title,
+    read_settings,
+    validate_settings,
+)
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 from trinity_mq.errors import suggest
@@ -62,7 +69,7 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     stages: list[Stage] = []
     for number, (name, stage) in enumerate(named):
         earlier = next((candidate for candidate in reversed(stages) if candidate.config.mode in TRAINING_MODES), None)
-        source = Source(path, overrides, (STAGES, number))
+        source = SettingsSource(path, overrides, (STAGES, number))
         stages.append(_stage(name, merged(settings, stage), earlier, source))
     return stages
 
@@ -109,7 +116,7 @@ def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]
         yield name, stage
 
 
-def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, source: Source) -> Stage:
+def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, source: SettingsSource) -> Stage:
     settings["name"] = f"{settings.get('name', 'run')}-{name}"
     if settings.get("run_dir"):
         settings["run_dir"] = f"{str(settings['run_dir']).rstrip('/')}-{name}"
