@@ -19,7 +19,12 @@ import pytest
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
 
 PACKAGES = ("trinity_mq/", "agents/trinity_agents/")
-IN_SDIST = ("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "constraints-cpu.txt", "MANIFEST.in")
+IN_SDIST = (
+    *("README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "pyproject.toml", "MANIFEST.in"),
+    *("constraints-cpu.txt", "deploy/requirements-hashed.txt"),
+)
+EXAMPLES = "trinity_mq/examples"
+"""A link in the checkout; its files are in wheel and sdist."""
 MADE = re.compile(r"PKG-INFO|setup\.cfg|[^/]*\.egg-info/.*|agents/[^/]*\.egg-info/.*")
 SIMULATE = """
 import sys, tempfile
@@ -48,6 +53,8 @@ def metadata(built: Built) -> str:
 
 def test_the_wheel_holds_every_tracked_file_of_the_packages_and_nothing_else(built):
     code = {name.removeprefix("agents/") for name in built.tracked if name.startswith(PACKAGES)}
+    code.remove(EXAMPLES)
+    code |= {f"trinity_mq/{name}" for name in built.tracked if name.startswith("examples/")}
     found = in_wheel(built)
     assert {name for name in found if ".dist-info/" not in name} == code
     for name in ("trinity_mq/py.typed", "trinity_agents/py.typed", "trinity_mq/page/static/dash.js"):
@@ -65,6 +72,8 @@ def test_the_sdist_holds_what_a_wheel_is_built_of_and_the_schemas_and_nothing_un
         or name in IN_SDIST
         or re.fullmatch(r"schemas/[^/]+\.json|schemas/README\.md", name)
     }
+    wanted.remove(EXAMPLES)
+    wanted |= {f"trinity_mq/{name}" for name in built.tracked if name.startswith("examples/")}
     assert len([name for name in wanted if name.startswith("schemas/")]) > 20
     assert {name for name in found if not MADE.fullmatch(name)} == wanted
     assert not found & set(UNTRACKED)
@@ -169,7 +178,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     names = tracked()
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
+        shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     for name in UNTRACKED:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("not tracked")
@@ -207,3 +216,46 @@ def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
     found = Clean(folder / "venv" / "bin" / "python", folder / "work")
     found.pip("install", "-c", ROOT / "constraints-cpu.txt", built.wheel)
     return found
+
+
+# -- type hints as a package that depends on this one sees them: mypy --strict against the installed wheel
+
+DOWNSTREAM = Path(__file__).with_name("downstream")
+WANTED = re.compile(r"# E: ([\w-]+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def mypy_output(clean: Clean) -> str:
+    """The whole package checked at once: most of the time goes into the dependencies."""
+    folder = clean.folder / "downstream"
+    folder.mkdir()
+    for name in ("good.py", "bad.py"):
+        (folder / name).write_text((DOWNSTREAM / name).read_text(encoding="utf-8"), encoding="utf-8")
+    words = ["--strict", "--python-executable", clean.python, "--no-error-summary", "--hide-error-context"]
+    # exit code 1: the errors of bad.py
+    mypy = (
+        f"{sys.executable} -m mypy --no-pretty --config-file= {' '.join(map(str, words))} good.py bad.py; test $? = 1"
+    )
+    return ran(["sh", "-c", mypy], folder, 600)
+
+
+def lines(output: str, name: str) -> set[tuple[int, str]]:
+    matches = re.findall(rf"^{name}:(\d+): error: .*\[([\w-]+)\]$", output, re.MULTILINE)
+    return {(int(number), code) for number, code in matches}
+
+
+def test_the_documented_interface_passes_strict(mypy_output):
+    assert lines(mypy_output, "good.py") == set(), mypy_output
+
+
+def test_every_wrong_use_is_an_error(mypy_output):
+    text = (DOWNSTREAM / "bad.py").read_text(encoding="utf-8")
+    wanted = {(number, found[1]) for number, line in enumerate(text.splitlines(), 1) if (found := WANTED.search(line))}
+    assert len(wanted) > 10
+    assert lines(mypy_output, "bad.py") == wanted, mypy_output
+
+
+def test_no_error_is_in_the_package_itself(mypy_output):
+    assert [
+        line for line in mypy_output.splitlines() if "error:" in line and not line.startswith(("good.py", "bad.py"))
+    ] == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 from deploy import supply_chain
 from deploy.supply_chain import (
@@ -204,3 +205,16 @@ class TestWithTheTools:
             reached.add(ref := waiting.pop())
             waiting += needs[ref] - reached
         assert {one["bom-ref"] for one in normal.values()} <= reached, "each is there because something needs it"
+
+
+def test_every_dependency_but_torch_is_pinned_with_hashes():
+    text = (ROOT / "deploy" / "requirements-hashed.txt").read_text(encoding="utf-8")
+    hashed = {}
+    for block in re.split(r"^(?=[a-zA-Z0-9])", text, flags=re.MULTILINE)[1:]:
+        name, version = re.match(r"([\w.-]+)==([\w.]+)", block).groups()
+        hashed[canonicalize_name(name)] = version
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}\b", block), name
+    assert "torch" not in hashed
+    assert set(dependencies()) - {"torch"} <= set(hashed)
+    versions = pins(PINS)
+    assert [name for name, version in hashed.items() if versions.get(name, version) != version] == []

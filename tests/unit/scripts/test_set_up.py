@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import pty
@@ -13,7 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from tests.processes import descendants
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 COPIED = ("pyproject.toml", "constraints-cpu.txt", "tests/containers/prepare", "tests/containers/build-images")
@@ -63,6 +68,16 @@ case $* in
     *"pip --version"*) [ "${0##*/}" = python ] ;;
 esac
 """
+
+
+def can_make_machines() -> bool:
+    """As fresh-machine judges: root on Debian, in a clone, new namespaces allowed."""
+    asked = [
+        "sh",
+        "-c",
+        "grep -qx ID=debian /etc/os-release && git rev-parse HEAD && unshare --mount --pid --fork true",
+    ]
+    return os.geteuid() == 0 and subprocess.run(asked, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
 
 class Clone:
@@ -297,3 +312,33 @@ def test_a_fresh_machine_says_why_it_cannot_run_and_what_it_runs_is_there(clone:
     script = (ROOT / "scripts/fresh-machine").read_text(encoding="utf-8")
     (named,) = re.findall(r'(?m)^TESTS="(.*)"$', script)
     assert [name for name in named.split() if not (ROOT / name).exists()] == []
+
+    @pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+    @pytest.mark.timeout(90)
+    async def test_a_signal_ends_all_that_it_started(
+        self, clone: Clone, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        """Here while it makes the bare system, with a debootstrap that only waits."""
+        started = tmp_path / "started"
+        clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
+        settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
+        (clone.bin / "id").unlink()
+        # a shell cannot trap what was ignored when it began, and under nohup or behind an & these are
+        by_default = ("env", "--default-signal=INT,HUP,TERM")
+        script = await asyncio.create_subprocess_exec(
+            *by_default, ROOT / "scripts/fresh-machine", env=os.environ | settings
+        )
+        await until(started.exists, 30)
+        inside: list[psutil.Process] = []
+
+        def waits_inside() -> bool:
+            inside[:] = [one for one, words in descendants(script.pid) if words[:1] == ["sleep"]]
+            return len(inside) == 1
+
+        await until(waits_inside, 30)  # the file may be there before the forked shell has become sleep
+        script.send_signal(number)
+        async with asyncio.timeout(30):
+            status = await script.wait()
+        assert status == (-number if number == signal.SIGKILL else 128 + number)
+        await until(lambda: not inside[0].is_running(), 10)
