@@ -99,15 +99,14 @@ make_environment() {
     stamp=$venv/.installed${extra:+-$extra}
     find_python
     # an environment knows its own path: one that was moved is made again
-    if [ -f "$venv/.place" ] && [ "$(cat "$venv/.place")" != "$PWD" ]; then rm -rf "$venv"; fi
+    if cat "$venv"/.installed* 2>/dev/null | cut -d' ' -f2- | grep -qvxF "$PWD"; then rm -rf "$venv"; fi
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         say "virtual environment in .venv"
         make_venv
     fi
-    echo "$PWD" >"$venv/.place"
-    wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
-    # what an extra brings along, it brings for all
-    if ! grep -qsx "$wanted" "$stamp" "$venv/.installed-dev"; then
+    wanted="$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1) $PWD"
+    # the tools of development include all that a user needs
+    if ! grep -qsxF "$wanted" "$stamp" "$venv/.installed-dev"; then
         say "dependencies${extra:+ of $extra}, as pinned in constraints-cpu.txt (minutes, once)"
         pip_install -c constraints-cpu.txt -e ".${extra:+[$extra]}" ||
             give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"

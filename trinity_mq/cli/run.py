@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.launch.exit_codes import EPILOG
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end. Return a code of :mod:`trinity_mq.launch.exit_codes`, 130 or 143."""
-    print(f"trinity-mq run {arguments.target}: checks the configuration", file=sys.stderr)  # imports take seconds
     with _fork_server() as server:
         from trinity_mq.launch.configured_run import run_configured
         from trinity_mq.targets.target import load_target_configuration, load_target_stages

@@ -14,7 +14,6 @@ from trinity_mq.models.errors import EngineRefused
 from trinity_mq.models.recording.history import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import _experience, experiences_from_columns, experiences_of
-from trinity_mq.models.recording.sse import text_of
 
 TOKENS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-9998, 0, width=32) | st.floats(-50, 0)
@@ -51,7 +50,7 @@ def one_by_one(answer: dict[str, Any], temperature: float) -> list[Experience]:
 
 
 def together(answer: dict[str, Any], temperature: float = 1.0) -> list[Experience] | None:
-    return experiences_from_columns(answer, temperature, text_of)
+    return experiences_from_columns(answer, temperature)
 
 
 @given(answers(), st.sampled_from([0.0, 0.5, 1, 2.0]))

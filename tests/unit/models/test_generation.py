@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.engines.torch import decoding, sampling
+from trinity_mq.engines.torch import generator as decoding
+from trinity_mq.engines.torch import sampling
 from trinity_mq.engines.torch.generator import SCORE_TOKENS, GenerationCancelled, TextGenerator, _batches
 from trinity_mq.engines.torch.sampling import choose
 

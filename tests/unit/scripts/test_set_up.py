@@ -121,8 +121,7 @@ class Clone:
         for name, lines in code.items():
             self.program(self.folder / ".venv/bin" / name, lines)
         pins = b"".join((self.folder / name).read_bytes() for name in ("pyproject.toml", "constraints-cpu.txt"))
-        (self.folder / ".venv/.installed-dev").write_text(f"{hashlib.sha256(pins).hexdigest()}\n")
-        (self.folder / ".venv/.place").write_text(f"{self.folder}\n")
+        (self.folder / ".venv/.installed-dev").write_text(f"{hashlib.sha256(pins).hexdigest()} {self.folder}\n")
 
     def run(self, *words: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -388,7 +388,7 @@ async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(here: 
 
 SCRIPT = """
 import asyncio, sys, time
-from trinity_agents.runner import agent
+from trinity_agents.runner import agent as watchdog
 watchdog.TICK = 0.05
 
 async def main():
