@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import traceback
@@ -85,12 +86,18 @@ def unguarded(stream: TextIO) -> TextIO:
     """Return the stream behind the guard. Use it to write terminal colours around text that is already
     :func:`escape_unsafe`.
     """
-    return stream.unguarded if isinstance(stream, EscapingStream) else stream
+    if isinstance(stream, EscapingStream):
+        stream.is_silent = False
+        return stream.unguarded
+    return stream
 
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard standard output and standard error inside the block, and the tracebacks of programming errors."""
+    """Guard standard output and standard error inside the block, and the tracebacks of programming errors. Text for a
+    stream that is closed, as with ``2>&-``, is lost.
+    """
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     out: Any = EscapingStream(unguarded(sys.stdout))
     err: Any = EscapingStream(unguarded(sys.stderr))
     sys.excepthook = _show_error
@@ -128,7 +135,7 @@ def open_console(out: TextIO | None = None, *, width: int | None = None) -> Cons
         width: Width in columns. None: the width of the terminal.
     """
     return _console_kind()(
-        file=unguarded(sys.stdout if out is None else out), width=width, markup=False, emoji=False, soft_wrap=False
+        file=sys.stdout if out is None else out, width=width, markup=False, emoji=False, soft_wrap=False
     )
 
 
@@ -140,7 +147,12 @@ def _console_kind() -> type[Console]:
     class VisibleConsole(Console):
         """Makes every segment of rendered text visible. Control segments come from rich itself and pass unchanged."""
 
+        def __init__(self, *, file: TextIO, **options: Any) -> None:
+            super().__init__(file=file.unguarded if isinstance(file, EscapingStream) else file, **options)
+            self._guarded = file
+
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            unguarded(self._guarded)  # now something is written
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(escape_unsafe(segment.text), segment.style)
 

@@ -18,13 +18,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit with code 2."""
         from trinity_mq.errors import suggest
+        from trinity_mq.telemetry import mask_passwords
 
         if match := _INVALID_CHOICE.search(message):
             choices = [choice.strip(" '") for choice in match["choices"].split(",")]
             message = f"{message[: match.start()]}no {match['word']!r}; {suggest(match['word'], choices)}"
         elif message.startswith("unrecognized arguments:") and (option := _OPTION.search(message)):
             message += f"; {suggest(option[0], dict.fromkeys(_OPTION.findall(self.format_help())), 'options:')}"
-        super().error(message)
+        super().error(mask_passwords(message))
 
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:

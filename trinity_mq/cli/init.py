@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import keyword
 import re
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.config.loading.examples import EXAMPLES, STARTER
@@ -31,25 +34,41 @@ def init(arguments: argparse.Namespace) -> int:
     """Write the folder. Return 0."""
     folder: Path = arguments.folder
     name = folder.absolute().name
-    module = name.replace("-", "_")
-    if not _NAME.fullmatch(name) or keyword.iskeyword(module) or module in sys.stdlib_module_names:
+    module, kind = name.replace("-", "_"), "".join(word.title() for word in name.split("-"))
+    if not _NAME.fullmatch(name) or keyword.iskeyword(module) or keyword.iskeyword(kind) or _is_installed(module):
         raise CommandError(
             f"{name!r} cannot name an agent: wanted at most 40 small letters, digits and -, beginning with a letter, "
-            "and no name of a module of Python, such as my-agent"
+            "and no name of a module of Python or of an installed package, such as my-agent"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CommandError(f"{folder} exists and is not empty: name a new folder")
-    words = {"my-agent": name, "my_agent": module, "MyAgent": "".join(word.title() for word in name.split("-"))}
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CommandError(f"{folder} exists and is not empty: name a new folder")
+        _write(folder, {"my-agent": name, "my_agent": module, "MyAgent": kind})
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be written: {error.strerror or error}; name a new folder") from error
     for file_name, purpose in _PURPOSES.items():
-        text = (EXAMPLES / STARTER / file_name).read_text(encoding="utf-8")
-        for word, replacement in words.items():
-            text = text.replace(word, replacement)
-        target = folder / file_name.replace("my_agent", module)
-        target.write_text(text, encoding="utf-8")
-        print(f"{target!s:40} {purpose}")
+        print(f"{folder / file_name.replace('my_agent', module)!s:40} {purpose}")
     print(
-        f"\nnext:\n  cd {folder}\n  python -m unittest -b  # the test of the agent: seconds, without a broker\n"
+        f"\nnext:\n  cd {shlex.quote(str(folder))}\n"
+        "  python -m unittest -b  # the test of the agent: seconds, without a broker\n"
         f"  trinity-mq run {module}.yaml  # trains the agent; a minute on two cores"
     )
     return 0
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module of this name is part of Python or installed: the agent's module would hide it."""
+    if module in sys.stdlib_module_names:
+        return True
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None and Path.cwd() not in Path(spec.origin).parents[:2]
+
+
+def _write(folder: Path, words: Mapping[str, str]) -> None:
+    """Write the files of the starter with ``words`` replaced."""
+    for file_name in _PURPOSES:
+        text = (EXAMPLES / STARTER / file_name).read_text(encoding="utf-8")
+        for word, replacement in words.items():
+            text = text.replace(word, replacement)
+        (folder / file_name.replace("my_agent", words["my_agent"])).write_text(text, encoding="utf-8")

@@ -177,7 +177,7 @@ def _run(argv: Sequence[str] | None) -> int:
             code: int = arguments.function(arguments)
         sys.stdout.flush()  # a closed output raises BrokenPipeError here instead of at python's exit
         if code == 0 and (line := next_step(arguments)) is not None:
-            print(line, file=sys.stderr)
+            _show_hint(line)
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -200,6 +200,18 @@ def _run(argv: Sequence[str] | None) -> int:
         return EXIT_USER
 
 
+def _show_hint(line: str) -> None:
+    """Print a line on stderr. Nothing fails if it cannot be written."""
+    if "://" in line:
+        from trinity_mq.telemetry import mask_passwords
+
+        line = mask_passwords(line)
+    try:
+        print(line, file=sys.stderr)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # else python's own flush at exit would fail
+
+
 class _RootParser(Parser):
     """The parser of the command line. Its help shows the commands in groups."""
 
@@ -207,7 +219,7 @@ class _RootParser(Parser):
 
     def format_help(self) -> str:
         """Return the help text: usage, a list for each group of commands, and the first command to try."""
-        width = min(shutil.get_terminal_size().columns, 120) - 2
+        width = max(min(shutil.get_terminal_size().columns, 120) - 2, 2 * HELP_COLUMN)
         blocks = [self.format_usage().rstrip(), textwrap.fill(self.description or "", width)]
         for title, rows in COMMAND_GROUPS:
             blocks.append("\n".join([f"{title}:", *(_help_lines(name, text, width) for name, _, text in rows)]))

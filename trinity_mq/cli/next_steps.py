@@ -5,27 +5,27 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 NEXT: Mapping[str, str] = {
     "validate": "trinity-mq run {target}",
-    "submit": "trinity-mq status {target}",
+    "submit": "trinity-mq status {target}{broker}",
     "list": "trinity-mq status NAME, or trinity-mq why NAME: what does the run wait for?",
-    "status": "trinity-mq why {target}: what does the run wait for?",
-    "logs": "trinity-mq why {target}: what does the run wait for?",
+    "status": "trinity-mq why {target}{broker}: what does the run wait for?",
+    "logs": "trinity-mq why {target}{broker}: what does the run wait for?",
     "timeline": "trinity-mq why {target}: which part is the slowest, and what to do",
-    "inspect": "trinity-mq regrade {target} --reward NAME: what would another reward function say?",
+    "inspect": "trinity-mq regrade {target} --reward NAME{broker}: what would another reward function say?",
     "audit": "trinity-mq report {target}: curves and settings on one page",
-    "doctor": "trinity-mq run {target}",
+    "doctor": "trinity-mq run {target}{broker_setting}",
     "settings": "trinity-mq settings SECTION, or section.key=value after the file in any command",
     "algorithms": "algorithm.algorithm_type=NAME after the file of trinity-mq run",
     "debug workflow": "trinity-mq run {target}",
     "debug algorithm": "trinity-mq run {target}",
-    "regrade": "trinity-mq inspect {target}: the same experiences, token by token",
-    "dead list": "trinity-mq dead replay {target}, after the cause is removed",
-    "dead replay": "trinity-mq status {target}",
-    "review list": "trinity-mq review show {target} ID, then keep, drop or reward",
-    "review show": "trinity-mq review keep|drop|reward {target} ID",
-    "migrate": "trinity-mq validate {out}",
+    "regrade": "trinity-mq inspect {target}{broker}: the same experiences, token by token",
+    "dead list": "trinity-mq dead replay {target}{broker}, after the cause is removed",
+    "dead replay": "trinity-mq status {target}{broker}",
+    "review list": "trinity-mq review show {target} ID{broker}, then keep, drop or reward",
+    "review show": "trinity-mq review keep|drop|reward {target} ID{broker}",
     "convert-experiences": "trinity-mq inspect FILE",
     "clean": "trinity-mq list: what is still there",
     "schema": "schemas/README.md describes clients in other languages",
@@ -38,12 +38,15 @@ def next_step(arguments: argparse.Namespace) -> str | None:
     """Return the line about the next step, or None. Output for programs has none."""
     words = [arguments.command, getattr(arguments, "action", None)]
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)
-    if text is None or getattr(arguments, "json", None):
+    ends_with_run = getattr(arguments, "follow", False)
+    if text is None or ends_with_run or getattr(arguments, "json", None):
         return None
     target = getattr(arguments, "target", None) or EXAMPLE_TARGET
-    out = getattr(arguments, "out", None)
-    if "{out}" in text and out is None:
+    if arguments.command == "inspect" and Path(target).suffix == ".tmqx":  # a file, which no other command takes
         return None
+    has_broker = getattr(arguments, "broker", None) is not None
     return "next: " + text.format(
-        target=shlex.join([str(target), *getattr(arguments, "overrides", [])]), out=shlex.quote(str(out))
+        target=shlex.join([str(target), *getattr(arguments, "overrides", [])]),
+        broker=" --broker URL" if has_broker else "",
+        broker_setting=" broker.url=URL" if has_broker else "",
     )

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.config import Config, ConfigError, Stage
+from trinity_mq.config.loading.problems import Problem
 from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.operations.long_prompts import count_long_prompts
 from trinity_mq.operations.validate import check_all, tasksets
 from trinity_mq.targets.target import load_target_configuration, load_target_stages
+
+DECIDING = frozenset({"buffer", "mode", "plugin_dirs", "source"})
+"""Sections that decide which tasksets, workflows and functions exist."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +46,24 @@ def _load(arguments: argparse.Namespace) -> Config:
     try:
         return load_target_configuration(arguments)
     except ConfigError as error:
-        if error.remaining is None or "buffer." in str(
-            error
-        ):  # without its wrong keys a taskset is a different taskset
+        if error.remaining is None or any(_decides_checks(problem) for problem in error.problems):
             raise
-        problems = [str(error)]
+        lines = str(error).split("\n")
         try:
             check_all(error.remaining)
         except ConfigError as further:
-            problems.append(str(further))
-        raise ConfigError("\n".join(problems)) from None
+            lines += [
+                line
+                for line in str(further).split("\n")
+                if not any(problem.may_cause((), line) for problem in error.problems)
+            ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _decides_checks(problem: Problem) -> bool:
+    """Return whether the checks of tasksets and of user code would check something else without a wrong key."""
+    sections = [problem.location[0], *problem.similar] if len(problem.location) == 1 else problem.location[:1]
+    return not DECIDING.isdisjoint(sections)
 
 
 def _is_trained(stage: Stage) -> bool:

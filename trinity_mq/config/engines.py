@@ -65,9 +65,9 @@ PolicyEngine = Annotated[str, _names("takes_weights")]
 AuxiliaryEngine = Annotated[str, _names("serves_auxiliary")]
 
 
-def engine_row(name: str) -> EngineRow:
-    """Return the facts about an engine of the table or a plug-in."""
-    return ENGINES.get(name, PLUGIN_ENGINE)
+def engine_row(name: object) -> EngineRow:
+    """Return the facts about an engine of the table or a plug-in. Any value except a text counts as a plug-in."""
+    return ENGINES.get(name, PLUGIN_ENGINE) if isinstance(name, str) else PLUGIN_ENGINE
 
 
 class AuxiliaryModelConfig(Section):

@@ -51,7 +51,7 @@ def test_submitters_and_readers_make_only_queues_of_their_own() -> None:
         (("a-b", "--role", "reader", "--vhost", "/x"), None),
         (("A.B",), "run name 'A.B' must be"),
         (("a", "--role", "reader", "--replies"), "--replies is for agents"),
-        (("a", "--role", "king"), "no 'king'; there are agent"),
+        (("a", "--role", "king"), "no 'king'; "),
     ],
 )
 def test_the_command_prints_lines_that_survive_a_shell(words: tuple[str, ...], said: str | None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli import main as cli
+from trinity_mq.cli.next_steps import NEXT, next_step
 from trinity_mq.config import load_config, load_stages
 from trinity_mq.config.loading.examples import EXAMPLES, example_names
 
@@ -39,6 +43,7 @@ def test_without_a_command_the_help_lists_every_command_in_its_group(capsys: pyt
         (["rum", "x"], "no 'rum'; did you mean 'run'?"),
         (["dead", "lst", "x"], "no 'lst'; did you mean 'list'?"),
         (["run", "x", "--plan"], "unrecognized arguments: --plan; did you mean '--plain'?"),
+        (["status", "x", "--brokr=amqp://u:p@h"], "arguments: --brokr=amqp://u:***@h; did you mean '--broker'?"),
         (["validate", "example:arithmetics"], "did you mean 'arithmetic'?"),
         (["run"], "the following arguments are required: TARGET\n"),
     ],
@@ -105,7 +110,9 @@ class TestAnAgentOfOnesOwn:
             assert done.returncode == 0, done.stderr
         assert "workflow ShopAgent from" in done.stdout
 
-    @pytest.mark.parametrize("name", ["json", "class", "9lives", "My_Agent", "a" * 41, "-x"])
+    @pytest.mark.parametrize(
+        "name", ["json", "class", "none", "yaml", "trinity-mq", "9lives", "My_Agent", "a" * 41, "-x"]
+    )
     def test_a_name_that_cannot_be_a_module_and_a_run_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -121,6 +128,80 @@ class TestAnAgentOfOnesOwn:
         assert "is not empty" in capsys.readouterr().err
         assert [path.name for path in (tmp_path / "mine").iterdir()] == ["mine.py"]
 
+    @pytest.mark.parametrize(
+        ("folder", "why"), [("file", "File exists"), ("dangling", "File exists"), ("file/agent", "Not a directory")]
+    )
+    def test_a_folder_that_cannot_be_made_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, why: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("file").touch()
+        Path("dangling").symlink_to("nowhere")
+        assert run("init", folder) == 2
+        assert capsys.readouterr().err == (f"trinity-mq init: {folder} cannot be written: {why}; name a new folder\n")
+
+    def test_an_empty_folder_is_filled_and_its_name_is_quoted(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("my projects/shop").mkdir(parents=True)
+        assert run("init", "my projects/shop/") == 0
+        assert "  cd 'my projects/shop'\n" in capsys.readouterr().out
+        assert Path("my projects/shop/shop.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["validate", "a b.yaml", "name=x y"], "trinity-mq run 'a b.yaml' 'name=x y'"),
+        (["inspect", "x.tmqx"], None),
+        (["inspect", "x", "--json"], None),
+        (["inspect", "x"], "trinity-mq regrade x --reward NAME: what would another reward function say?"),
+        (["status", "x", "--broker", "amqp://u:p@h"], "trinity-mq why x --broker URL: what does the run wait for?"),
+        (["doctor", "--broker", "amqp://u:p@h"], "trinity-mq run example:arithmetic broker.url=URL"),
+        (["migrate", "x", "-o", "y"], None),  # prints it itself
+        (["review", "show", "x", "a=1", "id"], "trinity-mq review keep|drop|reward x a=1 ID"),
+        (["debug", "algorithm", "x"], "trinity-mq run x"),
+        (["tap", "x"], None),
+        (["logs", "x", "--follow"], None),  # then the run is over
+    ],
+)
+def test_the_next_step_is_a_command_that_works(words: list[str], line: str | None) -> None:
+    assert next_step(cli.argument_parser().parse_args(words)) == (line and f"next: {line}")
+
+
+def test_every_next_step_begins_with_a_command_and_an_action_that_exist() -> None:
+    for text in NEXT.values():
+        for command, action in re.findall(r"trinity-mq (\w+)(?: (list|show|replay|keep))?", text):
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+                cli.argument_parser().parse_args([command, *filter(None, [action]), "--help"])
+            for option in re.findall(r"--\w+|\{broker\}", text.split(f"trinity-mq {command}")[1]):
+                assert option.replace("{broker}", "--broker") in shown.getvalue(), (text, option)
+
+
+def test_the_next_step_shows_no_password_and_its_loss_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("model: {tiny: {}}\nmode: serve\n")
+    assert run("validate", str(path), "broker.url=amqp://u:secret@h") == 0
+    captured = capsys.readouterr()
+    assert "broker.url=amqp://u:***@h" in captured.err
+    assert "secret" not in captured.err + captured.out
+    command = f"{sys.executable} -m trinity_mq.cli.main settings monitor"
+    for redirection in ("2>&-", "2>/dev/full", "2> >(true)"):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {redirection}"], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (done.returncode, "next:" in done.stdout, done.stdout[:8]) == (0, False, "monitor."), redirection
+
+
+def test_a_narrow_terminal_shows_the_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    assert run() == 0
+    assert "first steps:" in capsys.readouterr().out
+
 
 def test_a_silent_command_says_on_a_terminal_that_it_loads_and_nowhere_else() -> None:
     program = (
@@ -132,15 +213,19 @@ def test_a_silent_command_says_on_a_terminal_that_it_loads_and_nowhere_else() ->
         "        print('done')\n"
         "    with terminal.announced('again', 0.01):\n"
         "        time.sleep(0.1)\n"
+        "with terminal.guarded_output():\n"
+        "    with terminal.announced('loading', 0.3):\n"
+        "        terminal.open_console().print('done')\n"
+        "        time.sleep(0.5)\n"
     )
     leader, follower = os.openpty()
     try:
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, stderr=follower, stdout=subprocess.PIPE, text=True, check=True)
-        assert done.stdout == "done\n"
+        assert done.stdout == "done\ndone\n"
         assert os.read(leader, 1000) == b"loading\r\n"
     finally:
         os.close(follower)
         os.close(leader)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("done\n", "")
+    assert (done.stdout, done.stderr) == ("done\ndone\n", "")

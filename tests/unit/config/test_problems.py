@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config, load_stages
@@ -88,6 +89,113 @@ def test_merged_keys_are_looked_up_where_they_stand(tmp_path: Path) -> None:
     assert {place: text.split(":")[0] for place, text in problems(path).items()} == {
         "5": "buffer.eval_tasksets.0.limitt"
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "lines"),
+    [
+        # a key beside << is the cause, wherever << is
+        (
+            "buffer:\n  taskset: &base {path: x, limit: 1}\n  eval_tasksets:\n"
+            "    - <<: *base\n      name: y\n      limit: z\n",
+            [],
+            ["7"],
+        ),
+        ("x: &a {nprok: 3}\ntrainer:\n  <<: [*a]\n", [], ["2", "2"]),
+        ("trainer: &a\n  <<: *a\n  nprok: 3\n", [], ["4"]),
+        ("buffer:\n  eval_tasksets:\n    - {path: y, limit: 1}\n", ["buffer.eval_tasksets[0].limit=z"], [""]),
+        ("name: x  # a\u0085b\n", ["stall=3"], [""]),
+        (
+            "operator: {operators: [{name: 'a\u2028b', args: 3}]}\nstall: 3\n",
+            [],
+            ["2", "3"],
+        ),  # no line end to an editor
+        ("trainer: {1: 2}\nbroker: {url: 3, amqp://u:secret@h: 4}\n", [], ["2", "3", "3"]),
+    ],
+)
+def test_the_line_is_the_one_that_sets_the_value(
+    tmp_path: Path, text: str, overrides: list[str], lines: list[str]
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("model: {tiny: {}}\n" + text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    places = [line.removeprefix(f"{path}:").partition(" ")[0].rstrip(":") for line in str(caught.value).splitlines()]
+    assert places == lines
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("overrides", "line"), [([], "3"), (["stages.0.buffer.batch_size=a"], "")])
+def test_a_problem_outside_of_the_stages_has_the_line_outside(tmp_path: Path, overrides: list[str], line: str) -> None:
+    path = tmp_path / "stages.yaml"
+    path.write_text(
+        "model: {tiny: {}}\nbuffer:\n  batch_size: x\nstages:\n  - stage_name: first\n    buffer: {total_steps: 3}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_stages(path, overrides)
+    assert str(caught.value).startswith(f"{path}:{line}: stage first: buffer.batch_size: ".replace("::", ":"))
+
+
+@pytest.mark.parametrize("text", ["buffer: &a [*a]\n", "buffer: " + "[" * 999 + "]" * 999])
+def test_a_file_without_an_end_or_too_deep_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="too many levels"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {tiny: {}, max_model_len: 32, max_prompt_tokens: 16, max_response_tokenz: 3}",
+        "model: {tiny: {}}\ntrainer: {batches_per_step: 3}\nsynchronizer: {sync_intervall: 3}",
+        "model: {tiny: {}}\nmod: bench\nsource: {tap: other}\nalgorithm: {algorithm_type: sft}",
+        "model: {tiny: {}}\nbuffer: {trainer_input: {auxiliary_buffers: {a: {pathh: x}}}}",
+        "model: {tiny: {}}\nalgorithm: {repeat_times: 1, estimatr: {kind: group, baseline: none, scale: none}}",
+    ],
+)
+def test_a_wrong_key_is_one_problem_and_not_also_what_follows_from_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"^[^\n]*: unknown key; did you mean '\w+'\?$"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["algorithm.std_level", "algorithm.kl_loss_fn", "algorithm.estimator.kind", "explorer.rollout_model.engine"],
+)
+@pytest.mark.parametrize("value", ["[]", "{a: 1}"])
+def test_a_list_or_a_section_in_the_place_of_a_name_is_refused(key: str, value: str) -> None:
+    section = key.partition(".")[0]
+    with pytest.raises(ConfigError, match=f"^configuration: {section}"):
+        load_config({"model": {"tiny": {}}}, ["algorithm.std_level=group", f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["plugin_dir: [FOLDER]", "{plugin_dirs: [FOLDER], explorer: {rollout_model: {enable_histroy: true}}}"],
+)
+def test_validate_reports_nothing_that_follows_from_a_wrong_key(
+    tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recorded_steps.py").write_text(
+        "from trinity_mq.workflows import AsyncRewardPropagationWorkflow\n"
+        "class Steps(AsyncRewardPropagationWorkflow):\n"
+        "    async def step_async(self, step_num): ...\n"
+        "    async def reward_async(self, exps): ...\n"
+    )
+    (tmp_path / "records.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    path = tmp_path / "x.yaml"
+    settings = {
+        "model": {"tiny": {}},
+        "buffer": {"taskset": {"path": str(tmp_path / "records.jsonl"), "workflow": "recorded_steps.Steps"}},
+        **yaml.safe_load(wrong.replace("FOLDER", str(tmp_path))),
+    }
+    path.write_text(yaml.safe_dump(settings))
+    assert main(["validate", str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "unknown key" in line
 
 
 def test_validate_checks_what_is_right_although_a_key_is_wrong(

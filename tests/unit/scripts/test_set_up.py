@@ -238,6 +238,33 @@ def test_get_smollm2_names_a_download_that_failed_and_leaves_other_folders_alone
     assert (refused.returncode, refused.stderr) == (1, expected)
 
 
+def test_an_environment_is_made_again_only_where_it_was_moved(clone: Clone) -> None:
+    """Earlier scripts wrote the place behind the digest of the pins."""
+    kept = clone.folder / ".venv/kept"
+    for stamp, place, is_kept in [
+        ("", "PLACE", True), ("", "/elsewhere", False), ("0 PLACE", "", True), ("0 /elsewhere", "", False),
+    ]:  # fmt: skip
+        clone.install(python=PIP_INSTALLS.replace("${0##*/}", "python"))
+        clone.has("python3", PIP_INSTALLS)
+        kept.touch()
+        (clone.folder / ".venv/.installed-dev").unlink()
+        for name, text in ((".installed", stamp), (".place", place)):
+            (clone.folder / ".venv" / name).unlink(missing_ok=True)
+            if text:
+                (clone.folder / ".venv" / name).write_text(text.replace("PLACE", str(clone.folder)) + "\n")
+        clone.run("scripts/demo", **BROKER)
+        assert kept.exists() == is_kept, (stamp, place)
+        assert (clone.folder / ".venv/.place").read_text() == f"{clone.folder}\n"
+
+
+def test_what_a_test_installed_serves_a_demo_and_not_the_other_way(clone: Clone) -> None:
+    clone.install()
+    assert "dependencies" not in clone.run("scripts/demo", **BROKER).stdout
+    (clone.folder / ".venv/.installed-dev").rename(clone.folder / ".venv/.installed")
+    assert "dependencies" not in clone.run("scripts/demo", **BROKER).stdout
+    assert "== dependencies of dev," in clone.run("scripts/test", "tests/unit", **BROKER).stdout
+
+
 def test_what_pip_does_is_shown(clone: Clone) -> None:
     clone.has("python3", PIP_INSTALLS)
     done = clone.run("scripts/demo", **BROKER)
@@ -312,32 +339,33 @@ def test_a_fresh_machine_says_why_it_cannot_run_and_what_it_runs_is_there(clone:
     (named,) = re.findall(r'(?m)^TESTS="(.*)"$', script)
     assert [name for name in named.split() if not (ROOT / name).exists()] == []
 
-    @pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-    @pytest.mark.timeout(90)
-    async def test_a_signal_ends_all_that_it_started(
-        self, clone: Clone, tmp_path: Path, number: signal.Signals
-    ) -> None:
-        """Here while it makes the bare system, with a debootstrap that only waits."""
-        started = tmp_path / "started"
-        clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
-        settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
-        (clone.bin / "id").unlink()
-        # a shell cannot trap what was ignored when it began, and under nohup or behind an & these are
-        by_default = ("env", "--default-signal=INT,HUP,TERM")
-        script = await asyncio.create_subprocess_exec(
-            *by_default, ROOT / "scripts/fresh-machine", env=os.environ | settings
-        )
-        await until(started.exists, 30)
-        inside: list[psutil.Process] = []
 
-        def waits_inside() -> bool:
-            inside[:] = [one for one, words in descendants(script.pid) if words[:1] == ["sleep"]]
-            return len(inside) == 1
+@pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.timeout(90)
+async def test_a_signal_ends_all_that_a_fresh_machine_started(
+    clone: Clone, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Here while it makes the bare system, with a debootstrap that only waits."""
+    started = tmp_path / "started"
+    clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
+    settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
+    (clone.bin / "id").unlink()
+    # a shell cannot trap what was ignored when it began, and under nohup or behind an & these are
+    by_default = ("env", "--default-signal=INT,HUP,TERM")
+    script = await asyncio.create_subprocess_exec(
+        *by_default, ROOT / "scripts/fresh-machine", env=os.environ | settings
+    )
+    await until(started.exists, 30)
+    inside: list[psutil.Process] = []
 
-        await until(waits_inside, 30)  # the file may be there before the forked shell has become sleep
-        script.send_signal(number)
-        async with asyncio.timeout(30):
-            status = await script.wait()
-        assert status == (-number if number == signal.SIGKILL else 128 + number)
-        await until(lambda: not inside[0].is_running(), 10)
+    def waits_inside() -> bool:
+        inside[:] = [process for process, words in descendants(script.pid) if words[:1] == ["sleep"]]
+        return len(inside) == 1
+
+    await until(waits_inside, 30)  # the file may be there before the forked shell has become sleep
+    script.send_signal(number)
+    async with asyncio.timeout(30):
+        status = await script.wait()
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    await until(lambda: not inside[0].is_running(), 10)

@@ -150,10 +150,13 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
             raise ValueError(
                 f"kl_coef has no meaning for the estimator {kind!r}; for a KL term set kl: {{kind: k2, coef: {value}}}"
             )
-        elif name in TOP_LEVEL and kind in FIELDS and ESTIMATOR_KEYS[name] not in FIELDS[kind]:
+        elif (
+            name in TOP_LEVEL and isinstance(kind, str) and kind in FIELDS and ESTIMATOR_KEYS[name] not in FIELDS[kind]
+        ):
             raise ValueError(f"{name} has no meaning for the estimator {kind!r}: remove it, or set it to null")
         else:
-            result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value)
+            is_plain = not isinstance(value, dict | list)  # the model of the estimator refuses others
+            result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value) if is_plain else value
     return result
 
 
@@ -170,7 +173,7 @@ def _arguments(user_settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _lookup(name: str, value: Any, table: Mapping[str, str]) -> str:
-    if value not in table:
+    if isinstance(value, dict | list) or value not in table:
         raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
     return table[value]
 

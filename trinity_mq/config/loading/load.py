@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
 from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
-from trinity_mq.config.loading.problems import KeyLines, Location, Problem, collect_problems
+from trinity_mq.config.loading.problems import MERGE, KeyLines, Location, Problem, collect_problems
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
@@ -24,8 +24,6 @@ _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 STAGES = "stages"
 """Key of a file that describes several runs, one after another."""
-MERGE = "tag:yaml.org,2002:merge"
-"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 
 
 class ConfigError(ValueError):
@@ -33,6 +31,8 @@ class ConfigError(ValueError):
 
     remaining: Config | None = None
     """The configuration without the keys that have errors, if it is valid."""
+    problems: Sequence[Problem] = ()
+    """The problems of keys and between keys that the message lists."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -101,6 +101,8 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
         settings: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]  # of a mapping
     except OmegaConfBaseException as error:
         raise ConfigError(f"{config_title(path)}: {_explain_interpolation(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{config_title(path)}: too many levels, or an alias (*name) inside of its anchor") from None
     return settings
 
 
@@ -130,10 +132,9 @@ def validate_settings(settings: Mapping[str, Any], where: str, source: SettingsS
     )
     path = str(source.path)
     titles = [where if line is None else where.replace(path, f"{path}:{line}", 1) for line, _ in numbered]
-    error = ConfigError(
-        "\n".join(f"{title}: {problem.text}" for title, (_, problem) in zip(titles, numbered, strict=True))
-    )
-    error.remaining = config
+    lines = [f"{title}: {problem.text}" for title, (_, problem) in zip(titles, numbered, strict=True)]
+    error = ConfigError(mask_passwords("\n".join(lines)))
+    error.remaining, error.problems = config, problems
     raise error
 
 

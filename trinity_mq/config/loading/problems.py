@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
@@ -16,6 +17,8 @@ from trinity_mq.telemetry.log import mask_passwords
 
 Location = tuple[int | str, ...]
 """Keys and list positions that lead to a value, from the top of the settings."""
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 _KEY = re.compile(r"^[a-z_]+(?= is )|[a-z_]+(?:\.[a-z0-9_]+)+")
 """A key in the text of a problem: several parts with dots, or the subject of the sentence."""
 
@@ -26,6 +29,35 @@ class Problem(NamedTuple):
     location: Location
     """Key as the user wrote it. Empty: the problem is about several keys, which the text names."""
     text: str
+    similar: Sequence[str] = ()
+    """Known keys that an unknown key is similar to. The user may have meant one of them."""
+
+    def may_cause(self, location: Location, text: str) -> bool:
+        """Return whether another problem may be there only because the key of this problem is left out.
+
+        Args:
+            location: Location of the other problem.
+            text: Text of the other problem.
+        """
+        if not self.location or location != self.location[: len(location)]:
+            return False
+        path = [str(part) for part in self.location]
+        is_algorithm = path[0] == "algorithm"  # its settings follow from one another
+        is_around = len(location) + 1 < len(path)  # a section around the section of the key
+        if location and (is_around or is_algorithm or location == self.location):
+            return True
+        words = [path[-1], *self.similar]
+        if location:  # the text names keys of this section by their last part
+            return _names(text, words)
+        sections = [".".join(path[:length]) for length in range(2, len(path))]
+        sections += ["algorithm"] * is_algorithm
+        keys = [".".join([*path[:-1], word]) for word in words]
+        return _names(text, [*sections, *keys, *(word for word in words if "_" in word)])
+
+
+def _names(text: str, words: Sequence[str]) -> bool:
+    """Return whether a text contains a word, or a name that begins with a word and ``_``."""
+    return any(re.search(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9])", text) for word in words)
 
 
 class KeyLines:
@@ -38,24 +70,12 @@ class KeyLines:
     """
 
     def __init__(self, text: str, overridden: Sequence[str] = ()) -> None:
-        self._lines: dict[Location, int] = {}
+        self._text = text
         self._overridden = [_location(key) for key in overridden]
         try:
-            self._add(yaml.compose(text, Loader=yaml.SafeLoader), ())
-        except yaml.YAMLError:
-            self._lines.clear()  # the problem of such a file is explained where it is read
-
-    def _add(self, node: yaml.Node | None, location: Location) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    place = (*location, key.value)
-                    self._lines.setdefault(place, key.start_mark.line + 1)
-                    self._add(value, location if key.value == "<<" else place)
-        elif isinstance(node, yaml.SequenceNode):
-            for number, item in enumerate(node.value):
-                self._lines.setdefault((*location, number), item.start_mark.line + 1)
-                self._add(item, (*location, number))
+            self._root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, RecursionError):
+            self._root = None  # the problem of such a file is explained where it is read
 
     def of(self, problem: Problem, within: Location = ()) -> int | None:
         """Return the line of a problem: of its key, of the section that lacks the key, or of the first key that the
@@ -71,17 +91,52 @@ class KeyLines:
         return next((line for key in keys if (line := self._line(key, within, exact=True)) is not None), None)
 
     def _line(self, location: Location, within: Location, *, exact: bool = False) -> int | None:
-        if any(location[: len(key)] == key for key in self._overridden):
-            return None
-        for place in ((*within, *location), location):
-            for length in range(len(place), len(place) - 1 if exact else 0, -1):
-                if line := self._lines.get(place[:length]):
+        """Return the line of a location or, unless ``exact``, of the longest part of it that the file sets."""
+        for length in range(len(location), len(location) - 1 if exact else 0, -1):
+            for place in dict.fromkeys([(*within, *location[:length]), location[:length]]):
+                if any(place[: len(key)] == key for key in self._overridden):
+                    return None
+                if line := self._line_of_key(place):
                     return line
-        return None
+        return None if exact else self._line_of_key(within)
+
+    def _line_of_key(self, place: Location) -> int | None:
+        node, line = self._root, None
+        for part in place:
+            mark, node = _child(node, part)
+            if mark is None:
+                return None
+            line = self._text.count("\n", 0, mark.index) + 1  # PyYAML counts other line ends too
+        return line
+
+
+def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Mark | None, yaml.Node | None]:
+    """Return where a key of a mapping, or an item of a list, begins, and its value."""
+    if isinstance(node, yaml.MappingNode):
+        pairs = ((key.start_mark, value) for key, value in _pairs(node) if key.value == str(part))
+        return next(pairs, (None, None))
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part].start_mark, node.value[part]
+    return None, None
+
+
+def _pairs(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:
+    """Yield the keys of a mapping, then the keys that ``<<`` merges into it: the first of equal keys counts."""
+    waiting, visited = [node], set()
+    while waiting:
+        mapping = waiting.pop(0)
+        if id(mapping) in visited:
+            continue
+        visited.add(id(mapping))
+        scalars = [(key, value) for key, value in mapping.value if isinstance(key, yaml.ScalarNode)]
+        yield from ((key, value) for key, value in scalars if key.tag != MERGE)
+        sources = [value for key, value in reversed(scalars) if key.tag == MERGE]
+        lists = [source.value if isinstance(source, yaml.SequenceNode) else [source] for source in sources]
+        waiting[:0] = [item for items in lists for item in items if isinstance(item, yaml.MappingNode)]
 
 
 def _location(key: str) -> Location:
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key))
 
 
 def collect_problems(settings: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
@@ -91,20 +146,25 @@ def collect_problems(settings: Mapping[str, Any]) -> tuple[Config | None, list[P
     reported at the same time. The configuration is then the configuration without these keys.
     None: a section cannot be built without them.
     """
-    problems: list[Problem] = []
-    wrong: list[Location] = []
-    while True:
-        config, candidates = _validate(_without(settings, wrong))
-        keys = {".".join(map(str, location)) for location in wrong}
+    config, problems = _validate(_without(settings, []))  # a copy, which validators may change
+    wrong = [problem for problem in problems if problem.location]
+    further = wrong
+    while further:
+        config, candidates = _validate(_without(settings, [problem.location for problem in wrong]))
+        further = [
+            candidate
+            for candidate in candidates
+            if candidate.location and all(candidate.location != problem.location for problem in wrong)
+        ]
         texts = {problem.text for problem in problems}
-        for problem in candidates:
-            follows_from_wrong_key = problem.location in wrong or any(key in problem.text for key in keys)
-            if problem.text not in texts and not follows_from_wrong_key:
-                problems.append(problem)
-        further = [problem.location for problem in candidates if problem.location and problem.location not in wrong]
-        if not further:
-            return config, problems
+        problems += [
+            candidate
+            for candidate in candidates
+            if candidate.text not in texts
+            and not any(problem.may_cause(candidate.location, candidate.text) for problem in wrong)
+        ]
         wrong += further
+    return config, problems
 
 
 def _validate(settings: Mapping[str, Any]) -> tuple[Config | None, list[Problem]]:
@@ -142,8 +202,9 @@ def _explain(model: type[BaseModel], finding: Any) -> Iterator[Problem]:
         if (advice := trinity_key_advice(location)) is not None:
             yield Problem(place, f"{where}: a key of Trinity-RFT: {advice}")
         else:
-            hint = suggest(str(location[-1]), sorted(names), "known here:", cutoff=0.5)
-            yield Problem(place, f"{where}: unknown key; {hint}")
+            word = str(location[-1])
+            hint = suggest(word, sorted(names), "known here:", cutoff=0.5)
+            yield Problem(place, f"{where}: unknown key; {hint}", difflib.get_close_matches(word, names, cutoff=0.5))
     elif finding["type"] in {"missing", "value_error"}:
         for line in message.split("\n"):
             yield Problem(place, f"{where}: {line}" if place else line)
@@ -160,16 +221,19 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
 
     For a section with several kinds, pydantic inserts the kind into the location.
     """
-    here, written, names = [model], [], []
+    here, written, names, is_entry = [model], [], [], False
     for part in location:
         if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
             here = [section for section in here if _kind(section) == part] or here[-1:]
             continue
         written.append(part)
-        if isinstance(part, str):
+        if is_entry:  # the user's own name, in a section of named sections
+            is_entry = False
+        elif isinstance(part, str):
             fields = {name: field for section in here for name, field in section.model_fields.items()}
             names = list(fields)
-            here = sections_of(fields[part].annotation) if part in fields else []
+            annotation = fields[part].annotation if part in fields else None
+            here, is_entry = sections_of(annotation), get_origin(annotation) in {dict, Mapping}
     return written, names
 
 
