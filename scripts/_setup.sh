@@ -95,7 +95,7 @@ pip_install() {
 # A virtual environment with what a user needs, or, with an EXTRA of pyproject.toml, with that too.
 #   make_environment [EXTRA]
 make_environment() {
-    local extra=${1:-} python place stamp wanted
+    local extra=${1:-} python stamp wanted
     stamp=$venv/.installed${extra:+-$extra}
     find_python
     # an environment knows its own path: one that was moved is made again

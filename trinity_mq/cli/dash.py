@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,3 +135,4 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
         group.create_task(broker.run())
         group.create_task(app.tick())
         print(f"{run}: {url}/{f'?key={access.key}' if access.needs_key else ''}", flush=True)
+        print("Ctrl-C stops it", file=sys.stderr)

@@ -27,7 +27,10 @@ def examples(arguments: argparse.Namespace) -> int:
     if arguments.copy:
         if Path(FOLDER).exists():
             raise CommandError(f"{Path(FOLDER).absolute()} exists: call this in a folder without {FOLDER}")
-        shutil.copytree(EXAMPLES, FOLDER, ignore=shutil.ignore_patterns("__pycache__", STARTER))
+        try:
+            shutil.copytree(EXAMPLES, FOLDER, ignore=shutil.ignore_patterns("__pycache__", STARTER))
+        except OSError as error:
+            raise CommandError(f"{Path(FOLDER).absolute()} cannot be written: {error.strerror or error}") from error
         print(f"copied to {FOLDER}\nnext: trinity-mq run {FOLDER}/arithmetic.yaml")
         return 0
     names = example_names()

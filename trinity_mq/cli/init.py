@@ -52,7 +52,7 @@ def init(arguments: argparse.Namespace) -> int:
     print(
         f"\nnext:\n  cd {shlex.quote(str(folder))}\n"
         "  python -m unittest -b  # the test of the agent: seconds, without a broker\n"
-        f"  trinity-mq run {module}.yaml  # trains the agent; a minute on two cores"
+        f"  trinity-mq run {module}.yaml  # trains the agent; one to four minutes on two cores"
     )
     return 0
 

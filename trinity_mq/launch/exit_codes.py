@@ -42,7 +42,7 @@ def closing_line(code: int, command: str, *, finished: bool, curable: bool = Tru
             "unchanged. Fix the cause, then start over with --fresh"
         )
     if code == TRAINED_NOTHING:
-        return f"trained nothing (exit code {code}); fix the cause, then start it with the same command: {command}"
+        return f"trained nothing (exit code {code}); fix the cause, then start over: {command} --fresh"
     if not curable:
         return (
             f"not finished (exit code {code}); the same command would fail again. Fix the cause first, then "

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from trinity_mq.errors import suggest
-from trinity_mq.runtime.errors import FatalError, describe_error
+from trinity_mq.runtime.errors import FatalError, describe_error, display_path
 
 T = TypeVar("T")
 
@@ -255,14 +255,26 @@ def _installed(kind: str, point: EntryPoint) -> Any:
         ) from error
 
 
+def _describe_import_error(error: BaseException) -> str:
+    """Return error and place in one line. The place of a syntax error is the line with the wrong text."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({display_path(error.filename)}:{error.lineno})"
+    return describe_error(error)
+
+
 def _at_path(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
+        is_absent = (
+            isinstance(error, ModuleNotFoundError) and module.partition(".")[0] == (error.name or "").partition(".")[0]
+        )
+        advice = (
+            ". It must be in the working directory, on PYTHONPATH or installed where this runs" if is_absent else ""
+        )
         raise UnknownNameError(
-            f"{kind} {name!r}: module {module!r} cannot be imported: {describe_error(error)}. "
-            "It must be on PYTHONPATH or installed where this runs"
+            f"{kind} {name!r}: module {module!r} cannot be imported: {_describe_import_error(error)}{advice}"
         ) from error
     try:
         return getattr(holder, attribute)

@@ -80,6 +80,8 @@ class TrainingBatches:
         """Numbers of late results and refused submissions already reported in the metrics of closed batches."""
         self.empty: EmptyBatchStatus | None = None
         """The last batch without anything to train on, None after a batch was trained on; sent in the heartbeats."""
+        self._opened_before = state.opened
+        """The last batch that was opened before this process started."""
         dispatcher.on_progress = self.on_progress
 
     # -- counters
@@ -117,7 +119,9 @@ class TrainingBatches:
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
             return
-        if progress.outcome != "skipped":  # a skipped batch had experiences, and the trainer has its own limit for it
+        # Batches of an earlier start tell nothing about code and data that the user has mended since.
+        # A skipped batch had experiences, and the trainer has its own limit for it.
+        if progress.outcome != "skipped" and int(progress.batch) > self._opened_before:
             self._state.consecutive_empty += 1
             self.empty = EmptyBatchStatus(
                 batch=int(progress.batch),

@@ -156,8 +156,11 @@ class TestAnAgentOfOnesOwn:
         (["validate", "a b.yaml", "name=x y"], "trinity-mq run 'a b.yaml' 'name=x y'"),
         (["inspect", "x.tmqx"], None),
         (["inspect", "x", "--json"], None),
-        (["inspect", "x"], "trinity-mq regrade x --reward NAME: what would another reward function say?"),
-        (["status", "x", "--broker", "amqp://u:p@h"], "trinity-mq why x --broker URL: what does the run wait for?"),
+        (["inspect", "x"], "trinity-mq audit x: which experiences made a checkpoint"),
+        (
+            ["status", "x", "--broker", "amqp://u:p@h"],
+            "trinity-mq why x --broker URL: what does the run wait for? After its end: report, inspect, audit",
+        ),
         (["doctor", "--broker", "amqp://u:p@h"], "trinity-mq run example:arithmetic broker.url=URL"),
         (["migrate", "x", "-o", "y"], None),  # prints it itself
         (["review", "show", "x", "a=1", "id"], "trinity-mq review keep|drop|reward x a=1 ID"),

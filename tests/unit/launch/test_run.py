@@ -265,7 +265,7 @@ def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     assert "  trainer-0 goes by its script" in err
     failed = out.index("trainer-0 failed permanently (exit code 78): a restart does not help\n")
     assert "  trainer-0 goes by its script" in out[failed:]
-    assert "trained nothing (exit code 4); fix the cause, then start it with the same command: " in out
+    assert "trained nothing (exit code 4); fix the cause, then start over: " in out
 
 
 def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(bench: Bench) -> None:

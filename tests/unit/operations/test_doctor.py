@@ -234,7 +234,7 @@ NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
 CPU = {"torch": "2.9", "cuda": None, "available": False}
 CUDA = {"torch": "2.9", "cuda": "12.8", "available": True}
 HERE: dict[str, Any] = {"vllm": {}, "torch": CPU, "has_gpu_devices": False}
-HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "checkpoint_bytes": 0}
+HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "folder_is_writable": True, "checkpoint_bytes": 0}
 
 
 @pytest.mark.parametrize(
@@ -249,6 +249,7 @@ HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "checkpoint_bytes": 0}
         ({"torch": {**CUDA, "gpus": [["H", 70 * GIB, 80 * GIB]]}}, None, {}),
         ({"torch": {**CUDA, "gpus": [["H", GIB, 80 * GIB]]}}, None, {"GPU": "warning"}),
         ({"folder_free": 100 * 2**20}, None, {"run folder's disk": "problem"}),
+        ({"folder_is_writable": False}, None, {"run folder's disk": "problem"}),
         ({"folder_free": 2 * GIB}, None, {"run folder's disk": "warning"}),
         ({"checkpoint_bytes": 15 * GIB}, None, {"run folder's disk": "warning"}),
         ({"checkpoint_bytes": 30 * GIB}, None, {"run folder's disk": "problem"}),

@@ -213,3 +213,23 @@ def test_rewards_are_called_in_the_form_they_take(function: Any) -> None:
     reward = create_reward(function, {})
     assert parts_of(reward, "5", "5", finished=True) == {"right": 1.0}
     assert parts_of(reward, "5", "6", finished=True) == {"right": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:\n", "cannot be imported: SyntaxError: "),
+        ("import no_such_package_at_all\n", "No module named 'no_such_package_at_all'"),
+    ],
+)
+def test_a_module_that_is_there_is_not_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"broken_{len(text)}"
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UnknownNameError) as caught:
+        plugins.resolve("workflow", f"{name}.Mine")
+    assert words in str(caught.value)
+    assert f"{name}.py:1)" in str(caught.value)
+    assert "PYTHONPATH" not in str(caught.value)

@@ -238,23 +238,20 @@ def test_get_smollm2_names_a_download_that_failed_and_leaves_other_folders_alone
     assert (refused.returncode, refused.stderr) == (1, expected)
 
 
-def test_an_environment_is_made_again_only_where_it_was_moved(clone: Clone) -> None:
-    """Earlier scripts wrote the place behind the digest of the pins."""
+@pytest.mark.parametrize("name", [".installed", ".installed-dev"])
+@pytest.mark.parametrize(("folder", "is_kept"), [("", True), ("/elsewhere", False)])
+def test_an_environment_is_made_again_only_where_it_was_moved(
+    clone: Clone, name: str, folder: str, is_kept: bool
+) -> None:
     kept = clone.folder / ".venv/kept"
-    for stamp, place, is_kept in [
-        ("", "PLACE", True), ("", "/elsewhere", False), ("0 PLACE", "", True), ("0 /elsewhere", "", False),
-    ]:  # fmt: skip
-        clone.install(python=PIP_INSTALLS.replace("${0##*/}", "python"))
-        clone.has("python3", PIP_INSTALLS)
-        kept.touch()
-        (clone.folder / ".venv/.installed-dev").unlink()
-        for name, text in ((".installed", stamp), (".place", place)):
-            (clone.folder / ".venv" / name).unlink(missing_ok=True)
-            if text:
-                (clone.folder / ".venv" / name).write_text(text.replace("PLACE", str(clone.folder)) + "\n")
-        clone.run("scripts/demo", **BROKER)
-        assert kept.exists() == is_kept, (stamp, place)
-        assert (clone.folder / ".venv/.place").read_text() == f"{clone.folder}\n"
+    clone.install(python=PIP_INSTALLS.replace("${0##*/}", "python"))
+    clone.has("python3", PIP_INSTALLS)
+    kept.touch()
+    (clone.folder / ".venv/.installed-dev").unlink()
+    (clone.folder / ".venv" / name).write_text(f"0 {folder or clone.folder}\n")
+    clone.run("scripts/demo", **BROKER)
+    assert kept.exists() == is_kept
+    assert (clone.folder / ".venv/.installed").read_text().split()[1] == str(clone.folder)
 
 
 def test_what_a_test_installed_serves_a_demo_and_not_the_other_way(clone: Clone) -> None:

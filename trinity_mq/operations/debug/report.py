@@ -93,7 +93,8 @@ class TextReport:
         print_title(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
         self._line("calls", str(calls))
         for name, value in (status.metrics[0] if status.metrics else {}).items():
-            self._line("metric", f"{name} = {value:g}")
+            is_number = isinstance(value, int | float)  # a workflow may have set anything
+            self._line("metric", f"{name} = {value:g}" if is_number else f"{name} = {value!r}, which is not a number")
         if status.message:
             self._line("message", status.message)
         if failure is not None:

@@ -465,6 +465,8 @@ ROOM = "5 GiB for checkpoints and logs, and room for two checkpoints"
 def _folder_disk(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     free, last = facts["folder_free"], facts["checkpoint_bytes"]
     do = "free space there, or set run_dir to a folder on a larger disk"
+    if not facts["folder_is_writable"]:
+        return [("problem", f"{facts['folder']} cannot be written", "work in another folder, or set run_dir")]
     return first(
         f"{size(free)} free in {facts['folder']}" + (f"; the last checkpoint has {size(last)}" if last else ""),
         ("problem", free < max(LEAST_FREE, last), do),

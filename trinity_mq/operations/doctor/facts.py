@@ -11,6 +11,7 @@ import contextlib
 import email.utils
 import json
 import operator
+import os
 import secrets
 import shutil
 import subprocess
@@ -337,6 +338,7 @@ def ask_machine(folder: Path) -> DoctorFacts:
         has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
         folder=folder,
         folder_free=shutil.disk_usage(existing).free,
+        folder_is_writable=os.access(existing, os.W_OK),
         checkpoint_bytes=sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()) if saved else 0,
     )
 

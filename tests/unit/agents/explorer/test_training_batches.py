@@ -39,9 +39,9 @@ LOOP = VirtualTimeLoop
 class Desk:
     """Batches, and the tickets in their hands."""
 
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, *overrides: str, state: ExplorerState | None = None) -> None:
         self.config = load_config({"name": "cut", "model": {"tiny": {}}}, overrides)
-        self.state, self.topology, self.broker = ExplorerState(), Topology("cut"), MemoryBroker()
+        self.state, self.topology, self.broker = state or ExplorerState(), Topology("cut"), MemoryBroker()
         self.peers = Peers()
         self.bus = MemoryBus(self.broker, self.topology, config=self.config.broker)
         self.beats = 0
@@ -289,6 +289,16 @@ def test_a_progress_said_again_by_a_restarted_trainer_is_no_further_empty_batch(
     assert desk.batches.needs_attention()
     with pytest.raises(FatalError, match="max_consecutive_empty"):
         desk.batches.check()
+
+
+def test_empty_batches_of_an_earlier_start_end_no_run() -> None:
+    desk = Desk("explorer.max_consecutive_empty=2")
+    desk.state.opened = 3
+    desk = Desk("explorer.max_consecutive_empty=2", state=desk.state)
+    for number, ticket in enumerate(desk.follow(1, 2, 3, 4), 1):
+        desk.batches.on_progress(progress(ticket, "failed", number))
+    assert desk.state.consecutive_empty == 1
+    desk.batches.check()
 
 
 async def test_what_the_next_batch_waits_for_in_order() -> None:
