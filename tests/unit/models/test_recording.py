@@ -143,8 +143,6 @@ async def test_chat_is_recorded_as_sampled(wrap: Wrap, engine: Overheard, sync: 
         for choice in part.choices:
             texts[choice.index] += (choice.delta if stream else choice.message).content or ""
     assert texts == [completion.text for completion in engine.sampled]
-    if stream:
-        assert max(len(choice.token_ids) for part in answer for choice in part.choices) < 12, "it came in pieces"
 
 
 async def test_a_stream_samples_what_a_whole_answer_does(wrap: Wrap, engine: Overheard) -> None:

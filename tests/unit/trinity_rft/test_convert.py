@@ -166,7 +166,6 @@ def test_a_file_is_written_that_says_what_it_changed_and_lacks(source: Path, tmp
         "no counterpart: explorer.rollout_model.dtype: bfloat16 - engines sample in `model.dtype`, which is that of "
         "the trained weights too",
         f"{out} is valid; next: trinity-mq validate {out}",
-        f"next: trinity-mq validate {out}",
     ]
 
 
