@@ -28,18 +28,20 @@ NEXT: Mapping[str, str] = {
     "review show": "trinity-mq review keep|drop|reward {target} ID{broker}",
     "convert-experiences": "trinity-mq inspect FILE",
     "clean": "trinity-mq list: what is still there",
-    "schema": "schemas/README.md describes clients in other languages",
 }
 """Next steps by command and action. Commands without a row print it themselves, or run until they are stopped."""
 EXAMPLE_TARGET = "example:arithmetic"
 
 
 def next_step(arguments: argparse.Namespace) -> str | None:
-    """Return the line about the next step, or None. Output for programs has none."""
+    """Return the line about the next step, or None. Output for programs has none, nor has an empty list: a command sets
+    ``arguments.is_empty`` for it.
+    """
     words = [arguments.command, getattr(arguments, "action", None)]
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)
     ends_with_run = getattr(arguments, "follow", False)
-    if text is None or ends_with_run or getattr(arguments, "json", None):
+    is_silent = getattr(arguments, "json", None) or getattr(arguments, "is_empty", False)
+    if text is None or ends_with_run or is_silent:
         return None
     target = getattr(arguments, "target", None) or EXAMPLE_TARGET
     if arguments.command == "inspect" and Path(target).suffix == ".tmqx":  # a file, which no other command takes

@@ -291,12 +291,15 @@ def test_status_while_it_runs(bench: Bench) -> None:
         read_until(process, lambda line: "agents 5/5" in line)
         assert RunFolder(load_config(bench.config)).saved_broker_url() == bench.url
         code, out, err = bench.finish("status", str(bench.config), "--seconds", "1.5", TRINITY_MQ_BROKER_URL="")
-        assert (code, err[:5]) == (0, "next:")
+        assert code == 0
+        assert err == (
+            f"next: trinity-mq why {bench.config}: what does the run wait for? After its end: report, inspect, audit\n"
+        )
         assert [agent for agent in AGENTS if agent not in out] == []
         code, _, err = bench.finish("status", "nobody-here", "--broker", bench.url, "--seconds", "0.1")
         assert (code, err) == (1, "no agent of run 'nobody-here' sent a heartbeat within 0.1 s\n")
         code, out, err = bench.finish("dead", "list", str(bench.config), TRINITY_MQ_BROKER_URL="")
-        assert (code, err[:5]) == (0, "next:")
+        assert (code, err) == (0, "")
         assert "has no dead letters" in out
         process.kill()
         process.communicate(timeout=50)

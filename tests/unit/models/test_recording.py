@@ -75,6 +75,20 @@ class Hold:
         return self.inner.left(request)
 
 
+class UntilRead(Hold):
+    """A watch that lets ``steps`` decode steps go by, then waits until the asker has read what they sampled."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.read = threading.Event()
+
+    def left(self, request: int) -> bool:
+        self.steps -= 1
+        if self.steps == 0:
+            assert self.read.wait(DEADLINE), "nothing was read"
+        return self.inner.left(request)
+
+
 @pytest.fixture
 def engine(shared_generator: TextGenerator) -> Overheard:
     return Overheard(shared_generator)
@@ -143,6 +157,19 @@ async def test_chat_is_recorded_as_sampled(wrap: Wrap, engine: Overheard, sync: 
         for choice in part.choices:
             texts[choice.index] += (choice.delta if stream else choice.message).content or ""
     assert texts == [completion.text for completion in engine.sampled]
+
+
+async def test_a_stream_is_read_while_the_model_samples(wrap: Wrap, engine: Overheard) -> None:
+    engine.hold = hold = UntilRead(steps=3)
+    async with wrap().get_openai_async_client() as client, asyncio.timeout(DEADLINE):
+        chunks = aiter(await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+        first = await anext(chunks)
+        while not first.choices[0].delta.content:
+            first = await anext(chunks)
+        assert engine.sampled == [], "the model has not ended its answer"
+        hold.read.set()
+        texts = [first.choices[0].delta.content, *[chunk.choices[0].delta.content or "" async for chunk in chunks]]
+    assert "".join(texts) == engine.sampled[0].text
 
 
 async def test_a_stream_samples_what_a_whole_answer_does(wrap: Wrap, engine: Overheard) -> None:

@@ -59,7 +59,8 @@ def test_listing_leaves_them_where_they_are(
         assert head == list(COLUMNS)
         assert [(cells[2], cells[6]) for cells in rows] == [("because of it", f"m{n}") for n in range(3)]
     assert main([*words, "--limit", "2"]) == 0
-    assert capsys.readouterr().err.splitlines()[0] == "2 of 3 shown (--limit)"
+    hint = f"next: trinity-mq dead replay {unique_run} --broker URL, after the cause is removed"
+    assert capsys.readouterr().err.splitlines() == ["2 of 3 shown (--limit)", hint]
 
 
 # -- replay
