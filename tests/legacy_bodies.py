@@ -67,8 +67,7 @@ for _class in (EID, CustomField, Experience):
 def reference_importable() -> Iterator[None]:
     """Make the classes above importable under the names they have in the reference."""
     module = ModuleType(MODULE)
-    for item in (EID, CustomField, Experience):
-        setattr(module, item.__name__, item)
+    vars(module).update({item.__name__: item for item in (EID, CustomField, Experience)})
     names = {name: ModuleType(name) for name in ("trinity", "trinity.common")}
     with mock.patch.dict(sys.modules, {**names, MODULE: module}):
         yield

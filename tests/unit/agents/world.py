@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from trinity_agents.simulation import Simulation
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
@@ -159,6 +160,16 @@ class NotingBus(MemoryBus):
     async def consume(self, queue: Any, **how: Any) -> Any:
         consumer = await super().consume(queue, **how)
         return AcksNoted(consumer, self.world.note) if self.noted and queue.kind == "quorum" else consumer
+
+
+@dataclass
+class RunOn(Simulation):
+    """A whole run whose agents have connections of a test's class."""
+
+    connection: type[MemoryBus] = MemoryBus
+
+    def bus(self) -> MemoryBus:
+        return self.connection(self.broker, self.topology, config=self.config.broker)
 
 
 class AcksNoted(Consumer):

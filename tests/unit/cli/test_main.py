@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import unicodedata
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ from trinity_mq.terminal import (
 )
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, target: str, command: Callable[[Namespace], int]) -> None:
+    """Let a row of the table of commands have this function; it takes any words."""
+    name, _, function = target.partition(":")
+    module = ModuleType(f"trinity_mq.cli.{name}")
+
+    def add_arguments(parser: ArgumentParser) -> None:
+        parser.add_argument("words", nargs="*")
+        parser.set_defaults(function=command)
+
+    vars(module).update({"add_arguments": add_arguments, function or "command": command})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """Make every command raise what the test puts here."""
@@ -49,8 +63,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def command(_arguments: object) -> int:
         raise HolderError.error
 
-    for target in ("validate.validate", "agents.run_agent"):
-        monkeypatch.setattr(f"trinity_mq.cli.{target}", command)
+    for target in ("validate:validate", "agents:run_agent"):
+        stand_in(monkeypatch, target, command)
     return HolderError
 
 
@@ -243,15 +257,11 @@ def says(arguments: Namespace) -> int:
 
 
 @pytest.mark.parametrize("command", [says, fails(CommandError(HOSTILE))], ids=["output", "error"])
-@pytest.mark.parametrize("name", [name for name, _, _ in cli.COMMANDS])
+@pytest.mark.parametrize(("name", "target"), [(name, target) for name, target, _ in cli.COMMANDS])
 def test_what_any_command_prints_is_visible(
-    name: str, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, target: str, command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Parser:
-        def parse_args(self, argv: object) -> Namespace:
-            return Namespace(command=name, function=command)
-
-    monkeypatch.setattr(cli, "argument_parser", Parser)
+    stand_in(monkeypatch, target, command)
     cli.main([name])
     printed = "".join(capsys.readouterr())
     assert "\\u001b]52;c;cm0\\u0007" in printed

@@ -138,7 +138,7 @@ class TestRefusedToEncode:
     )
     def test_error_names_the_field(self, single, field, value, named):
         wrong = decode(encode([single]))[0]
-        setattr(wrong, field, value)
+        vars(wrong)[field] = value
         with pytest.raises(EncodeError, match=named):
             encode([single, wrong])
 

@@ -476,7 +476,7 @@ def test_what_experiences_do_not_need_is_refused(crafted, words):
 @pytest.mark.parametrize(
     "changed",
     [
-        EXPERIENCE_CLASS + b"N}" + text("__setattr__") + b"Ns\x86b",
+        EXPERIENCE_CLASS + b"N}" + text("__init__") + b"Ns\x86b",
         b"c_codecs\nencode\nN}" + text("__defaults__") + b")s\x86b",
         b"cnumpy\ndtype\nN}" + text("__init__") + b"c_codecs\nencode\ns\x86b",
     ],

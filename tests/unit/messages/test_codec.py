@@ -163,7 +163,7 @@ def to_many(fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def parcel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "CATALOGUE", {**codec.CATALOGUE, ("parcel", 3): Parcel})
+    monkeypatch.setitem(codec.CATALOGUE, ("parcel", 3), Parcel)
     monkeypatch.setitem(codec.UPGRADES, ("parcel", 1), to_grams)
     monkeypatch.setitem(codec.UPGRADES, ("parcel", 2), to_many)
 

@@ -40,29 +40,43 @@ class Held:
         assert await asyncio.to_thread(self.begun.acquire, True, 30)
 
 
+class WatchedCodec(TextCodec):
+    """The codec of bytes: notes what it reads, and lets long texts wait."""
+
+    def __init__(self, held: Held | None = None) -> None:
+        vars(self).update(vars(byte_codec()))
+        self.held, self.messages, self.characters = held, list[int](), list[int]()
+
+    def render(self, messages: Any, *args: Any, **keys: Any) -> str:
+        self.messages.append(len(messages))
+        if self.held is not None and sum(len(message["content"]) for message in messages) > 4096:
+            self.held.wait()
+        return super().render(messages, *args, **keys)
+
+    def encode(self, text: str, **keys: Any) -> list[int]:
+        self.characters.append(len(text))
+        if self.held is not None and len(text) > 4096:
+            self.held.wait()
+        return super().encode(text, **keys)
+
+
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held, render, encode = Held(), TextCodec.render, TextCodec.encode
-
-    def rendered(codec: TextCodec, messages: Any, *args: Any, **keys: Any) -> str:
-        if sum(len(message["content"]) for message in messages) > 4096:
-            held.wait()
-        return render(codec, messages, *args, **keys)
-
-    def encoded(codec: TextCodec, text: str, **keys: Any) -> list[int]:
-        if len(text) > 4096:
-            held.wait()
-        return encode(codec, text, **keys)
-
-    monkeypatch.setattr(TextCodec, "render", rendered)
-    monkeypatch.setattr(TextCodec, "encode", encoded)
+def held() -> Iterator[Held]:
+    held = Held()
     yield held
     held.release.set()
 
 
 @pytest.fixture
-async def server(serving: Callable[..., Any]) -> AsyncIterator[EngineServer]:
-    async with serving(ScriptedGenerator(lambda prompt: "2", max_model_len=1000)) as server:
+def codec(request: pytest.FixtureRequest) -> WatchedCodec:
+    return WatchedCodec(request.getfixturevalue("held") if "held" in request.fixturenames else None)
+
+
+@pytest.fixture
+async def server(serving: Callable[..., Any], codec: WatchedCodec) -> AsyncIterator[EngineServer]:
+    generator = ScriptedGenerator(lambda prompt: "2", max_model_len=1000)
+    generator.codec = codec
+    async with serving(generator) as server:
         yield server
 
 
@@ -155,33 +169,20 @@ async def test_a_reader_counts_what_waits_and_what_runs_and_forgets_who_left() -
 
 
 def test_of_a_text_that_is_too_long_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, encode, read = byte_codec(), TextCodec.encode, list[int]()
-
-    def encoded(codec: TextCodec, whole: str, **keys: Any) -> list[int]:
-        read.append(len(whole))
-        return encode(codec, whole, **keys)
-
-    monkeypatch.setattr(TextCodec, "encode", encoded)
+    codec = WatchedCodec()
     monkeypatch.setattr(text, "CHARACTERS_PER_TOKEN", 4)
-    assert len(codec.encode_within("1" * 100_000, 10)) == (10 + text.JOINED) * 4 == max(read)
+    assert len(codec.encode_within("1" * 100_000, 10)) == (10 + text.JOINED) * 4 == max(codec.characters)
     assert codec.encode_within("123", 10) == codec.encode("123")
     marks = "<|im_end|>" * 15  # few tokens for so long a text: its beginning does not say that it is too long
     assert codec.encode_within(marks, 10) == codec.encode(marks)
 
 
 async def test_of_more_messages_than_tokens_the_beginning_is_rendered(
-    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+    server: EngineServer, codec: WatchedCodec
 ) -> None:
-    rendered, render = list[int](), TextCodec.render
-
-    def counted(codec: TextCodec, messages: Any, *args: Any, **keys: Any) -> str:
-        rendered.append(len(messages))
-        return render(codec, messages, *args, **keys)
-
-    monkeypatch.setattr(TextCodec, "render", counted)
     body = {"messages": SHORT["messages"] * 20_000}
     async with aiohttp.ClientSession() as session, session.post(server.url + CHAT, json=body) as response:
         assert response.status == 400
         error = (await response.json())["error"]
     assert (error["code"], error["limit"], len(error["prompt_token_ids"])) == ("context_length_exceeded", 999, 1000)
-    assert max(rendered) == 1000
+    assert max(codec.messages) == 1000

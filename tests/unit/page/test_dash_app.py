@@ -20,8 +20,7 @@ from tests.unit.agents.world import experience
 from tests.unit.observability.test_run_state import beat, metrics
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config import BrokerConfig, load_config
-from trinity_mq.errors import CommandError
+from trinity_mq.config import load_config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
@@ -176,16 +175,13 @@ async def test_dead_letters_of_a_run_that_is_over_are_read_once(
         assert starts == [2]
 
 
-async def test_a_run_that_is_started_meanwhile_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.asynccontextmanager
-    async def in_use(of: Target, who: str) -> AsyncIterator[None]:
-        raise CommandError("run folder is in use by process 5")
-        yield
-
-    monkeypatch.setattr(actions, "open_bus", in_use)
-    async with served(stopped=lambda: Target("r", BrokerConfig())) as (client, _, _, _):
-        answer = await client.get("/api/dead")
-        assert (answer.status, (await answer.json())["error"]) == (409, "run folder is in use by process 5")
+async def test_a_run_that_is_started_meanwhile_is_an_error_that_says_so(tmp_path: Path) -> None:
+    config = load_config({"name": "r", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
+    with RunFolder(config).locked():
+        async with served(stopped=lambda: Target("r", config.broker, config)) as (client, _, _, _):
+            answer = await client.get("/api/dead")
+            assert answer.status == 409
+            assert f"is in use by process {os.getpid()}" in (await answer.json())["error"]
 
 
 async def test_errors_say_what_was_wrong() -> None:

@@ -38,8 +38,12 @@ def config():
 
 
 @pytest.fixture
-async def runner(config, monkeypatch):
+def _short_pauses(monkeypatch):
     monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+async def runner(config, _short_pauses):
     made = WorkflowRunner(config, runner_id="runner-0")
     with capture_logs():  # rendering a traceback for the console takes a second
         yield made
@@ -462,9 +466,8 @@ def a_slice(kind, runs=3, **limits):
 
 
 @pytest.fixture
-def ran(engine, config, monkeypatch):
+def ran(engine, config, _short_pauses):
     """Runs slices in a mode by one runner."""
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
     Noted.reset_all()
 
     async def run(mode, *slices):

@@ -36,19 +36,6 @@ class Violation(AssertionError):
 T = TypeVar("T")
 
 
-@functools.cache
-def slots_of(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ()))
-
-
-def slots_copied(one: T) -> T:
-    """Return a shallow copy of an object with slots."""
-    other = object.__new__(type(one))
-    for name in slots_of(type(one)):
-        setattr(other, name, getattr(one, name))
-    return other
-
-
 def copied(one: T) -> T:
     """Return a shallow copy of an object without slots."""
     other = object.__new__(type(one))
@@ -79,15 +66,15 @@ class Trainer(Coordinator):
         )
 
     def copied(self) -> Self:
-        other = slots_copied(self)
+        other = copy.copy(self)
         other.separate()
         return other
 
     def separate(self) -> None:
         """Share no state that changes with the coordinator that this is a copy of, and forget failed fetches."""
-        self.members = {name: slots_copied(member) for name, member in self.members.items()}
+        self.members = {name: copy.copy(member) for name, member in self.members.items()}
         self._ready, self._applied, self.phases = set(self._ready), set(self._applied), AttemptTimes()
-        pulls = {name: slots_copied(pull) for name, pull in self._catch_ups.under_way.items()}
+        pulls = {name: copy.copy(pull) for name, pull in self._catch_ups.under_way.items()}
         self._catch_ups = CatchUpFetches(2 * TIMEOUT, 1.0, pulls)
 
     def pulling(self) -> tuple[str, ...]:
@@ -227,7 +214,7 @@ class World:
     def copied(self) -> World:
         other = copy.copy(self)
         other.trainer = self.trainer.copied()
-        other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
+        other.hosts = {name: Host(copy.copy(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
         return other
 
     # -- what may happen

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,20 @@ def test_folders_and_their_removal(store: BlobStore) -> None:
     assert store.get(store.put(NAME, BODY)) == BODY  # and it is a store again
 
 
-def file_system(store: BlobStore) -> type:
-    """The class whose methods the store uses."""
-    return type(fsspec.url_to_fs(store.url)[0])
+@contextlib.contextmanager
+def on_file_system(store: BlobStore, **methods: Callable[..., Any]) -> Iterator[BlobStore]:
+    """The same store, on a file system that has these methods in place of its own."""
+    scheme = store.url.partition(":")[0]
+    plain = fsspec.get_filesystem_class(scheme)
+    fsspec.register_implementation(scheme, type(plain.__name__, (plain,), methods), clobber=True)
+    try:
+        yield BlobStore(store.url.removesuffix("/run-1"), "run-1", LIMIT)
+    finally:
+        fsspec.register_implementation(scheme, plain, clobber=True)
+
+
+def fails_test(*_: object, **__: object) -> None:
+    pytest.fail("read")
 
 
 def test_runs_do_not_see_each_other(store: BlobStore) -> None:
@@ -106,6 +118,8 @@ def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monk
     replace = Path.replace
 
     def watched(self: Path, target: Path) -> Path:
+        if target.name == "second.tmqx":
+            raise OSError(28, "No space left on device")
         seen.append(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
         assert self.read_bytes() == BODY
         return replace(self, target)
@@ -113,11 +127,6 @@ def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monk
     monkeypatch.setattr(Path, "replace", watched)
     local.put(NAME, BODY)
     assert seen == [["first.tmqx"]]
-
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StoreUnavailable, match="No space left"):
         local.put("batch/t1/second.tmqx", BODY)
     assert sorted(path.name for path in folder.iterdir()) == ["a-0.tmqx", "first.tmqx"]
@@ -150,13 +159,13 @@ def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monk
         "x" * 100_000,
     ],
 )
-def test_a_reference_that_leads_elsewhere_is_refused_unopened(
-    store: BlobStore, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_that_leads_elsewhere_is_refused_unopened(store: BlobStore, url: str) -> None:
     reference = store.put(NAME, BODY)
-    monkeypatch.setattr(file_system(store), "info", lambda *_: pytest.fail("opened"))
-    with pytest.raises(DecodeError, match=r"broker\.blob_store") as caught:
-        store.get(changed(reference, url=url.replace("{store}", store.url)))
+    with (
+        on_file_system(store, info=fails_test) as unread,
+        pytest.raises(DecodeError, match=r"broker\.blob_store") as caught,
+    ):
+        unread.get(changed(reference, url=url.replace("{store}", store.url)))
     assert len(str(caught.value)) < 1000
 
 
@@ -218,14 +227,14 @@ def test_a_damaged_blob_is_told_by_size_and_checksum(store: BlobStore, body: byt
         store.get(reference)
 
 
-def test_a_wrong_size_is_seen_before_it_is_read(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_size_is_seen_before_it_is_read(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
     overwrite(store, BODY * 2)
-    monkeypatch.setattr(file_system(store), "cat_file", lambda *_, **__: pytest.fail("read"))
-    with pytest.raises(BlobDamaged):
-        store.get(reference)
-    with pytest.raises(BlobRefused, match=rf"over broker\.max_batch_bytes {LIMIT}"):
-        store.get(changed(reference, bytes=LIMIT + 1))
+    with on_file_system(store, cat_file=fails_test) as unread:
+        with pytest.raises(BlobDamaged):
+            unread.get(reference)
+        with pytest.raises(BlobRefused, match=rf"over broker\.max_batch_bytes {LIMIT}"):
+            unread.get(changed(reference, bytes=LIMIT + 1))
 
 
 def test_a_folder_or_pipe_in_its_place_is_damage(local: BlobStore, tmp_path: Path) -> None:
@@ -250,17 +259,17 @@ def test_a_missing_blob_is_gone_only_where_the_store_is_there(store: BlobStore) 
         store.get(reference)
 
 
-def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_its_library_raises_is_one_error(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
 
     def broken(*_: object, **__: object) -> Any:
         raise RuntimeError("expired token")
 
-    for name in ("info", "ls", "rm", "pipe_file", "invalidate_cache"):
-        monkeypatch.setattr(file_system(store), name, broken)
-    for act in (lambda: store.get(reference), lambda: store.folders("batch"), lambda: store.delete(NAME)):
-        with pytest.raises(StoreUnavailable, match="RuntimeError: expired token"):
-            act()
+    names = ("info", "ls", "rm", "pipe_file", "invalidate_cache")
+    with on_file_system(store, **dict.fromkeys(names, broken)) as away:
+        for act in (lambda: away.get(reference), lambda: away.folders("batch"), lambda: away.delete(NAME)):
+            with pytest.raises(StoreUnavailable, match="RuntimeError: expired token"):
+                act()
 
 
 # -- opening one

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, beside, failure
+from tests.unit.agents.world import Over, RunOn, beside, failure
 from trinity_agents.explorer import loop as exploration
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
@@ -23,7 +23,6 @@ from trinity_mq.bus import Binding, Queue
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.bus.topology import DROPPED
-from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
 from trinity_mq.observability.report.text import make_report
 from trinity_mq.runtime.agent import Agent
@@ -114,47 +113,45 @@ def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_rest
 
 
 @pytest.mark.parametrize("moment", ["declared ahead", "being declared ahead", "saved", "bound"])
-def test_killed_around_the_queue_that_is_declared_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_killed_around_the_queue_that_is_declared_ahead(tmp_path: Path, moment: str) -> None:
     """Batch 2 has the queue that was declared ahead of it: whatever of it is there, or of its ticket, is enough."""
-    sim = Simulation(tmp_path, batches=3)
-    declare, publish, stuck = MemoryBus.declare, MemoryBus.publish, asyncio.Event()
-    ahead: list[str] = []
+    stuck, ahead, killed_buses = asyncio.Event(), list[str](), list[Any]()
 
     async def stops(reached: bool) -> None:
         if reached and not stuck.is_set():
             stuck.set()
             await asyncio.sleep(1e5)
 
-    async def declares(self: MemoryBus, *queues: Queue) -> None:
-        name = queues[0].name
-        if ".batch." in name and not queues[0].bindings:
-            await declare(self, *queues)
-            ahead.append(name)
-            await stops(moment == "being declared ahead")
-            return
-        if name in ahead:
-            await stops(moment == "saved")
-        await declare(self, *queues)
+    class Stopping(MemoryBus):
+        async def declare(self, *queues: Queue) -> None:
+            name = queues[0].name
+            if ".batch." in name and not queues[0].bindings:
+                await super().declare(*queues)
+                ahead.append(name)
+                await stops(moment == "being declared ahead")
+                return
+            if name in ahead:
+                await stops(moment == "saved")
+            await super().declare(*queues)
 
-    async def publishes(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
-        if key == "train.2":
-            await stops(moment == "bound")
-        return await publish(self, exchange, key, mail, **how)
+        async def publish(self, exchange: str, key: str, mail: Any, **how: Any) -> bool:
+            if key == "train.2":
+                await stops(moment == "bound")
+            return await super().publish(exchange, key, mail, **how)
 
-    async def not_dropped(self: BatchQueues) -> None:
-        """A process that is killed deletes nothing."""
+        async def delete(self, name: str) -> None:
+            if self not in killed_buses:  # a process that is killed deletes nothing
+                await super().delete(name)
+
+    sim = RunOn(tmp_path, batches=3, connection=Stopping)
 
     async def when() -> None:
         if moment == "declared ahead":
             await until(lambda: bool(ahead), 0.01)
         else:
             await stuck.wait()
-        monkeypatch.setattr(BatchQueues, "_drop_spare", not_dropped)
+        killed_buses.append(sim.explorer.bus)
 
-    monkeypatch.setattr(MemoryBus, "declare", declares)
-    monkeypatch.setattr(MemoryBus, "publish", publishes)
     run_virtually(sim.run(explorer=restarted(sim, when)), limit=1000)
     check_history(sim, 3)
     tickets = {manifest.ticket for manifest in sim.published(BatchClosed)}

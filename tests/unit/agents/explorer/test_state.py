@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import math
 import sqlite3
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.explorer import state as state_module
-from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile
+from trinity_agents.explorer.state import NEWEST_FORMAT, ExplorerState, PendingTask, StateFile
 from trinity_agents.explorer.task_source import TaskSource, task_stats
 from trinity_agents.simulation import Simulation, killed
 from trinity_mq.config import Config, TasksetConfig, load_config
@@ -50,13 +49,20 @@ def test_a_state_that_changes_step_by_step_is_loaded_as_it_was_last_saved(tmp_pa
     state = ExplorerState(tickets={one.ticket: one for one in (ticket, other)})
     pending = [PendingTask(task=TaskBody(raw_task={"n": n})) for n in range(4)]
 
+    def follow() -> None:
+        state.following.add(ticket.make_manifest(), (), {0: ticket.tasks[0]})
+        ticket.grace = 1.0
+
+    def close() -> None:
+        ticket.manifest = ticket.make_manifest()
+
     steps: list[Callable[[], Any]] = [
         lambda: state.pending.extend(pending[:3]),
         lambda: ticket.record(a_result(ticket, 2)),
         lambda: (ticket.record(a_result(ticket, 0, 1)), ticket.cancel_rest("enough"), state.pending.pop(0)),
         lambda: state.pending.insert(0, pending[3]),
-        lambda: (state.following.add(ticket.make_manifest(), (), {0: ticket.tasks[0]}), setattr(ticket, "grace", 1.0)),
-        lambda: setattr(ticket, "manifest", ticket.make_manifest()),
+        follow,
+        close,
         lambda: (state.tickets.pop(ticket.ticket), state.following.tickets[ticket.ticket].returned([])),
         lambda: (state.following.tickets.clear(), state.pending.clear(), state.due.append(3)),
     ]
@@ -74,23 +80,23 @@ def test_a_state_that_changes_step_by_step_is_loaded_as_it_was_last_saved(tmp_pa
             ticket = state.tickets.get(ticket.ticket, ticket)
 
 
-def test_a_save_writes_what_changed_and_not_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[object] = []
-    pack = state_module._pack
-    monkeypatch.setattr(state_module, "_pack", lambda content: (written.append(content), pack(content))[1])
+def test_a_save_writes_what_changed_and_not_what_is_open(tmp_path: Path) -> None:
     ticket = a_ticket(tasks=1000)
     state = ExplorerState(
         tickets={ticket.ticket: ticket}, pending=[PendingTask(task=TaskBody(raw_task={"n": n})) for n in range(1000)]
     )
     file = StateFile(tmp_path / "explorer.db")
     asyncio.run(file.save(state))
-    written.clear()
-    first = a_result(ticket, 7)
-    ticket.record(first)
+    with sqlite3.connect(tmp_path / "explorer.db") as database:  # each row that is written from now on is noted
+        database.execute("CREATE TABLE written (name)")
+        database.execute("CREATE TRIGGER note AFTER INSERT ON part BEGIN INSERT INTO written VALUES (new.name); END")
+    ticket.record(a_result(ticket, 7))
     ticket.time_left -= 1
     state.pending.append(PendingTask(task=TaskBody(raw_task={"n": -1})))
     asyncio.run(file.save(state))
-    assert written == [first, state.pending[-1]]
+    with sqlite3.connect(tmp_path / "explorer.db") as database:
+        written = [name for (name,) in database.execute("SELECT name FROM written")]
+    assert written == ["core", f"ticket/{ticket.ticket}/result/7/0", "pending/1000/task", "writer"]
 
 
 def test_submissions_are_known_however_many_came_since(tmp_path: Path) -> None:
@@ -125,26 +131,21 @@ async def test_saves_that_are_asked_for_at_once_share_a_write(tmp_path: Path) ->
     assert commits(tmp_path / "explorer.db") - before == 2, "the first, and one for all who asked while it was written"
 
 
-async def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, go_on = threading.Event(), threading.Event()
-    write = StateFile._write
-
-    def slow(self: StateFile, changes: Any) -> None:
-        if not began.is_set():
-            began.set()
-            go_on.wait(10)
-        write(self, changes)
-
-    monkeypatch.setattr(StateFile, "_write", slow)
-    file, state = StateFile(tmp_path / "explorer.db"), ExplorerState(opened=1)
-    first = asyncio.create_task(file.save(state))
-    await asyncio.to_thread(began.wait)
-    first.cancel()
-    state.opened = 2
-    second = asyncio.create_task(file.save(state))
-    await asyncio.sleep(0)
-    go_on.set()
-    await second
+async def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path) -> None:
+    file, state = StateFile(tmp_path / "explorer.db"), ExplorerState()
+    await file.save(state)
+    with contextlib.closing(sqlite3.connect(tmp_path / "explorer.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # the next write waits for the lock
+        state.opened = 1
+        first = asyncio.create_task(file.save(state))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        state.opened = 2
+        second = asyncio.create_task(file.save(state))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        other.execute("ROLLBACK")
+        await second
     assert first.cancelled()
     assert file.load().opened == 2
 
@@ -201,7 +202,7 @@ def test_the_file_of_a_newer_release_is_refused_and_left_as_it_is_and_one_withou
     """Release 0.1.0 wrote no format."""
     path, state = tmp_path / "explorer.db", ExplorerState(opened=3)
     asyncio.run(StateFile(path).save(state))
-    newer = state_module.NEWEST_FORMAT + 1
+    newer = NEWEST_FORMAT + 1
     with closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {newer}")
         before = path.read_bytes()

@@ -16,19 +16,24 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
-from trinity_agents.trainer.sources.base import ExperiencesLost
 from trinity_agents.trainer.sources.mix import MixSource, experts_per_step
 from trinity_agents.trainer.sources.records import Records, RecordSource
 from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, replayed_groups_per_step
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
 from trinity_mq.config import ExperienceBufferConfig, ReplayConfig, load_config
-from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience import Experience
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 SHARE = "buffer.trainer_input.replay.share=0.34"
+UNCACHED = (
+    "model.max_model_len=10002048",
+    "model.max_response_tokens=10000000",
+    "broker.ready_max_bytes=1000000000000",
+)
+"""Batches that may be larger than what the trainer keeps in memory: each group is read again."""
 SETTINGS = (SHARE, "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=50")
 
 
@@ -81,11 +86,13 @@ class Remembering(FakeLearner):
         super().__init__(1.0)
         self.fresh: dict[int, list[str]] = {}
         self.replayed: dict[int, list[str]] = {}
+        self.trains: Callable[[int], None] = lambda batch: None
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         groups = Counter(one.eid.tid for one in experiences)
         assert set(groups.values()) == {2}, "whole groups"
         newest = max(one.eid.batch for one in experiences)
+        self.trains(newest)
         fresh = [tid for tid in groups if tid.startswith(f"{newest}/")]
         replayed = [tid for tid in groups if not tid.startswith(f"{newest}/")]
         assert self.fresh.setdefault(step_number, fresh) == fresh
@@ -93,11 +100,22 @@ class Remembering(FakeLearner):
         return await super().step(experiences, step_number)
 
 
+def trim(sim: Simulation, batch: int) -> None:
+    """Remove what the ready stream holds of batches up to this one, as retention does."""
+    stream = sim.stream()
+    stream.trim(sum(int(stored.headers.get("batch", 0)) <= batch for stored in stream.messages))
+
+
 def replayed(
-    folder: Path, seed: int | None = None, settings: Sequence[str] = SETTINGS, **options: Any
+    folder: Path, seed: int | None = None, settings: Sequence[str] = SETTINGS, *, forgets: bool = False, **options: Any
 ) -> tuple[Simulation, Remembering]:
-    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never."""
+    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never.
+
+    ``forgets``: retention removes each batch from the ready stream once it is trained on.
+    """
     sim, learner = Simulation(folder, tuple(settings), batches=9, **options), Remembering()
+    if forgets:
+        learner.trains = lambda batch: trim(sim, batch)
 
     async def run() -> None:
         if seed is None:
@@ -129,9 +147,8 @@ def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr("trinity_agents.trainer.sources.replay.CACHE_BYTES", 0)
-    settings = (*SETTINGS, "buffer.trainer_input.replay.sigma=2.0")
+def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, seed: int) -> None:
+    settings = (*SETTINGS, *UNCACHED, "buffer.trainer_input.replay.sigma=2.0")
     _, whole = replayed(tmp_path / "whole", settings=settings)
     sim, broken = replayed(tmp_path / "broken", seed, settings=settings)
     first, *again = begun_at(sim)
@@ -152,13 +169,8 @@ def test_the_uses_of_replayed_groups_are_counted(tmp_path: Path) -> None:
     assert not known & uses.keys(), "what was used as often as it may be is forgotten"
 
 
-def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lost(self: Any, offsets: Sequence[int]) -> ExperienceBatch:
-        raise ExperiencesLost(f"nothing is at offset {offsets[0]}")
-
-    monkeypatch.setattr("trinity_agents.trainer.sources.stream.StreamSource.read_again", lost)
-    monkeypatch.setattr("trinity_agents.trainer.sources.replay.CACHE_BYTES", 0)
-    sim, learner = replayed(tmp_path)
+def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path) -> None:
+    sim, learner = replayed(tmp_path, settings=(*SETTINGS, *UNCACHED), forgets=True)
     assert sorted(learner.fresh) == list(range(1, 10))
     assert not any(learner.replayed.values())
     assert sum(values.get("replay/lost_groups", 0) for _, values in sim.reports) == 16

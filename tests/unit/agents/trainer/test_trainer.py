@@ -19,8 +19,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, failure, leaf
-from trinity_agents.operator.chain_run import ChainRun
+from tests.unit.agents.world import Over, RunOn, failure, leaf
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.modes import RecordingLearner
@@ -31,7 +30,6 @@ from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.launch.earlier_start import rewind_to_checkpoint
 from trinity_mq.messages import (
-    BatchClosed,
     BatchReady,
     ControlEvent,
     Heartbeat,
@@ -41,6 +39,8 @@ from trinity_mq.messages import (
     TrainerStatus,
 )
 from trinity_mq.models import ensure_model_folder
+from trinity_mq.operators import ExperienceOperatorV1
+from trinity_mq.operators.base import Processed
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner
@@ -155,16 +155,17 @@ def test_a_step_that_is_cut_off_after_a_drain_was_asked_for_does_not_count(tmp_p
     failure(sim.run(trainer=trainer), Over, limit=1000)
 
 
-def test_what_does_not_decode_fails_its_batch_only_or_is_parked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sim = Simulation(tmp_path, batches=3)
-    publish = MemoryBus.publish
+class Spoiling(MemoryBus):
+    """Cuts the chunks of batch 2 short."""
 
-    async def spoils(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
+    async def publish(self, exchange: str, key: str, mail: Any, **how: Any) -> bool:
         if exchange.endswith("ready") and key == "2" and "op" in mail.headers and "n" in mail.headers:
             mail = replace(mail, body=mail.body[:-1])
-        return await publish(self, exchange, key, mail, **how)
+        return await super().publish(exchange, key, mail, **how)
+
+
+def test_what_does_not_decode_fails_its_batch_only_or_is_parked(tmp_path: Path) -> None:
+    sim = RunOn(tmp_path, batches=3, connection=Spoiling)
 
     async def intruder() -> None:
         bus = await sim.client()
@@ -173,7 +174,6 @@ def test_what_does_not_decode_fails_its_batch_only_or_is_parked(
             mail = replace(envelope(RunEnd(batches=3)), body=b"\xc1", kind="unknown")
             await bus.publish(sim.topology.exchange(name), "x", mail)
 
-    monkeypatch.setattr(MemoryBus, "publish", spoils)
     run_virtually(sim.run(beside=intruder), limit=1000)
     assert outcomes(sim) == {1: "trained", 2: "failed", 3: "trained"}
     (failed,) = (one for one in sim.published(Progress) if one.outcome == "failed")
@@ -758,18 +758,16 @@ def test_a_trainer_killed_in_between_takes_the_same_batches_together_again(
     assert len(set(uids)) == len(uids) == 20
 
 
-def test_a_failed_batch_is_progress_and_its_neighbour_is_a_step_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = ChainRun.process
-
-    async def failing(self: ChainRun, manifest: BatchClosed, parts: Any) -> Any:
-        if manifest.batch in {2, 5, 6}:
+class Failing(ExperienceOperatorV1):
+    async def process(self, exps: list[Experience]) -> Processed:
+        if exps[0].eid.batch in {2, 5, 6}:
             raise ValueError("not this one")
-        return await process(self, manifest, parts)
+        return exps, {}
 
-    monkeypatch.setattr(ChainRun, "process", failing)
-    sim = Simulation(tmp_path, (TWO, *WORLDS[0]), batches=6)
+
+def test_a_failed_batch_is_progress_and_its_neighbour_is_a_step_alone(tmp_path: Path) -> None:
+    chain = f'operator.operators=[{{"name": "{__name__}.Failing"}}]'
+    sim = Simulation(tmp_path, (TWO, chain, *WORLDS[0]), batches=6)
     run_virtually(sim.run(), limit=3000)
     found = [(one.batch, one.outcome, one.step) for one in sim.published(Progress)]
     assert found == [
