@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import extended
+from trinity_mq.runtime import plugins
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
 
 # Hypothesis measures real time, which a busy machine stretches; each test has a time limit of its own.
 settings.register_profile("any_machine", suppress_health_check=[HealthCheck.too_slow])
@@ -25,6 +30,33 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(before)
     assert after == before, "a test changed the environment of those after it"
+
+
+@pytest.fixture
+def on_sync(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], object]], None]:
+    """Return a function that has a hook called with the descriptor before each ``os.fsync``, which fails with it."""
+    sync = os.fsync
+
+    def install(hook: Callable[[int], object]) -> None:
+        def hooked(descriptor: int) -> None:
+            hook(descriptor)
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", hooked)
+
+    return install
+
+
+@pytest.fixture
+def fresh_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the interpreter without the folders of plugins that a test adds, and without modules of its folder."""
+    path = list(sys.path)
+    monkeypatch.setattr(plugins, "_added", {})
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(wrapper=True)

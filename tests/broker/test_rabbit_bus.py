@@ -14,13 +14,12 @@ from structlog.testing import capture_logs
 
 from tests.broker_fixtures import Tools
 from tests.waiting import until
-from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, LockHeld, StreamCut
 from trinity_mq.bus.rabbit import consumer as _rabbit_consumer
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnection
 from trinity_mq.bus.rabbit.consumer import RabbitDelivery
-from trinity_mq.bus.topology import Topology
+from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.local_broker.ports import free_ports
@@ -104,7 +103,7 @@ class TestConnecting:
 class TestChannels:
     async def test_other_arguments_are_told_once(self, bus: RabbitBus, topology: Topology) -> None:
         await bus.declare(topology.results)
-        smaller = topology_module.Queue(name=topology.results.name, kind="stream", max_length_bytes=10**8)
+        smaller = Queue(name=topology.results.name, kind="stream", max_length_bytes=10**8)
         with capture_logs() as logs:
             await bus.declare(smaller)
             await bus.declare(smaller)
@@ -281,15 +280,17 @@ async def test_a_stream_that_serves_a_reader_no_more_is_asked_anew(
         assert (await anext(feed)).body == b"d"
 
 
+class OfSmallSegments(Queue):
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**super().arguments, "x-stream-max-segment-size-bytes": 500_000}
+
+
 class TestSegments:
     """Streams on disk are cut by segment, and each new segment takes one offset for itself."""
 
-    @pytest.fixture(autouse=True)
-    def _small_segments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(topology_module, "STREAM_SEGMENT_BYTES", 500_000)
-
     async def fill(self, bus: RabbitBus, topology: Topology, retention: int) -> None:
-        stream = topology_module.Queue(
+        stream = OfSmallSegments(
             name=topology.results.name,
             kind="stream",
             bindings=topology.results.bindings,

@@ -13,11 +13,12 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.operator.test_operator import QUEUE, announce, decision, open_batch, ready, serve
 from tests.unit.agents.operator.test_operator import make as operator
-from tests.unit.agents.world import World, a_slice, an_outcome, beside, experience, kill, send_slice
+from tests.unit.agents.world import NotingBus, World, a_slice, an_outcome, beside, experience, kill, send_slice
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_agents.trainer.sources.stream import StreamSource
+from trinity_mq.bus import Envelope
 from trinity_mq.bus.topology import Queue
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
@@ -102,11 +103,11 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(tmp_path)
 
 
-def make_world(disk: Disk, *overrides: str) -> World:
+def make_world(disk: Disk, *overrides: str, kind: type[World] = World) -> World:
     Slow.seconds, Slow.seen = 0.0, []
     chain = f'operator.operators=[{{"name": "{THIS}.Slow"}}]'
     few = ("broker.max_message_bytes=65536", f"broker.blob_store={disk.root}", "algorithm.min_group_runs=1")
-    return World(chain, *few, *overrides)
+    return kind(chain, *few, *overrides)
 
 
 class Workflows:
@@ -174,18 +175,24 @@ async def trained(world: World, disk: Disk | None) -> TrainBatch:
         await bus.close()
 
 
-async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_world(disk)
-    put = BlobStore.put
+class WithReferences(NotingBus):
+    """Notes before a reference is sent whether its blob is there."""
 
-    def noted(self: BlobStore, name: str, body: bytes) -> ExperienceReference:
-        reference = put(self, name, body)
-        world.note(f"stored {name.partition('/')[0]}")
-        return reference
+    async def publish(self, exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
+        if envelope.content_type == REFERENCE:
+            path = Path(decode(envelope.body, ExperienceReference).url.removeprefix("file://"))
+            self.world.note(f"{'stored' if path.exists() else 'missing'} {path.parts[-3]}")
+            await asyncio.sleep(0.001)
+        return await super().publish(exchange, routing_key, envelope, **how)
 
-    monkeypatch.setattr(BlobStore, "put", noted)
+
+class ReferenceWorld(World):
+    def bus(self) -> NotingBus:
+        return WithReferences(self)
+
+
+async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(disk: Disk) -> None:
+    world = make_world(disk, kind=ReferenceWorld)
     await send_slice(world, a_slice())
     async with world.living(runner(world), operator(world)):
         await asyncio.sleep(1)
@@ -199,10 +206,12 @@ async def test_from_runner_to_trainer_and_every_blob_is_collected_in_its_time(
         assert [path.name for path in disk.blobs("batch")] == [f"{result.attempt}-1.tmqx"]
         part = ["sent experience_part", "confirmed experience_part"]
         rest = ["sent task_result", "confirmed task_result", "acked tasks.train"]
-        assert world.wire == ["stored batch", *part * 2, *rest], "the blob is there before its reference is sent"
+        assert world.wire == [*part, "stored batch", *part, *rest], "the blob is there before its reference is sent"
         await close(world, (result.attempt, 2))
         await asyncio.sleep(0.5)
-        assert world.wire.index("stored ready") < world.wire.index("sent experience_chunk")
+        stored = world.wire.index("stored ready")
+        assert world.wire[stored + 1] == "sent experience_chunk"
+        assert "missing ready" not in world.wire
         assert len(disk.blobs("batch")) == 1  # its queue still exists
         await asyncio.sleep(2)
     assert disk.blobs("batch") == []
@@ -249,28 +258,17 @@ async def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> 
     assert world.stored(QUEUE) == []
 
 
-async def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_go(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = make_world(disk)
-    put, written = BlobStore.put, []
+async def test_killed_between_blob_and_reference_another_does_it_and_both_blobs_go(disk: Disk) -> None:
+    world = make_world(disk, kind=ReferenceWorld)
     await send_slice(world, a_slice())
     first = asyncio.create_task(runner(world).run())
-
-    def dies(self: BlobStore, name: str, body: bytes) -> ExperienceReference:
-        reference = put(self, name, body)
-        if not written:
-            first.cancel()
-        written.append(name)
-        return reference
-
-    monkeypatch.setattr(BlobStore, "put", dies)
+    world.kill_after = 3, first  # behind the confirm of the small part: at the note before the reference is sent
     await asyncio.wait([first])
-    assert world.stored(QUEUE) == []
+    assert [part.content_type for part in world.stored(QUEUE)] == [EXPERIENCES]
     async with world.living(runner(world, "runner-1"), operator(world)):
         await asyncio.sleep(1)
         (result,) = results(world)
-        assert len(set(written)) == 2
+        assert world.wire.count("stored batch") == 2
         assert len(disk.blobs("batch")) == 2
         await close(world, (result.attempt, 2))
         await asyncio.sleep(3)

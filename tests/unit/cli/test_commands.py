@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-import trinity_agents.explorer.agent
-import trinity_agents.explorer.engine_hosting
 from trinity_mq.cli import schema as command
 from trinity_mq.cli.agents import agent_id
 from trinity_mq.cli.main import main
@@ -150,8 +150,10 @@ def test_engines_only_hosts_under_a_name_of_this_machine(tmp_path: Path, monkeyp
     def note(what: str) -> Any:
         return lambda config, agent_id: started.append((what, agent_id)) or 0
 
-    monkeypatch.setattr(trinity_agents.explorer.agent, "main", note("schedules"))
-    monkeypatch.setattr(trinity_agents.explorer.engine_hosting, "host_engines", note("hosts"))
+    agent, hosting = ModuleType("agent"), ModuleType("hosting")
+    agent.main, hosting.host_engines = note("schedules"), note("hosts")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trinity_agents.explorer.agent", agent)
+    monkeypatch.setitem(sys.modules, "trinity_agents.explorer.engine_hosting", hosting)
     monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://x")
     config = tmp_path / "run.yaml"
     config.write_text("name: r\nmodel: {tiny: {}}\n")

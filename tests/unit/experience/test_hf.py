@@ -19,9 +19,8 @@ from trinity_mq.experience.hf import from_record, to_record
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch, tmp_path):
+def _quiet():
     datasets.disable_progress_bars()
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def bare(number, **fields):

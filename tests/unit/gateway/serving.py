@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ async def serving(
     timeout: float = 1.0,
     store: MemorySessionStore | None = None,
     clients: type[EngineClients] = EngineClients,
+    server: Callable[[Script], AbstractAsyncContextManager[tuple[InferenceModel, ScriptedGenerator]]] = scripted_server,
 ) -> AsyncIterator[Serving]:
     """Serve a gateway.
 
@@ -95,9 +97,10 @@ async def serving(
         timeout: Seconds to wait for an engine with weights.
         store: The sessions, for a store that several gateways share or that misbehaves.
         clients: Class of the connections to engines.
+        server: Serves the script.
     """
     config = config or serving_config()
-    async with scripted_server(script) as (model, generator), clients() as connections:
+    async with server(script) as (model, generator), clients() as connections:
         engines, store = Engines(model), store or MemorySessionStore()
         calls = EngineCalls(engines, connections, not_ready_timeout=timeout, request_timeout=10.0)
         url = ""

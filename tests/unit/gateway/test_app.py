@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
+from tests.unit.models.conftest import VERSION, engine_server
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
@@ -25,8 +27,7 @@ from trinity_mq.gateway.session_store import MemorySessionStore, OutsideEvent
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.testing import scripted
-from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
+from trinity_mq.testing.scripted import Script, ScriptedGenerator, logprob, scripted_server
 from trinity_mq.transport.event_log import EventEffect
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
@@ -293,11 +294,18 @@ def merging_codec() -> TextCodec:
     return TextCodec(tokenizer, frozenset({tokenizer.convert_tokens_to_ids("<eos>")}))
 
 
+@contextlib.asynccontextmanager
+async def merging_server(script: Script) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
+    generator = Resampled(script)
+    generator.codec = merging_codec()
+    async with engine_server(generator) as server:
+        yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
+
+
 @pytest.mark.parametrize("merge", ["prefix", "renderer"])
-async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted, "byte_codec", merging_codec)
-    monkeypatch.setattr(scripted, "ScriptedGenerator", Resampled)
-    async with serving(["aab", "b"], config=serving_config(gateway={"merge": merge})) as at:
+async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) -> None:
+    config = serving_config(gateway={"merge": merge})
+    async with serving(["aab", "b"], config=config, server=merging_server) as at:
         made = await at.open()
         path = f"/s/{made['id']}/v1/chat/completions"
         question = {"role": "user", "content": "a?"}

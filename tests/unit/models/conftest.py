@@ -77,11 +77,11 @@ def _plain_logprobs(
 @pytest.fixture
 def serving() -> Callable[..., Any]:
     """``async with serving(generator, receiver, version=None, **settings) as server``: a server on loopback."""
-    return _serving
+    return engine_server
 
 
 @contextlib.asynccontextmanager
-async def _serving(
+async def engine_server(
     generator: Any, receiver: Any = None, *, version: tuple[int, int] | None = VERSION, **settings: Any
 ) -> AsyncIterator[EngineServer]:
     chosen = replace(

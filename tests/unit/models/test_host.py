@@ -218,11 +218,11 @@ async def test_an_engine_that_keeps_dying_is_given_up(config: Config, host_of: H
 async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     config: Config, host_of: HostOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config.explorer.rollout_model.lease = 0.4
     host = host_of(config, ["/bin/false"])
     frozen = sleeper()
     started = psutil.Process(frozen.pid).create_time()
     ready = ReadyFile(**TEXTS, pid=frozen.pid, create_time=started, url="http://127.0.0.1:9")
-    monkeypatch.setattr(host, "_lease", 0.4)
     async with aiohttp.ClientSession() as session:
         monkeypatch.setattr(host, "_session", session)
         monkeypatch.setattr(host, "_process", EngineProcess(ready, frozen))

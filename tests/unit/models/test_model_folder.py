@@ -104,8 +104,6 @@ def test_tokenizer_round_trip_and_unknown_text(folder: Path) -> None:
 def test_what_is_not_there_is_one_clear_line(
     model_path: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()

@@ -6,10 +6,10 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.unit.local_broker.docker_engine import FakeEngine, serving
 from trinity_mq.cli.doctor import doctor
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
@@ -261,8 +261,13 @@ def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dic
     assert all(one.do for one in found if one.verdict != "ok")
 
 
-def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity_mq.operations.doctor.facts.ask_torch", lambda: CPU)
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_facts_about_this_machine(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "yet"
     found = ask_machine(folder)
     assert (found["folder"], found["checkpoint_bytes"]) == (folder, 0)
@@ -336,24 +341,24 @@ async def test_names_in_the_question_are_no_code() -> None:
 # -- the report
 
 
+@pytest.mark.usefixtures("_cpu")
 def test_a_private_broker_is_enough_and_an_unreachable_one_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trinity_mq.operations.doctor.facts.ask_torch", lambda: CPU)
     for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = dict.fromkeys(("target", "broker", "management", "node")) | {"overrides": [], "json": True}
     assert doctor(Namespace(**words)) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "ok"
-    with monkeypatch.context() as without:
+    with monkeypatch.context() as without, serving(FakeEngine()) as docker:
         without.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
-        without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=False))
+        without.setenv("DOCKER_HOST", "unix:///nowhere.sock")
         assert doctor(Namespace(**words)) == 1, "nothing here can start a broker"
         finding = json.loads(capsys.readouterr().out)["findings"][0]
         assert finding["verdict"] == "problem"
         assert finding["seen"] == "no broker is known, and `trinity-mq run` cannot start a private broker"
         assert "`apt-get install rabbitmq-server`" in finding["do"]
-        without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=True))
+        without.setenv("DOCKER_HOST", docker)
         assert doctor(Namespace(**words)) == 0, "a container can"
         finding = json.loads(capsys.readouterr().out)["findings"][0]
         assert finding["verdict"] == "ok"

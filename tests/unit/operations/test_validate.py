@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trinity_mq.cli.main import main
 from trinity_mq.operations.validate import GREEDY_WORKFLOWS
-from trinity_mq.runtime import plugins
 from trinity_mq.testing.scripted import byte_codec
 
 
@@ -103,14 +101,11 @@ def line_of(code: str) -> str:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own(tmp_path: Path, fresh_imports: None) -> Path:
     """A folder with a user's own module."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "validated_own.py").write_text(OWN)
-    yield tmp_path
-    sys.modules.pop("validated_own", None)
+    return tmp_path
 
 
 def with_own(folder: Path, taskset: str = "", **sections: str) -> str:
@@ -226,7 +221,8 @@ REFUSED |= {loss: ({"algorithm": f"{{{loss}}}"}, said) for loss, said in LOSSES.
 def test_bad_ones(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delattr("torch.optim.Muon", raising=False)
-    monkeypatch.setattr("trinity_mq.training.optimizers.find_spec", lambda name: None)
+    for package in ("bitsandbytes", "torchao"):
+        monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("trinity_mq.engines.vllm.api.DISTRIBUTIONS", ("no-such-distribution",))
     sections, words = REFUSED[name]
     assert main(["validate", with_own(own, **sections)]) == 2

@@ -3,7 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,7 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import Registry, add_plugins, plugin_names
 from trinity_mq.workflows import WORKFLOWS, load_workflow
 
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test finds the interpreter as it was."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(plugins, "_added", {})
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("fresh_imports")
 
 
 def test_modules_of_a_folder_can_be_imported_and_are_not_executed_before(

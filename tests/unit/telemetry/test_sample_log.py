@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from trinity_mq.telemetry.evaluations import log as evaluation_log
 from trinity_mq.telemetry.evaluations.log import (
+    MOST_EVALUATIONS,
     Evaluation,
     EvaluationAnswer,
     EvaluationLog,
@@ -142,12 +143,16 @@ def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     assert [(one.set, one.label) for one in read_evaluations(tmp_path)] == [("s", 1)]
 
 
-def test_small_ones_are_bounded_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_log, "MOST_EVALUATIONS", 5)
-    log = EvaluationLog(tmp_path, 2**20)
-    for label in range(9):
+def test_small_ones_are_bounded_by_their_number(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path, 2**24)
+    for label in range(3):
         log.append(evaluation(label))
-    assert [one.label for one in read_evaluations(tmp_path)] == [4, 5, 6, 7, 8]
+    last = segments(tmp_path / "evaluations")[-1]
+    for number in range(4, MOST_EVALUATIONS + 4):  # as if there had been so many more
+        shutil.copy(last, last.with_stem(f"{number:0{len(last.stem)}}"))
+    log.append(evaluation(5))
+    assert len(segments(tmp_path / "evaluations")) == MOST_EVALUATIONS
+    assert [one.label for one in read_evaluations(tmp_path)] == [2, 5]
 
 
 def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:

@@ -99,17 +99,11 @@ async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Hooks
+    tmp_path: Path, on_sync: Callable[[Callable[[int], object]], None], before_rename: Hooks
 ) -> None:
     done: list[str] = []
-    sync = os.fsync
-
-    def watched_sync(descriptor: int) -> None:
-        done.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
-        sync(descriptor)
-
     store = CheckpointStore(tmp_path / "checkpoints", 2)
-    monkeypatch.setattr(os, "fsync", watched_sync)
+    on_sync(lambda descriptor: done.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2]))
     before_rename(lambda source, target: done.append(f"rename {target.name}"))
     await store.save(writer(), state(1))
     moved = done.index("rename progress-000001")
@@ -132,7 +126,11 @@ async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
     ],
 )
 async def test_a_writer_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, disk_is_full: bool, message: str | None
+    tmp_path: Path,
+    on_sync: Callable[[Callable[[int], object]], None],
+    error: BaseException,
+    disk_is_full: bool,
+    message: str | None,
 ) -> None:
     async def fails(folder: Path) -> None:
         await writer("new")(folder)
@@ -144,7 +142,7 @@ async def test_a_writer_that_fails_leaves_what_was_there(
     store = CheckpointStore(tmp_path, 2)
     await store.save(writer("old"), state(1))
     if disk_is_full:
-        monkeypatch.setattr(os, "fsync", full)
+        on_sync(full)
     with pytest.raises(CheckpointError if message else asyncio.CancelledError, match=message) as caught:
         await store.save(fails, state(2))
     assert (disk_full_message(caught.value) is not None) == (message is not None and "No space left" in message)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,19 +122,23 @@ def test_no_input_is_written_over(inputs: list[str], out: str, words: str, tmp_p
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_earlier_result_is_replaced_or_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_result_is_replaced_or_kept_whole(
+    tmp_path: Path, on_sync: Callable[[Callable[[int], object]], None]
+) -> None:
     source, target = write(tmp_path / "a.bin", old.trxp(GOOD)), tmp_path / "new" / "a.tmqx"
     words = ["convert-experiences", source, "--out", str(target.parent) + os.sep]
     assert main(words) == 0
     first = target.read_bytes()
     write(tmp_path / "a.bin", old.trxp(GOOD, GOOD))
 
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
+    failures = [OSError(28, "No space left on device")]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        assert main(words) == 1
+    def full_once(_: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    on_sync(full_once)
+    assert main(words) == 1
     assert target.read_bytes() == first
     assert list(target.parent.iterdir()) == [target]
     assert main(words) == 0

@@ -16,6 +16,7 @@ from tests.unit.agents.watched import WatchedSimulation, late_operators
 from tests.unit.agents.world import Over, RunOn, beside, failure
 from trinity_agents.explorer import loop as exploration
 from trinity_agents.explorer.agent import Explorer
+from trinity_agents.explorer.training_batches import MANIFEST_TRIES
 from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
@@ -336,12 +337,9 @@ def test_closed_batches_wait_in_their_queue_while_no_operator_works(tmp_path: Pa
     check_history(sim, 8)
 
 
-def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trinity_agents.explorer.training_batches.MANIFEST_TRIES", 1)
+def test_batches_that_queue_behind_a_slow_operator_are_not_lost(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
-    sim.holds = late_operators(lambda batch: 20.0)
+    sim.holds = late_operators(lambda batch: (MANIFEST_TRIES + 1) * 5.0)
     run_virtually(sim.run(), limit=1000)
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
 
@@ -720,12 +718,18 @@ def test_close_is_save_then_unbind_then_manifest_then_answers_then_save(
     assert isinstance(outcome, SubmissionOutcome)
 
 
+@pytest.fixture
+def _declared_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exploration.KEEP_QUEUES_INTERVAL <= 24 * 3600
+    monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
+
+
+@pytest.mark.usefixtures("_declared_often")
 @pytest.mark.parametrize("at", ["unbind", "batch_closed"])
 def test_a_ticket_with_a_manifest_is_never_declared_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """Killed behind the saved manifest, and kept waiting by the daily round: neither brings the queue back."""
-    monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
     sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 3.0)
     sim.watch_saves(monkeypatch)
     sim.holds = lambda who, mail: 30.0 if mail.kind == "batch_closed" and who == "explorer-0" else 0.0
@@ -744,10 +748,9 @@ def test_a_ticket_with_a_manifest_is_never_declared_again(
         assert not [place for place in sim.where("declare", f"batch.{ticket}") if place > first]
 
 
-def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_declared_often")
+def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path) -> None:
     """Publishing does not refresh their expiry."""
-    assert exploration.KEEP_QUEUES_INTERVAL <= 24 * 3600
-    monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
     sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 40.0)
     run_virtually(sim.run(explorer=restarted(sim, is_open(sim), then=2.0)), limit=500)
     (ticket,) = sim.tickets("batch_closed")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ async def test_saves_that_are_asked_for_at_once_share_a_write(tmp_path: Path) ->
 async def test_a_cancelled_save_is_written_before_the_next(tmp_path: Path) -> None:
     file, state = StateFile(tmp_path / "explorer.db"), ExplorerState()
     await file.save(state)
-    with contextlib.closing(sqlite3.connect(tmp_path / "explorer.db", isolation_level=None)) as other:
+    with closing(sqlite3.connect(tmp_path / "explorer.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # the next write waits for the lock
         state.opened = 1
         first = asyncio.create_task(file.save(state))
@@ -174,21 +173,21 @@ def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> Non
     assert StateFile(path).load().opened == 5
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = StateFile(tmp_path / "explorer.db")
-    asyncio.run(file.save(ExplorerState()))
-    with sqlite3.connect(tmp_path / "explorer.db") as database:
-        pages = database.execute("PRAGMA page_count").fetchone()[0]
-    connect = sqlite3.connect
+class Full(StateFile):
+    """On a disk without room for another page."""
 
-    def with_a_full_disk(*what: Any, **how: Any) -> sqlite3.Connection:
-        database = connect(*what, **how)
-        database.execute(f"PRAGMA max_page_count = {pages}")
-        return database
+    @contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        with super()._database() as database:
+            pages = database.execute("PRAGMA page_count").fetchone()[0]
+            database.execute(f"PRAGMA max_page_count = {pages}")
+            yield database
 
-    monkeypatch.setattr(sqlite3, "connect", with_a_full_disk)
+
+def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    asyncio.run(StateFile(tmp_path / "explorer.db").save(ExplorerState()))
+    file = Full(tmp_path / "explorer.db")
+    file.load()
     state = ExplorerState(pending=[PendingTask(task=TaskBody(raw_task={"text": "x" * 100_000}))])
     with pytest.raises(OSError, match="the explorer's state cannot be used: database or disk is full") as caught:
         asyncio.run(file.save(state))

@@ -343,12 +343,14 @@ def test_environment_variables_are_set_before_anything_of_a_workflow_is_imported
     world = World('runner.env={"TMQ_TEST_VARIABLE": "set"}')
     seen: list[str | None] = []
     monkeypatch.setenv("TMQ_TEST_VARIABLE", "not yet")
-    monkeypatch.setattr(gc, "freeze", lambda: None)
 
     def daemon(*arguments: object) -> int:
         seen.append(os.environ.get("TMQ_TEST_VARIABLE"))
         return 0
 
     monkeypatch.setattr("trinity_agents.runner.agent.run_daemon", daemon)
-    assert runner_main(world.config) == 0
+    try:
+        assert runner_main(world.config) == 0
+    finally:
+        gc.unfreeze()
     assert seen == ["set"]

@@ -412,22 +412,20 @@ def test_the_furthest_that_any_generation_came(tmp_path: Path) -> None:
 
 
 def test_the_lines_of_a_checkpoint_are_on_disk_before_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_sync: Callable[[Callable[[int], object]], None]
 ) -> None:
     """A machine that loses its power keeps only what was synced."""
     synced: dict[str, int] = {}
     at_commit: dict[str, str] = {}
-    fsync = os.fsync
 
     def noting(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
         synced[path.name] = os.fstat(descriptor).st_size
         if path.name == STATE_FILE:
             kept = (tmp_path / "history" / "1.jsonl").read_bytes()[: synced.get("1.jsonl", 0)]
             at_commit[path.parent.name] = kept.decode()
 
-    monkeypatch.setattr(os, "fsync", noting)
+    on_sync(noting)
     run_virtually(Simulation(tmp_path, ("trainer.save_interval=2",), batches=4).run(), limit=1000)
     assert len(at_commit) == 2
     for folder, text in at_commit.items():
