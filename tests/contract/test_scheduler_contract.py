@@ -39,7 +39,10 @@ def rids(experiences: list) -> list[str]:  # type: ignore[type-arg]
 def test_results_come_in_the_order_in_which_tasks_end(world: SchedulerWorld) -> None:
     async def scene(stage: Stage) -> None:
         stage.scheduler.schedule(stage.tasks(6.0, 0.0, 3.0), 1)
+        assert stage.scheduler.has_step(1)
         statuses, experiences = await stage.scheduler.get_results(1)
+        assert not stage.scheduler.has_step(1)
+        assert await stage.scheduler.get_results(1) == ([], [])
         assert [one.eid.task for one in experiences] == [1, 2, 0]
         assert [one.metric["reward"] for one in statuses] == [1.0, 2.0, 0.0]
         assert all(one.ok and one.completed_runs == one.total_runs == 1 for one in statuses)
@@ -103,6 +106,7 @@ def test_min_num_gives_the_first_ones_and_leaves_the_others(
         async with stage.lasts(1.5, 2.0):
             statuses, first = await scheduler.get_results("6/x", min_num=2)
         assert len(statuses) == 2
+        assert scheduler.has_step("6/x")
         await scheduler.wait_all()
         _, second = await scheduler.get_results("6/x", min_num=1)
         _, third = await scheduler.get_results("6/x", min_num=7)
@@ -122,7 +126,7 @@ def test_run_ids_over_slices(world: SchedulerWorld) -> None:
         assert Counter(one.eid.tid for one in experiences) == {f"7/{task}": 8 for task in range(4)}
         assert [one.eid.run for one in experiences] == list(range(8)) * 4
 
-    world.play(scene, "explorer.max_repeat_times_per_runner=2")
+    world.play(scene, "explorer.max_repeat_times_per_runner=3")
 
 
 def test_one_batch_id_twice_while_it_is_open(world: SchedulerWorld) -> None:

@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import structlog
 from structlog.testing import capture_logs
 
 from tests.waiting import until
@@ -84,48 +83,6 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_all_results_of_a_batch_each_once() -> None:
-    async with Stage().up() as scheduler:
-        scheduler.schedule(tasks(3, repeat=2), 7)
-        assert scheduler.has_step(7)
-        statuses, experiences = await scheduler.get_results(7)
-        assert [(one.ok, one.completed_runs, one.total_runs) for one in statuses] == [(True, 2, 2)] * 3
-        assert all(one.metric == {"accuracy": 1.0, "reward": 1.0} for one in statuses)
-        assert [one.eid.rid for one in experiences] == [f"7/{task}/{run}" for task in range(3) for run in range(2)]
-        assert not scheduler.has_step(7)
-        assert await scheduler.get_results(7) == ([], [])
-        assert scheduler.schedule(tasks(2), 8) != scheduler.schedule(tasks(3), 8), "the same batch twice is two tickets"
-        assert [len(part) for part in await scheduler.get_results(8)] == [5, 5]
-        started = now()
-        assert scheduler.schedule([], 1) is None
-        for batch in ("9/none", 1):
-            assert await scheduler.get_results(batch) == ([], []), "an unknown batch and no tasks give nothing at once"
-        assert now() - started < 0.1
-
-
-async def test_min_num_returns_early_and_the_rest_comes_with_a_later_call() -> None:
-    async with Stage(seconds=by_number({2: 5.0, 3: 9.0})).up() as scheduler:
-        scheduler.schedule(tasks(4), 1)
-        started = now()
-        statuses, experiences = await scheduler.get_results(1, min_num=2)
-        assert now() - started < 4
-        assert len(statuses) == len(experiences) == 2
-        assert scheduler.has_step(1)
-        rest, more = await scheduler.get_results(1)
-        assert len(rest) == len(more) == 2
-        assert sorted(one.eid.task for one in experiences + more) == [0, 1, 2, 3]
-
-
-async def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
-    async with Stage().up() as scheduler:
-        scheduler.schedule(tasks(2), 1)
-        with structlog.testing.capture_logs() as logs:
-            statuses, _ = await scheduler.get_results(1, min_num=5)
-        assert len(statuses) == 2
-        (warning,) = (line for line in logs if line["event"] == "min_num_clamped")
-        assert (warning["min_num"], warning["tasks"]) == (5, 2)
-
-
 async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
     overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
     async with Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})).up() as scheduler:
@@ -135,32 +92,6 @@ async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None
         assert 8.0 <= now() - started < 20.0
         assert len(statuses) == 2, "one more was done in time"
         assert not scheduler.has_step(1), "the rest was cut off"
-
-
-@pytest.mark.parametrize("clear", [True, False])
-async def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(clear: bool) -> None:
-    async with Stage(seconds=by_number({2: 8.0})).up() as scheduler:
-        scheduler.schedule(tasks(3), 1)
-        started = now()
-        statuses, experiences = await scheduler.get_results(1, timeout=4.0, clear_timeout_tasks=clear)
-        assert 4.0 <= now() - started < 5.5
-        assert len(statuses) == len(experiences) == 2
-        assert scheduler.has_step(1) is not clear
-        await asyncio.sleep(10.0)
-        late, more = await scheduler.get_results(1, timeout=1.0)
-        assert [one.eid.task for one in more] == ([] if clear else [2])
-        assert len(late) == len(more)
-
-
-async def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
-    stage = Stage("explorer.max_repeat_times_per_runner=3")
-    async with stage.up() as scheduler:
-        scheduler.schedule(tasks(2, repeat=8), 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert [one.completed_runs for one in statuses] == [8, 8]
-        assert len({one.eid.rid for one in experiences}) == 16
-        assert {one.eid.tid for one in experiences} == {"1/0", "1/1"}
-        assert sorted(task_slice.repeat_times for task_slice in stage.runner.done) == [2, 2, 3, 3, 3, 3]
 
 
 async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
@@ -260,17 +191,6 @@ async def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None
         assert not scheduler.has_step(1)
 
 
-async def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -> None:
-    stage = Stage(seconds=by_number({0: 3.0, 1: 6.0, 2: 9.0}))
-    async with stage.up() as scheduler:
-        scheduler.schedule(tasks(2), 1)
-        scheduler.schedule(tasks(3), "1/other")
-        await scheduler.wait_all(timeout=4.0)
-        assert now() > 8.0
-        assert len((await scheduler.get_results(1))[0]) == 2
-        assert len((await scheduler.get_results("1/other"))[0]) == 3
-
-
 async def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() -> None:
     stage = Stage(seconds=by_number({0: 3.0, 1: 6.0}))
     async with stage.up() as scheduler:
@@ -295,20 +215,6 @@ async def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -
         assert len(statuses) == len(experiences) == (1 if clear else 3), "what is done stays"
         assert (now() - started < 1.0) is clear
         assert not scheduler.has_step(1)
-
-
-async def test_stop_and_start_again_loses_nothing() -> None:
-    async with Stage(seconds=by_number({3: 6.0})).up() as scheduler:
-        scheduler.schedule(tasks(4), 1)
-        first, some = await scheduler.get_results(1, min_num=1)
-        await scheduler.stop()
-        scheduler.schedule(tasks(2), 2)
-        await asyncio.sleep(20.0)
-        assert scheduler.has_step(1)
-        await scheduler.start()
-        rest, more = await scheduler.get_results(1)
-        assert len(first + rest) == len(some + more) == 4
-        assert len((await scheduler.get_results(2))[0]) == 2
 
 
 async def test_what_was_scheduled_at_the_moment_of_a_stop_is_opened_by_the_next_start() -> None:
