@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from structlog.testing import capture_logs
 
 from tests import extended
 from trinity_mq.runtime import plugins
@@ -30,6 +32,13 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(before)
     assert after == before, "a test changed the environment of those after it"
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    """The log lines of a test, which are not printed: rendering a traceback for the console takes a second."""
+    with capture_logs() as lines:
+        yield lines
 
 
 @pytest.fixture

@@ -109,10 +109,7 @@ def test_no_two_public_classes_share_a_name_and_nothing_is_raised_out_of_except_
 
 
 FILES = sorted(path for folder in ("trinity_mq", "agents") for path in (ROOT / folder).rglob("*.py"))
-RESTRICTED = {
-    "trinity_mq/experience/legacy/unpickle.py",
-    "trinity_mq/training/checkpoints/state.py",
-}
+RESTRICTED = {"trinity_mq/experience/legacy/unpickle.py", "trinity_mq/training/checkpoints/state.py"}
 """Modules with an unpickler that admits a list of names."""
 UNLIMITED = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "read_pickle", "FileSystemReader"}
 LIBRARIES = {"cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.contract.scheduler_worlds import RUNNERS, MemoryWorld, RabbitWorld, SchedulerWorld, Stage
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, TaskWrapper
 
 
 @pytest.fixture(
-    scope="module",
-    params=["memory", pytest.param("rabbit", marks=[pytest.mark.broker, pytest.mark.timeout(120)])],
+    scope="module", params=["memory", pytest.param("rabbit", marks=[pytest.mark.broker, pytest.mark.timeout(120)])]
 )
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerWorld]:
     if request.param == "memory":
@@ -26,10 +24,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     found.close()
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[dict[str, object]]]:
-    with capture_logs() as lines:
-        yield lines  # type: ignore[misc]  # structlog's are mutable mappings
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 def rids(experiences: list) -> list[str]:  # type: ignore[type-arg]

@@ -39,16 +39,7 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
                 "examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7"
             )
             words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}})
-            cli = command(
-                "submit",
-                "outside",
-                "--broker",
-                url,
-                "--task",
-                words,
-                "--wait",
-                "60",
-            )
+            cli = command("submit", "outside", "--broker", url, "--task", words, "--wait", "60")
             replies = await channel.declare_queue(exclusive=True)
             wanting = {"task": {"raw_task": {"question": "9,2,3=", "answer": "9"}}, "want_experiences": True}
             tasks = await channel.get_exchange("tmq.outside.tasks", ensure=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from tests.unit.agents.operator.test_operator import QUEUE, announce, decision, open_batch, ready, serve
 from tests.unit.agents.operator.test_operator import make as operator
@@ -51,10 +50,7 @@ LARGE = 20_000
 """Tokens: 160 kB, over the smallest limit there is."""
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 class Slow(ExperienceOperatorV1):
@@ -484,11 +480,7 @@ async def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_los
 
 @pytest.mark.parametrize(
     ("trouble", "reason"),
-    [
-        ("damaged", "another SHA-256"),
-        ("missing", "does not exist"),
-        ("no store", "broker.blob_store is not set here"),
-    ],
+    [("damaged", "another SHA-256"), ("missing", "does not exist"), ("no store", "broker.blob_store is not set here")],
 )
 async def test_a_chunk_whose_blob_is_no_good_fails_its_batch_with_the_reason(
     disk: Disk, trouble: str, reason: str

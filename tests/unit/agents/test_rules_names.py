@@ -9,11 +9,7 @@ DAY_MS = 24 * 3600 * 1000
 
 
 def test_work_queues() -> None:
-    work = {
-        "x-queue-type": "quorum",
-        "x-delivery-limit": 1_000_000,
-        "x-dead-letter-exchange": "tmq.run-1.dead",
-    }
+    work = {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000, "x-dead-letter-exchange": "tmq.run-1.dead"}
     for queue in (TOPOLOGY.tasks_train, TOPOLOGY.tasks_eval, TOPOLOGY.closed):
         assert queue.arguments == work
         assert queue.redeclare

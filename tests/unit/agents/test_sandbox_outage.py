@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.unit.agents.world import failure
 from trinity_agents.runner.agent import Runner
@@ -37,10 +36,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with capture_logs() as captured:
-        yield captured
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 class Sandboxed(Workflow):

@@ -261,10 +261,7 @@ def test_a_likelier_run_is_worth_less_than_one_of_equal_reward() -> None:
 
 
 def test_a_run_of_several_steps_is_one_trajectory() -> None:
-    rows = [
-        experience(0, 8.0, [True, False, True], step=1),
-        experience(0, 3.0, [True], step=0),
-    ]
+    rows = [experience(0, 8.0, [True, False, True], step=1), experience(0, 3.0, [True], step=0)]
     found = advantages(rows, DiscountedEstimator(gamma=0.5, whiten=False))
     assert list(found.values()) == [[4.0, 0.0, 8.0], [2.0]]
 

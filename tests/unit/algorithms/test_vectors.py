@@ -52,14 +52,7 @@ OWN_REDUCTION = {"gmpo", "luspo"}
 SAMPLER = ("dppo_tv/prime-rl", "ipo/", "rollout_is/", "m2po", "decoupled_ppo/", "bypass/", "areal/")
 """Vectors that read the sampler's logprobs; the others know one old policy only, which is the anchor here."""
 
-ELSEWHERE = {
-    "mix",
-    "mix_chord",
-    "dpo",
-    "dpo/label_smoothing",
-    "dpo/ipo",
-    "ref_kl/prime-rl",
-}
+ELSEWHERE = {"mix", "mix_chord", "dpo", "dpo/label_smoothing", "dpo/ipo", "ref_kl/prime-rl"}
 
 
 def test_every_loss_of_the_file_has_its_test() -> None:
@@ -121,11 +114,12 @@ def test_estimates_of_the_kl_to_a_reference(name: str) -> None:
     close(case.logprob.grad, expected["grad_logprob"])
 
 
-@pytest.mark.parametrize("name", LIKELIHOODS)
-def test_likelihoods(name: str) -> None:
-    expected, case = VECTORS[name]["expected"], case_of(name)
-    config = config_of(name, imitation={"weight": LIKELIHOODS[name]})
-    terms = evaluate({"ce": replace(case.view, scale=case.scaled(config.reduction))}, config, {"ce": 1.0})
+@pytest.mark.parametrize("name", [*LIKELIHOODS, "ref_kl/prime-rl"])
+def test_likelihoods_and_distillation_as_a_component(name: str) -> None:
+    expected, component = VECTORS[name]["expected"], "ce" if name in LIKELIHOODS else "ref_kl"
+    case = case_of(name) if name in LIKELIHOODS else Case("losses")
+    config = config_of(name, **({"imitation": {"weight": LIKELIHOODS[name]}} if name in LIKELIHOODS else {}))
+    terms = evaluate({component: replace(case.view, scale=case.scaled(config.reduction))}, config, {component: 1.0})
     close(terms.loss.detach(), expected["loss"])
     terms.loss.backward()
     close(case.logprob.grad, expected["grad_logprob"])
@@ -147,8 +141,7 @@ def test_a_mixture_reduces_each_component_over_its_own_tokens(name: str, weight:
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
-    [("dpo", {}), ("dpo/label_smoothing", {"label_smoothing": 0.1}), ("dpo/ipo", {"form": "ipo"})],
+    ("name", "args"), [("dpo", {}), ("dpo/label_smoothing", {"label_smoothing": 0.1}), ("dpo/ipo", {"form": "ipo"})]
 )
 def test_pairs(name: str, args: dict[str, Any]) -> None:
     expected, case = VECTORS[name]["expected"], Case("pairs")
@@ -160,17 +153,6 @@ def test_pairs(name: str, args: dict[str, Any]) -> None:
     close(case.logprob.grad, expected["grad_logprob"])
     for metric, value in expected["metrics"].items():
         close(terms.reduced[f"pair_{metric}"], value)
-
-
-def test_distillation_as_a_component() -> None:
-    name = "ref_kl/prime-rl"
-    expected, case = VECTORS[name]["expected"], case_of(name)
-    case = Case("losses")
-    config = config_of(name)
-    terms = evaluate({"ref_kl": replace(case.view, scale=case.scaled(config.reduction))}, config, {"ref_kl": 1.0})
-    close(terms.loss.detach(), expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
 
 
 def test_every_weight_and_mask_of_the_file_has_its_test() -> None:

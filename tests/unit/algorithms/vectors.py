@@ -62,12 +62,7 @@ class Case:
     """A fixture as a flat view, and the way back to its grid of sequences x tokens."""
 
     def __init__(
-        self,
-        fixture: str,
-        *,
-        anchor: str | None = None,
-        advantages: Grid | None = None,
-        mask: Grid | None = None,
+        self, fixture: str, *, anchor: str | None = None, advantages: Grid | None = None, mask: Grid | None = None
     ) -> None:
         """``anchor`` takes the sampler's place: the functions of others divide by ``old`` alone."""
         changed = {"advantages": advantages, "mask": mask}
@@ -106,14 +101,7 @@ class Case:
         return torch.zeros(self.mask.shape, dtype=torch.float64).masked_scatter(self.mask, values.detach().double())
 
 
-COLUMNS = (
-    "rollout_logprob",
-    "old_logprob",
-    "advantages",
-    "ref_logprob",
-    "teacher_logprob",
-    "entropy",
-)
+COLUMNS = ("rollout_logprob", "old_logprob", "advantages", "ref_logprob", "teacher_logprob", "entropy")
 
 
 def with_step_weights(view: TokenView, config: LossConfig) -> TokenView:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.unit.agents.world import NotingBus, World
 from trinity_mq.bus import BusRefused, BusUnavailable, Envelope, Queue
@@ -25,10 +24,7 @@ DELETING = 5.0
 """Seconds that RabbitMQ takes over a queue that nobody leads."""
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with capture_logs() as found:
-        yield found
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 class SilentBus(NotingBus):

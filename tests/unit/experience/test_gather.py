@@ -114,10 +114,7 @@ def test_custom_fields_of_several_values():
     [
         ([*customised({"w": 1}), Experience(tokens=[1, 2])], r"experience 1 .*custom_fields \[\], wanted .*is_expert"),
         (customised({"is_expert": 1, "weight": 1}, {"is_expert": 1}), r"experience 1 .*has no info\['weight'\]"),
-        (
-            customised({"is_expert": 1, "weight": "much"}),
-            r"info\['weight'\] cannot become .*'loss_weight' of torch",
-        ),
+        (customised({"is_expert": 1, "weight": "much"}), r"info\['weight'\] cannot become .*'loss_weight' of torch"),
         (customised({"is_expert": 1, "weight": 1}, {"is_expert": 1, "weight": [1, 2]}), "arrays of one shape"),
     ],
 )

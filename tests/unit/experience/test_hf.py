@@ -7,14 +7,7 @@ import datasets
 import pytest
 import torch
 
-from trinity_mq.experience import (
-    EID,
-    Experience,
-    ExperienceBatch,
-    ExperienceError,
-    from_hf_datasets,
-    to_hf_datasets,
-)
+from trinity_mq.experience import EID, Experience, ExperienceBatch, ExperienceError, from_hf_datasets, to_hf_datasets
 from trinity_mq.experience.hf import from_record, to_record
 
 

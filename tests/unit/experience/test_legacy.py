@@ -189,10 +189,7 @@ def test_tensors_in_info(value, protocol):
             },
             "single_turn",
         ),
-        (
-            SINGLE | {"truncate_status": "prompt_truncated"},
-            "multi_turn",
-        ),
+        (SINGLE | {"truncate_status": "prompt_truncated"}, "multi_turn"),
         ({"tokens": torch.tensor([1, 2, 3], dtype=torch.int32)}, "single_turn"),
     ],
 )

@@ -375,10 +375,7 @@ async def ask(at: Serving, path: str, record: str = "train", **options: Any) -> 
 
 
 OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "chat/completions": {
-        "top_logprobs": (3, 0),
-        "response_format": ({"type": "json_object"}, {"type": "text"}),
-    },
+    "chat/completions": {"top_logprobs": (3, 0), "response_format": ({"type": "json_object"}, {"type": "text"})},
     "completions": {},
     "responses": {
         "top_logprobs": (3, 0),

@@ -132,10 +132,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("kind", "pattern", "parts"),
-    [
-        ("wandb", "offline-run-*/*.wandb", (b"a/b", b"algorithm", b"tracked")),
-        ("swanlab", "run-*/*.swanlab", (b"a/b",)),
-    ],
+    [("wandb", "offline-run-*/*.wandb", (b"a/b", b"algorithm", b"tracked")), ("swanlab", "run-*/*.swanlab", (b"a/b",))],
 )
 def test_a_service_that_keeps_files(tmp_path: Path, kind: str, pattern: str, parts: tuple[bytes, ...]) -> None:
     folder = folder_of_a_run(tmp_path, trackers=[{"kind": kind, "offline": True, "project": "p"}])

@@ -48,8 +48,7 @@ TOO_LONG = "1" * (LONGEST + 1)
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "right"),
-    [*TABLES["exact"], (f"\\boxed{{{TOO_LONG}}}", "1", False), ("5", TOO_LONG, False)],
+    ("response", "truth", "right"), [*TABLES["exact"], (f"\\boxed{{{TOO_LONG}}}", "1", False), ("5", TOO_LONG, False)]
 )
 @pytest.mark.usefixtures("exact_only")
 def test_ordinary_answers_cost_no_second_process(response: str, truth: str | None, right: bool) -> None:

@@ -409,12 +409,7 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
         ("Exits", {}, "workflow", "Exits called sys.exit(9)"),
         ("Never", {"max_timeout": 0.05}, "timeout", "Never took longer than max_timeout, 0.05 s ("),
         ("Never", {"slice_timeout": 0.05}, "timeout", "not done within the 0.05 s of the slice"),
-        (
-            "async_simple_workflw",
-            {},
-            "task",
-            "unknown workflow 'async_simple_workflw'; did you mean",
-        ),
+        ("async_simple_workflw", {}, "task", "unknown workflow 'async_simple_workflw'; did you mean"),
         ("async_simple_workflow", {"task": {"raw_task": {}}}, "task", "TaskError: raw_task['question']"),
     ],
 )

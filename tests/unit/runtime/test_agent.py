@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,10 +46,7 @@ CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboa
 TOPOLOGY = Topology("w")
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 class Idler(Agent):
@@ -448,8 +445,7 @@ def test_who_comes_after_the_end_ends_too(tmp_path: Path) -> None:
         latecomer.run_folder = tmp_path
         if over:
             mark_run_over(tmp_path)
-        with capture_logs():
-            run_virtually(latecomer.run())
+        run_virtually(latecomer.run())
         return latecomer
 
     before, after = lives(False), lives(True)
@@ -469,8 +465,7 @@ def follow(folder: Path, scene: Callable[[Follower, asyncio.Task[None]], Awaitab
         await scene(follower, task)
         await task
 
-    with capture_logs():
-        run_virtually(main(), limit=200)
+    run_virtually(main(), limit=200)
     return follower
 
 

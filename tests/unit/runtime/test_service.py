@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 
 from tests.unit.runtime.test_agent import Idler as AnyIdler
 from trinity_mq.bus.memory.bus import MemoryBroker
@@ -79,10 +78,7 @@ class Noting(ServiceManager):
         return [when for when, lines in self.told if line in lines]
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with capture_logs() as kept:
-        yield kept
+pytestmark = pytest.mark.usefixtures("logs")
 
 
 @pytest.fixture

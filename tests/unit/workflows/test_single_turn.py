@@ -80,11 +80,7 @@ GREEDY = {"greedy_baseline": True}
 @BOTH
 @pytest.mark.parametrize(
     ("runs", "base", "is_eval", "asked"),
-    [
-        (1, 0, False, [{"n": 1, "temperature": 0.0}]),
-        (2, 3, False, [{"n": 2}]),
-        (2, 0, True, [{"n": 2}]),
-    ],
+    [(1, 0, False, [{"n": 1, "temperature": 0.0}]), (2, 3, False, [{"n": 2}]), (2, 0, True, [{"n": 2}])],
 )
 async def test_one_run_of_a_training_task_is_greedy_however_it_is_cut(kind, stub_model, runs, base, is_eval, asked):
     model = stub_model(["2", "3"])

@@ -293,10 +293,7 @@ class IdleOperator(Agent):
 
 def test_a_closed_batch_that_an_idle_operator_does_not_take_is_published_again_then_failed(tmp_path: Path) -> None:
     sim = Simulation(
-        tmp_path,
-        ("explorer.operator_deadline=10", "explorer.max_consecutive_empty=100"),
-        batches=3,
-        operators=0,
+        tmp_path, ("explorer.operator_deadline=10", "explorer.max_consecutive_empty=100"), batches=3, operators=0
     )
     idle = IdleOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0")
     run_virtually(sim.run(beside=idle.run), limit=1000)
@@ -316,10 +313,7 @@ class LateOperator(Operator):
         await super().serve()
 
 
-@pytest.mark.parametrize(
-    ("interval", "late"),
-    [(1, "not there"), (4, "not there"), (1, "starting")],
-)
+@pytest.mark.parametrize(("interval", "late"), [(1, "not there"), (4, "not there"), (1, "starting")])
 def test_closed_batches_wait_in_their_queue_while_no_operator_works(tmp_path: Path, interval: int, late: str) -> None:
     """A minute's operator_deadline and three tries of it, and nothing is lost in 700 seconds."""
     sim = Simulation(tmp_path, (f"synchronizer.sync_interval={interval}",), batches=8, operators=0)

@@ -220,20 +220,15 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, config, eng
     assert outcome.version_min == (1, 3)
 
 
-async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
+@pytest.mark.parametrize(("closes", "error"), [(False, asyncio.CancelledError), (True, ChildDied)])
+async def test_cancelling_and_closing_kill_the_process(here, pool, config, engine, pid, closes, error):
     task = asyncio.ensure_future(pool.run(task_slice("Hangs"), config, lambda: engine.model))
     await pid
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await ends(await pid)
-
-
-async def test_closing_kills_what_runs(here, pool, config, engine, pid):
-    task = asyncio.ensure_future(pool.run(task_slice("Hangs"), config, lambda: engine.model))
-    await pid
-    await pool.close()
-    with pytest.raises(ChildDied, match="SIGKILL"):
+    if closes:
+        await pool.close()
+    else:
+        task.cancel()
+    with pytest.raises(error, match="SIGKILL" if closes else None):
         await task
     await ends(await pid)
 
@@ -374,11 +369,7 @@ async def test_each_poisonous_slice_costs_itself_only(here: Path, tmp_path: Path
 
 async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(here: Path, tmp_path: Path) -> None:
     world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
-    task_slices = [
-        poison("Blocks", 0),
-        poison("BlockingExits", 1),
-        poison("BlockingHangs", 2, slice_timeout=1.0),
-    ]
+    task_slices = [poison("Blocks", 0), poison("BlockingExits", 1), poison("BlockingHangs", 2, slice_timeout=1.0)]
     ended = await outcomes(world, 3, *task_slices, returns=0)
     assert ended == {0: "finished", 1: "poisoned", 2: "failed"}
 

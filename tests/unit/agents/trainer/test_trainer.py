@@ -29,15 +29,7 @@ from trinity_mq.cli.main import main
 from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.launch.earlier_start import rewind_to_checkpoint
-from trinity_mq.messages import (
-    BatchReady,
-    ControlEvent,
-    Heartbeat,
-    Progress,
-    RunEnd,
-    SyncEvent,
-    TrainerStatus,
-)
+from trinity_mq.messages import BatchReady, ControlEvent, Heartbeat, Progress, RunEnd, SyncEvent, TrainerStatus
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
