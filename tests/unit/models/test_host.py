@@ -218,8 +218,9 @@ async def test_an_engine_that_keeps_dying_is_given_up(config: Config, host_of: H
 async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     config: Config, host_of: HostOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.explorer.rollout_model.lease = 0.4
-    host = host_of(config, ["/bin/false"])
+    rollout = config.explorer.rollout_model.model_copy(update={"lease": 0.4})
+    explorer = config.explorer.model_copy(update={"rollout_model": rollout})
+    host = host_of(config.model_copy(update={"explorer": explorer}), ["/bin/false"])
     frozen = sleeper()
     started = psutil.Process(frozen.pid).create_time()
     ready = ReadyFile(**TEXTS, pid=frozen.pid, create_time=started, url="http://127.0.0.1:9")
