@@ -337,8 +337,8 @@ class EngineHost:
 
 
 def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
-    rollout = config.explorer.rollout_model
-    section = getattr(rollout, engine_row(rollout.engine).settings, None) if auxiliary is None else None
+    model = auxiliary or config.explorer.rollout_model
+    section = getattr(model, engine_row(model.engine).settings, None)
     return START_TIMEOUT if section is None else float(section.start_timeout)
 
 

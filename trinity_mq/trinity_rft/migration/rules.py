@@ -232,9 +232,11 @@ def explorer(move: SettingsTransfer) -> None:
     kind = resolve_environment(move.take(ENGINE + "engine_type")) or "vllm"
     if str(kind).startswith("vllm"):
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
+        move.keep(ENGINE + "tensor_parallel_size")
     else:
         move.lost(LeftOut(ENGINE + "engine_type", kind, "engines are transformers and vllm", matters=True))
         move.put(ENGINE + "engine", "transformers")
+        move.leave_out(ENGINE + "tensor_parallel_size", "only the engine vllm splits a model")
 
 
 def _text(value: Any) -> str:
@@ -292,7 +294,7 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.keep("engine_num")
             _lengths(item, "")
         for name in ("engine_type", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
-            item.leave_out(name, "auxiliary models are not served by vLLM here", matters=False)
+            item.leave_out(name, "the engine of auxiliary models is transformers; vllm has these", matters=False)
         item.give_up("no counterpart here")
     if move.resolved("mode") != "train":
         models += _api_judges(move)
