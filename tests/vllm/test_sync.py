@@ -27,7 +27,7 @@ PROMPT = [3, 7, 2, 9]
 CLOSE = 1e-4
 
 
-@pytest.fixture(params=["waiting_engine", "keeping_engine"], ids=["untied", "tied"])
+@pytest.fixture(params=["waiting_engine", "keeping_engine", "split_engine"], ids=["untied", "tied", "split"])
 def started(request: pytest.FixtureRequest) -> Started:
     chosen: Started = request.getfixturevalue(request.param)
     return chosen
