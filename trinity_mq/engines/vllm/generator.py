@@ -83,12 +83,12 @@ class VllmGenerator:
         """Have the workers receive. If vLLM does not answer, a worker hangs in a transfer: end vLLM, which its host
         then restarts.
         """
+        seconds = 2 * float(spec["seconds"]) + 10.0
         try:
             if not self._is_open:
-                await self._command(api.START_UPDATE)
+                await self._client.post(api.START_UPDATE, timeout=seconds)
                 self._is_open = True
             reports = [api.report_file(self._report, worker) for worker in range(self._workers)]
-            seconds = 2 * float(spec["seconds"]) + 10.0
             await self._client.post(api.UPDATE, api.update_body(spec, self._report), timeout=seconds)
             problems = {file.read_text() for file in reports} - {""}
         except VllmSilent as error:
