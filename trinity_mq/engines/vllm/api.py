@@ -337,8 +337,29 @@ def error_text(status: int, body: Any) -> str:
 
 # -- worker side, in vLLM's own processes
 
-Receive = Callable[[dict[str, Any]], dict[str, Any]]
-"""Takes the spec of a transfer, blocks until all tensors have arrived, and returns them by name."""
+Receive = Callable[[dict[str, Any], Any], dict[str, Any]]
+"""Takes the spec of a transfer and the :class:`Peers` (None: there is one worker), blocks until all tensors have
+arrived, and returns them by name.
+"""
+
+
+class Peers:
+    """The workers among which a model is split, in this worker's process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value that worker 0 gave."""
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group().broadcast_object(value, src=0)
+
+    def barrier(self) -> None:
+        """Return when all workers have called this."""
+        from vllm.distributed import get_tp_group
+
+        get_tp_group().barrier()
 
 
 def update_body(spec: Mapping[str, Any], report: Path) -> dict[str, Any]:
@@ -402,8 +423,9 @@ def _backend(receive: Receive) -> type[Any]:
         def receive_weights(self, update_info: Any) -> None:
             worker, problem = self.parallel_config.rank, ""
             self._arrived = None
+            peers = Peers(worker) if self.parallel_config.tensor_parallel_size > 1 else None
             try:
-                self._arrived = receive({**update_info.spec, "rank": update_info.spec["rank"] + worker})
+                self._arrived = receive({**update_info.spec, "rank": update_info.spec["rank"] + worker}, peers)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             report_file(update_info.report, worker).write_text(problem)
