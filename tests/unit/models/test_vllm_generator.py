@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
-from trinity_mq.engines.vllm.generator import VllmGenerator
+from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.models.errors import ModelError
 from trinity_mq.testing.virtual_time import run_virtually
 
 SPEC = {"version": [1, 2], "epoch": 1, "attempt": 1, "seconds": 30.0, "rank": 1}
@@ -123,6 +126,14 @@ def test_weights_that_do_not_reach_one_worker_are_not_applied_and_may_be_sent_ag
         assert not vllm.gave_up.is_set()
 
     play(act)
+
+
+def test_heads_that_the_devices_cannot_divide_are_refused(tmp_path: Path) -> None:
+    config = ModelConfig(tiny=TinyModelConfig(num_attention_heads=6))
+    folder = ensure_model_folder(config, tmp_path / "model", 0)
+    assert model_limits(config, folder, 3) == model_limits(config, folder)
+    with pytest.raises(ModelError, match="size is 4, and the model in .* has 6 attention heads"):
+        model_limits(config, folder, 4)
 
 
 async def test_a_server_that_never_answers_is_silent_and_one_that_ends_is_gone(tmp_path: Path) -> None:

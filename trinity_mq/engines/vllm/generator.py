@@ -158,11 +158,11 @@ def version_of(spec: Mapping[str, Any]) -> Version | None:
     return None if named is None else (named[0], named[1])
 
 
-def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
+def model_limits(config: ModelConfig, folder: Path, devices: int = 1) -> tuple[int, int]:
     """Return the size of the vocabulary and the maximum sequence length in tokens.
 
     Raises:
-        ModelError: The folder does not describe a model.
+        ModelError: The folder does not describe a model, or the model cannot be split among ``devices``.
     """
     from transformers import AutoConfig
 
@@ -170,5 +170,11 @@ def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{folder} does not describe a model: {' '.join(str(error).split())}") from error
+    heads = getattr(described, "num_attention_heads", None) or devices
+    if heads % devices:
+        raise ModelError(
+            f"tensor_parallel_size is {devices}, and the model in {folder} has {heads} attention heads, which vLLM "
+            f"cannot divide among {devices} devices: choose a divisor of {heads}"
+        )
     longest = getattr(described, "max_position_embeddings", None) or config.max_model_len
     return int(described.vocab_size), min(config.max_model_len, longest)
