@@ -132,7 +132,7 @@ def test_heads_that_the_devices_cannot_divide_are_refused(tmp_path: Path) -> Non
     config = ModelConfig(tiny=TinyModelConfig(num_attention_heads=6))
     folder = ensure_model_folder(config, tmp_path / "model", 0)
     assert model_limits(config, folder, 3) == model_limits(config, folder)
-    with pytest.raises(ModelError, match="size is 4, and the model in .* has 6 attention heads"):
+    with pytest.raises(ModelError, match=r"size is 4, and the model in .* has 6 attention heads"):
         model_limits(config, folder, 4)
 
 
