@@ -47,8 +47,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """Its output layer is tied to the embeddings, of what vLLM packs in one layer not all have adapters, and two workers
-    hold half of it each.
+    """It is split between two workers, its output layer is tied to the embeddings, and of what vLLM packs in one layer
+    not all have adapters.
     """
     base = tmp_path_factory.mktemp("llama")
     model, folder = untied(base / "model"), base / "model"

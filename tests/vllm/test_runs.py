@@ -152,7 +152,7 @@ async def test_a_run_whose_engines_are_split_agrees_with_its_trainer_after_every
         assert len(committed) == SPLIT_STEPS + 1 or len(engines) > 1, "every version went through the gate"
         assert logged(run, engine, "engine_done")[-1]["sequences"] > 0
     if method == "memory":
-        [asked] = logged(run, "explorer-0-auxiliary-teacher", "engine_done")
+        asked = logged(run, "explorer-0-auxiliary-teacher", "engine_done")[-1]
         assert asked["sequences"] >= SPLIT_STEPS * 16 * 8, "it has scored every response"
 
 

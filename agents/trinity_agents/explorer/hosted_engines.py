@@ -93,10 +93,16 @@ class HostedEngines:
     # -- life cycle
 
     async def start(self) -> None:
-        """Start or adopt all engines concurrently; raises the errors of :meth:`EngineHost.start`."""
+        """Start or adopt all engines concurrently; raises the errors of :meth:`EngineHost.start`.
+
+        The lease of an engine that is ready before the others is renewed.
+        """
         async with asyncio.TaskGroup() as group:
-            for host in self._all():
-                group.create_task(host.start())
+            starting = [group.create_task(host.start()) for host in self._all()]
+            holding = [group.create_task(_hold(start, host)) for start, host in zip(starting, self._all(), strict=True)]
+            await asyncio.wait(starting)
+            for task in holding:
+                task.cancel()
 
     async def background(self) -> list[Coroutine[Any, Any, None]]:
         """Subscribe to sync events and return the coroutines that keep engines and members running."""
@@ -265,6 +271,13 @@ class HostedEngines:
 
     async def _publish(self, event: SyncEvent) -> None:
         await self._agent.publish("sync", f"weights.{event.verb}", event)
+
+
+async def _hold(start: asyncio.Task[None], host: EngineHost | Any) -> None:
+    """Renew the lease of an engine from the end of its start until cancelled."""
+    await asyncio.wait({start})
+    if not start.cancelled() and start.exception() is None:
+        await host.hold()
 
 
 async def receive_broadcast(

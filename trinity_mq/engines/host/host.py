@@ -103,6 +103,13 @@ class EngineHost:
             await self._session.close()
             raise
 
+    async def hold(self) -> None:
+        """Renew the lease of the started engine until cancelled, while other engines start and :meth:`keep` does not
+        run.
+        """
+        assert self._process is not None, "start the engine first"
+        await self._renew(self._process)
+
     async def keep(self) -> None:
         """Renew the engine's lease, and restart the engine whenever it dies, until :meth:`stop`.
 
