@@ -26,8 +26,7 @@ async def judge(tmp_path: Path) -> AsyncIterator[EngineHost]:
     new_weights(folder, 5).save_pretrained(folder)
     server = {"kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
     data = {"name": "judge", "engine": "vllm", "tensor_parallel_size": 2, "model": model.model_dump(), "vllm": server}
-    policy = {"tiny": {}, "max_model_len": 32, "max_prompt_tokens": 16}
-    settings = {"model": policy, "run_dir": str(tmp_path / "run"), "explorer": {"auxiliary_models": [data]}}
+    settings = {"model": model.model_dump(), "run_dir": str(tmp_path / "run"), "explorer": {"auxiliary_models": [data]}}
     [host] = auxiliary_hosts(Config.model_validate(settings), "explorer-0")
     await host.start()
     try:
