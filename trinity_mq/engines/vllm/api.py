@@ -338,12 +338,12 @@ def error_text(status: int, body: Any) -> str:
 # -- worker side, in vLLM's own processes
 
 Receive = Callable[[dict[str, Any], Any], dict[str, Any]]
-"""Takes the spec of a transfer and the :class:`Peers` (None: there is one worker), blocks until all tensors have
+"""Takes the spec of a transfer and the :class:`SplitWorkers` (None: there is one worker), blocks until all tensors have
 arrived, and returns them by name.
 """
 
 
-class Peers:
+class SplitWorkers:
     """The workers among which a model is split, in this worker's process."""
 
     def __init__(self, number: int) -> None:
@@ -423,9 +423,9 @@ def _backend(receive: Receive) -> type[Any]:
         def receive_weights(self, update_info: Any) -> None:
             worker, problem = self.parallel_config.rank, ""
             self._arrived = None
-            peers = Peers(worker) if self.parallel_config.tensor_parallel_size > 1 else None
+            workers = SplitWorkers(worker) if self.parallel_config.tensor_parallel_size > 1 else None
             try:
-                self._arrived = receive({**update_info.spec, "rank": update_info.spec["rank"] + worker}, peers)
+                self._arrived = receive({**update_info.spec, "rank": update_info.spec["rank"] + worker}, workers)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             report_file(update_info.report, worker).write_text(problem)
