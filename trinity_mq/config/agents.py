@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from trinity_mq.config.algorithm import OperatorConfig
 from trinity_mq.config.base import Section, Threads
-from trinity_mq.config.engines import AuxiliaryModelConfig, PolicyEngine, engine_row
+from trinity_mq.config.engines import AuxiliaryModelConfig, PolicyEngine, check_tensor_parallel_size, engine_row
 from trinity_mq.config.vllm import VllmConfig
 
 REVIEW_SECONDS = 300.0
@@ -28,13 +28,16 @@ class RolloutModelConfig(Section):
     engine_num: int = Field(default=1, ge=1)
     """Number of engines that the explorer hosts, and that each ``trinity-mq explorer --engines-only`` hosts in
     addition. Each engine is a process."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """vllm: number of devices among which each engine splits the model, for a model that does not fit on one device. It
+    must divide the model's number of attention heads."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts. Values below 1 need ``algorithm.allow_truncated_sampling``."""
     num_threads: Threads = "auto"
-    """CPU threads of the engine's torch. ``auto``: an equal share of the cores, which the trainer's processes and all
-    engines of the run divide among themselves."""
+    """CPU threads of torch on each device of an engine. ``auto``: an equal share of the cores, which the trainer's
+    processes and all engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
     """Maximum number of sequences generated at once. Further requests wait for the next static batch."""
     lease: float = Field(default=60.0, ge=5)
@@ -57,6 +60,11 @@ class RolloutModelConfig(Section):
                 "tasksets with rollout_args: {model: <its name>}"
             )
         return data
+
+    @model_validator(mode="after")
+    def _splits(self) -> RolloutModelConfig:
+        check_tensor_parallel_size(self.engine, self.tensor_parallel_size)
+        return self
 
 
 class DynamicTimeoutConfig(Section):

@@ -47,7 +47,9 @@ def _limit(cgroup: Path) -> float:
 
 
 def computing_processes(config: Config) -> int:
-    """Return the number of trainer processes and engines of the run."""
+    """Return the number of trainer processes, and of devices of engines, of the run."""
     explorer = config.explorer
-    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models if engine_row(model.engine).computes_here)
-    return config.trainer.nproc + explorer.rollout_model.engine_num + auxiliary
+    rollout, auxiliary = explorer.rollout_model, explorer.auxiliary_models
+    here = [model for model in auxiliary if engine_row(model.engine).computes_here]
+    devices = sum(model.engine_num * model.tensor_parallel_size for model in here)
+    return config.trainer.nproc + rollout.engine_num * rollout.tensor_parallel_size + devices

@@ -41,6 +41,10 @@ class FakeEngine:
     async def start(self) -> None:
         """Do nothing."""
 
+    async def hold(self) -> None:
+        """Wait until cancelled."""
+        await asyncio.Event().wait()
+
     async def keep(self) -> None:
         """Wait until cancelled."""
         await asyncio.Event().wait()

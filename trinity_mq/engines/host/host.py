@@ -103,6 +103,13 @@ class EngineHost:
             await self._session.close()
             raise
 
+    async def hold(self) -> None:
+        """Renew the lease of the started engine until cancelled, while other engines start and :meth:`keep` does not
+        run.
+        """
+        assert self._process is not None, "start the engine first"
+        await self._renew(self._process)
+
     async def keep(self) -> None:
         """Renew the engine's lease, and restart the engine whenever it dies, until :meth:`stop`.
 
@@ -337,8 +344,8 @@ class EngineHost:
 
 
 def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
-    rollout = config.explorer.rollout_model
-    section = getattr(rollout, engine_row(rollout.engine).settings, None) if auxiliary is None else None
+    model = auxiliary or config.explorer.rollout_model
+    section = getattr(model, engine_row(model.engine).settings, None)
     return START_TIMEOUT if section is None else float(section.start_timeout)
 
 

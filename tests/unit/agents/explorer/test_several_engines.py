@@ -68,6 +68,27 @@ def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
     }
 
 
+def test_the_lease_of_an_engine_is_renewed_while_a_slower_one_starts(tmp_path: Path) -> None:
+    held: list[float] = []
+
+    class Quick(FakeEngine):
+        async def hold(self) -> None:
+            began = asyncio.get_running_loop().time()
+            try:
+                await super().hold()
+            finally:
+                held.append(asyncio.get_running_loop().time() - began)
+
+    class Slow(FakeEngine):
+        async def start(self) -> None:
+            await asyncio.sleep(7.0)
+
+    sim = Engines(tmp_path, batches=1, second=Slow("explorer-0-engine-1"))
+    sim.engine = Quick(sim.engine.snapshot.id)
+    run_virtually(sim.run(), limit=1000)
+    assert held == [pytest.approx(7.0)]
+
+
 async def test_engines_that_joined_before_the_trainer_listened_get_weights_when_it_does(tmp_path: Path) -> None:
     """A join is repeated at a third of the lease only, and the first step would wait as long."""
     sim = Engines(tmp_path, batches=2)
