@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -
     place = command.index("--lora-target-modules")
     assert command[place + 1 : place + 3] == ["down_proj", "q_proj"]
     assert command[place + 3].startswith("--")
-    environment = api.server_environment(rollout, 3, adapters=True)
+    environment = api.server_environment(rollout, 3, cpu=True, adapters=True)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in environment
     assert environment["OMP_NUM_THREADS"] == "3"
@@ -233,11 +232,13 @@ class World:
         plan = adapters.AdapterPlan(LoraConfig(r=2), api.AdapterRoom(8, ROOM, ("q_proj", "up_proj")), SHAPES)
         self.adapters = adapters.VllmAdapters(client, home, plan)
         codec: Any = Letters()
-        sizes = {"vocabulary": 9, "pause_mode": mode}
+        limits = {"vocabulary": 9, "max_model_len": 9, "pause_mode": mode}
         self.generator = adapters.AdapterGenerator(
-            self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, **sizes
+            self.adapters, plan, self._receive, codec, client, give_up=lambda: None, **limits
         )
-        self.flow = VllmBatcher(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
+        self.flow = VllmBatcher(
+            client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, pause_mode=mode
+        )
         self.tensors = some_tensors()
 
     async def _receive(self, spec: dict[str, Any]) -> Mapping[str, Tensor]:
@@ -486,23 +487,93 @@ def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
     assert "--gpu-memory-utilization" not in command
 
 
-def test_scores_are_tempered_over_the_whole_vocabulary() -> None:
-    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    rows = [
-        {str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in enumerate(row)}
-        for row in logits.log_softmax(-1).tolist()
-    ]
-    tokens = [0, 4, 2, 3]
-    for heat in (0.3, 1.0, 2.0):
-        scores = api.read_scores({"prompt_logprobs": [None, *rows]}, tokens, heat)
-        expected = (logits / heat).log_softmax(-1)[range(3), tokens[1:]]
-        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
+def command_with(cpu: bool, *extra: str, dtype: str = "bfloat16", dedicated: bool = False, **settings: Any) -> list[str]:
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": extra, **settings}})
+    model = ModelConfig.model_validate({"tiny": {}, "dtype": dtype})
+    return api.server_command(Path("/m"), Path("/s"), model, rollout, 64, cpu=cpu, dedicated=dedicated)
 
 
-def test_a_token_beyond_the_floor_of_the_answers_counts_for_nothing() -> None:
-    rows = [{"0": {"logprob": log(0.5)}, "1": {"logprob": log(0.5)}, "2": {"logprob": -9999.0}}]
-    [score] = api.read_scores({"prompt_logprobs": [None, *rows]}, [0, 1], 0.5)
-    assert score == pytest.approx(log(0.5))
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("dedicated", "settings", "expected"),
+    [
+        (False, {}, {"gpu-memory-utilization": "0.5"}),
+        (True, {}, {"gpu-memory-utilization": "0.9"}),
+        (True, {"gpu_memory_utilization": 0.7}, {"gpu-memory-utilization": "0.7"}),
+        (
+            False,
+            {"kv_cache_memory_bytes": 4 * GIB},
+            {"kv-cache-memory-bytes": str(4 * GIB), "gpu-memory-utilization": "0.01"},
+        ),
+        (
+            False,
+            {"kv_cache_memory_bytes": 4 * GIB, "gpu_memory_utilization": 0.3},
+            {"kv-cache-memory-bytes": str(4 * GIB), "gpu-memory-utilization": "0.3"},
+        ),
+    ],
+)
+def test_the_share_of_a_gpu_is_always_said_because_vllm_checks_it_at_its_start(
+    dedicated: bool, settings: dict[str, Any], expected: dict[str, str]
+) -> None:
+    options = dict(pairwise(command_with(False, dedicated=dedicated, **settings)))
+    names = ("kv-cache-memory-bytes", "gpu-memory-utilization")
+    assert {name: options[f"--{name}"] for name in names if f"--{name}" in options} == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu", "setting", "eager", "compiles"),
+    [
+        (True, None, True, False),
+        (False, None, False, True),
+        (True, False, False, True),
+        (True, True, True, False),
+        (False, True, True, True),
+    ],
+)
+def test_a_gpu_has_graphs_unless_they_are_switched_off(
+    cpu: bool, setting: bool | None, eager: bool, compiles: bool
+) -> None:
+    assert ("--enforce-eager" in command_with(cpu, enforce_eager=setting)) == eager
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"enforce_eager": setting}})
+    assert ("TORCH_COMPILE_DISABLE" not in api.server_environment(rollout, 1, cpu=cpu)) == compiles
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["--hf-overrides", '{"head_dtype": "float32"}']),
+        (["--seed=3"], ["--seed=3", "--hf-overrides", '{"head_dtype": "float32"}']),
+        (['--hf-overrides={"a": 1}'], ["--hf-overrides", '{"head_dtype": "float32", "a": 1}']),
+        (
+            ["--hf_overrides", '{"a": 1}', "--seed=3"],
+            ["--hf-overrides", '{"head_dtype": "float32", "a": 1}', "--seed=3"],
+        ),
+        (['--hf-overrides={"head_dtype": "model"}'], ["--hf-overrides", '{"head_dtype": "model"}']),
+        (["--hf-overrides.a=1"], ["--hf-overrides.head_dtype=float32", "--hf-overrides.a=1"]),
+        (["--hf-overrides.head_dtype=model"], ["--hf-overrides.head_dtype=model"]),
+        (["--hf-overrides=[1]"], ["--hf-overrides=[1]"]),
+        (["--hf-overrides"], ["--hf-overrides"]),
+    ],
+)
+def test_the_output_layer_computes_in_float32_beside_overrides_of_the_user(
+    options: list[str], expected: list[str]
+) -> None:
+    assert api.with_precise_head(options) == expected
+    assert command_with(True, *options)[-len(expected) :] == expected
+    assert not any("head_dtype" in word for word in command_with(True, dtype="float32"))
+
+
+def test_the_score_of_a_token_is_found_whatever_was_sampled() -> None:
+    def scored(*candidates: tuple[int, float]) -> dict[str, Any]:
+        top = [{"token_id": token, "logprob": logprob} for token, logprob in candidates]
+        return {"choices": [{"logprobs": {"content": [{**top[0], "top_logprobs": top}]}}]}
+
+    assert api.read_token_score(scored((5, -0.1), (3, -2.0)), 3) == -2.0
+    assert api.read_token_score(scored((3, -2.0)), 3) == -2.0
+    with pytest.raises(KeyError):
+        api.read_token_score(scored((5, -0.1)), 3)
 
 
 def test_choices_come_in_order_whatever_the_answer_s_order() -> None:

@@ -14,6 +14,8 @@ from trinity_mq.engines.vllm import api
 
 CHUNK_LIMIT = 2**22
 """Maximum bytes of one event of a stream: a chunk of tokens with their logprobs."""
+BUSY = "engine_busy"
+"""Code of the error for a request that vLLM did not accept and that may be sent again."""
 HOST = "http://vllm"
 """Placeholder host name: the socket determines the server. Each request opens its own connection, which is cheap here:
 vLLM's server closes connections on which a command has failed, and the next request on such a connection would be lost.
@@ -52,8 +54,8 @@ class VllmClient:
         """Return the JSON answer.
 
         Raises:
-            ApiError: 503 if the server is gone. 500 if it answered another status than 200 (the message holds its
-                text), or did not answer within ``timeout`` seconds.
+            ApiError: 503 if the server is gone, or accepts no requests now (code :data:`BUSY`). 500 if it answered
+                another status than 200 (the message holds its text), or did not answer within ``timeout`` seconds.
         """
         return _checked(*await self._posted(path, body, timeout, **query))
 
@@ -103,6 +105,8 @@ def _checked(status: int, raw: bytes) -> dict[str, Any]:
         body = json.loads(raw) if raw else {}
     except ValueError:
         body = raw.decode(errors="replace")
+    if status == 503:
+        raise ApiError(503, api.error_text(status, body), code=BUSY, retry_after=1.0)
     if status != 200 or not isinstance(body, dict):
         raise _failed(api.error_text(status, body))
     return body

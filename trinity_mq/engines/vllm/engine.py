@@ -111,7 +111,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
     try:
         room = plan.room if plan else None
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
-        settings = api.server_environment(rollout, job.num_threads, adapters=plan is not None)
+        settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
@@ -131,6 +131,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
                     vocabulary=vocabulary,
                     max_model_len=max_model_len,
                     pause_mode=mode,
+                    recompute_cache=rollout.vllm.recompute_cache,
                     give_up=lambda: _kill(child),
                 )
 
@@ -139,7 +140,6 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
                         client,
                         state,
                         codec,
-                        vocabulary=vocabulary,
                         max_sequences=rollout.max_batch_sequences,
                         pause_mode=mode,
                         adapters=adapters,

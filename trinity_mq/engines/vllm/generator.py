@@ -34,11 +34,19 @@ class VllmGenerator:
         max_model_len: int,
         pause_mode: PauseMode,
         give_up: Callable[[], None],
+        recompute_cache: bool = False,
     ) -> None:
-        """Create the generator. ``give_up`` ends vLLM, whose model cannot be repaired after a partial weight update."""
+        """Create the generator.
+
+        Args:
+            give_up: Ends vLLM, whose model cannot be repaired after a partial weight update.
+            recompute_cache: Whether requests that continue with new weights compute their cache anew.
+        """
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
+        # without running requests there is nothing to compute anew, and the old cache is only waste
+        self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
         self._salt = ""
         self._adapter: str | None = None
         """Name of the adapter that answers, if weights are sent as adapters."""
@@ -66,8 +74,9 @@ class VllmGenerator:
         return spec
 
     async def apply(self, spec: Mapping[str, Any]) -> None:
-        """Load the received weights between two steps of vLLM. Running requests are treated by the pause mode; caches
-        are cleared.
+        """Load the received weights between two steps of vLLM. Running requests are treated by the pause mode.
+
+        A cache that is not cleared serves running requests only: ``cache_salt`` names the weights of new requests.
 
         Raises:
             ApiError: The weights did not fit, or loading took too long. The engine ends, and its host restarts it.
@@ -75,7 +84,7 @@ class VllmGenerator:
         self._name_canary(spec)
         label = api.label(version_of(spec))
         try:
-            await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
+            await self._command(api.PAUSE, mode=self._mode, clear_cache=self._clear_cache)
             try:
                 await self._command(api.FINISH_UPDATE, {"weight_version": label})
             finally:
@@ -85,12 +94,14 @@ class VllmGenerator:
             raise
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
-        """Return for each request the logprob of every token after the first; raises ApiError."""
+        """Return for each request the logprob of every token after the first at temperature 1, which is the temperature
+        of canaries; raises ApiError.
+        """
         scores = []
         for request in requests:
-            body = api.canary_body(request.token_ids, request.temperature, self._salt, self._adapter)
+            body = api.canary_body(request.token_ids, self._salt, self._adapter)
             answer = await self._command(api.GENERATE, body)
-            scores.append(api.read_scores(answer, request.token_ids, request.temperature))
+            scores.append(api.read_scores(answer, request.token_ids))
         return scores
 
     async def weight(self, name: str) -> bytes:
