@@ -1,4 +1,4 @@
-"""Whether a version of vLLM has what ``engines/vllm/api.py`` uses: read from the source of a wheel, without importing it.
+"""Whether a version of vLLM has what ``engines/vllm/api.py`` uses, read from its source without importing it.
 
 ``python -m tests.vllm.interface FOLDER`` takes the folder of an unpacked wheel (for a GPU or a CPU), prints what is
 missing, and exits with 1 if anything is. vLLM need not be installed.
@@ -31,7 +31,7 @@ ROUTES = (
 PROTOCOL = "entrypoints/scale_out/token_in_token_out/protocol.py"
 ANSWERED = {
     "GenerateTokensResponse": {"choices", "prompt_logprobs"},
-    "GenerateTokensChoice": {"index", "token_ids", "logprobs", "finish_reason", "weight_versions", "routed_experts"},
+    "GenerateTokensChoice": {"index", "token_ids", "logprobs", "finish_reason", "weight_versions"},
     "GenerateLogProbsContent": {"token_id", "logprob", "top_logprobs"},
 }
 """Fields of answers that are read, by vLLM's class."""
@@ -171,5 +171,5 @@ if __name__ == "__main__":
     [folder] = sys.argv[1:]
     package = Path(folder) / "vllm" if (Path(folder) / "vllm").is_dir() else Path(folder)
     lacks = missing(package)
-    print("\n".join(f"missing: {line}" for line in lacks) or f"{package} has everything that is used")
+    sys.stdout.write("".join(f"missing: {line}\n" for line in lacks) or f"{package} has everything that is used\n")
     sys.exit(bool(lacks))

@@ -118,7 +118,7 @@ async def test_keeping_lets_requests_go_on_and_says_which_weights_made_which_tok
         version = (5 + 10 * recompute, step)
         old, new = (new_weights(folder, 40 + step + which) for which in (0, 1))
         await keeping.sync(old, version)
-        async with serving(keeping.started, version) as (server, client):
+        async with serving(keeping.started, version) as (_, client):
             generator = VllmGenerator(
                 codec,
                 client,

@@ -139,7 +139,7 @@ async def test_a_request_that_vllm_refuses_during_the_abort_begins_anew_too(grou
     refused = world.vllm.asked[0]
     world.state.pause(60.0)
     idle = group.create_task(world.flow.idle())
-    await until(lambda: world.vllm.asked[1].done())
+    await until(world.vllm.asked[1].done)
     refused.set_exception(ApiError(503, "paused", code=BUSY))
     await idle
     world.commit_new_weights()

@@ -36,11 +36,8 @@ class VllmGenerator:
         give_up: Callable[[], None],
         recompute_cache: bool = False,
     ) -> None:
-        """Create the generator.
-
-        Args:
-            give_up: Ends vLLM, whose model cannot be repaired after a partial weight update.
-            recompute_cache: Whether requests that continue with new weights compute their cache anew.
+        """Create the generator. ``give_up`` ends vLLM, whose model cannot be repaired after a partial weight update.
+        With ``recompute_cache``, requests that continue with new weights compute their cache anew.
         """
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
