@@ -57,6 +57,10 @@ def test_what_a_version_has_lost_is_named(tmp_path: Path) -> None:
     assert "sampling parameter logprobs" not in lacks
 
 
+IMPORTS_VLLM = pytest.mark.filterwarnings("ignore")
+"""Its imports warn."""
+
+
 def parsed(command: list[str]) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -64,7 +68,8 @@ def parsed(command: list[str]) -> Any:
     return make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])  # after python -m MODULE PID
 
 
-@pytest.mark.parametrize("command", commands())
+@IMPORTS_VLLM
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: str(len(command)))
 def test_vllm_s_own_parser_takes_each_command(command: list[str]) -> None:
     arguments = parsed(command)
     assert (str(arguments.model), str(arguments.uds), arguments.max_model_len) == ("/model", "/socket", 65)
@@ -72,6 +77,7 @@ def test_vllm_s_own_parser_takes_each_command(command: list[str]) -> None:
     assert arguments.enable_lora == ("--enable-lora" in command)
 
 
+@IMPORTS_VLLM
 @pytest.mark.parametrize(
     ("options", "overrides"),
     [
