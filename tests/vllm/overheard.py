@@ -78,7 +78,7 @@ async def serving(started: Started, version: Version) -> AsyncIterator[tuple[Eng
     heard = Overheard(_socket(started), codec)
 
     def flow(state: EngineState) -> VllmBatcher:
-        return VllmBatcher(heard, state, codec, vocabulary=vocabulary, max_sequences=64)
+        return VllmBatcher(heard, state, codec, max_sequences=64)
 
     async def no_weights(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         raise AssertionError("weights come through the engine's own process")

@@ -75,7 +75,7 @@ async def test_given_tokens_are_scored_at_any_temperature(waiting: Engine, tempe
     model = new_weights(waiting.started.folder, 5)
     await waiting.sync(model, (1, 5))
     tokens = [(7 * place + 3) % 16 for place in range(waiting.started.config.model.max_model_len)]
-    async with httpx.AsyncClient(base_url=waiting.url) as client:
+    async with httpx.AsyncClient(base_url=waiting.url, timeout=60.0) as client:
         answer = (await client.post("/v1/logprobs", json={"tokens": tokens, "temperature": temperature})).json()
     expected = reference(model, tokens[:1], tokens[1:], temperature)
     torch.testing.assert_close(torch.tensor(answer["logprobs"]), expected, atol=CLOSE, rtol=0)

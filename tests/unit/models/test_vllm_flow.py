@@ -14,6 +14,7 @@ from trinity_mq.engines.server.openai.requests import CompletionBody
 from trinity_mq.engines.server.openai.streaming import Chunks
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.client import BUSY
 from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.messages import Version
 from trinity_mq.models.recording.responses import experiences_of
@@ -75,7 +76,7 @@ class World:
         self.state.phase, self.state.version = "current", (1, 1)
         codec: Any = Letters()
         client: Any = self.vllm
-        self.flow = VllmBatcher(client, self.state, codec, vocabulary=9, max_sequences=8, pause_mode=mode, hold=5.0)
+        self.flow = VllmBatcher(client, self.state, codec, max_sequences=8, pause_mode=mode, hold=5.0)
 
     async def asked(self, number: int = 1) -> asyncio.Future[dict[str, Any]]:
         await until(lambda: len(self.vllm.asked) == number)
@@ -128,6 +129,32 @@ async def test_abort_begins_anew_with_the_new_weights(group: asyncio.TaskGroup) 
     (await world.asked(2)).set_result(answer([3, 1], runs=(("1.2", 0, 2),)))
     [(completions, version)] = await asked
     assert (completions[0].token_ids, version) == ([3, 1], (1, 2))
+
+
+async def test_a_request_that_vllm_refuses_during_the_abort_begins_anew_too(group: asyncio.TaskGroup) -> None:
+    """From version 0.33 on: the request was sent, and reaches vLLM when that is paused."""
+    world = World("abort")
+    late, asked = (group.create_task(world.flow.generate([REQUEST], None)) for _ in range(2))
+    await world.asked(2)
+    refused = world.vllm.asked[0]
+    world.state.pause(60.0)
+    idle = group.create_task(world.flow.idle())
+    await until(world.vllm.asked[1].done)
+    refused.set_exception(ApiError(503, "paused", code=BUSY))
+    await idle
+    world.commit_new_weights()
+    await world.asked(4)
+    for answered in world.vllm.asked[2:]:
+        answered.set_result(answer([3, 1], runs=(("1.2", 0, 2),)))
+    assert [(await task)[0][1] for task in (late, asked)] == [(1, 2), (1, 2)]
+
+
+async def test_a_refusal_without_a_pause_is_the_caller_s(group: asyncio.TaskGroup) -> None:
+    world = World("abort")
+    asked = group.create_task(refusal(world.flow))
+    (await world.asked()).set_exception(ApiError(503, "the queue is full", code=BUSY, retry_after=1.0))
+    assert ((await asked).status, (await asked).retry_after) == (503, 1.0)
+    assert len(world.vllm.asked) == 1
 
 
 async def test_keep_hands_out_tokens_of_new_weights_only_once_those_are_committed(group: asyncio.TaskGroup) -> None:
@@ -201,11 +228,56 @@ async def test_at_temperature_0_several_choices_are_one_asked_for_once(group: as
     assert world.vllm.sent[0][1]["sampling_params"]["n"] == 1
 
 
-async def test_scoring_a_large_vocabulary_at_another_temperature_is_refused_with_the_reason() -> None:
+class Scoring(ScriptedVllm):
+    """Gives each token the logprob -0.25 times its number; answers when as many requests wait as are sent at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[tuple[int, ...]] = []
+        self.salts_seen: set[str] = set()
+        self.here = self.most = 0
+        self.version = "1.1"
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        assert body is not None
+        sampling = body["sampling_params"]
+        assert (sampling["temperature"], sampling["max_tokens"]) == (0.5, 1)
+        self.prompts.append(tuple(body["token_ids"]))
+        self.salts_seen.add(body["cache_salt"])
+        self.here += 1
+        self.most = max(self.most, self.here)
+        await asyncio.sleep(0)
+        self.here -= 1
+        [token] = set(sampling["logprob_token_ids"])
+        said = answer([5], runs=((self.version, 0, 1),))
+        top = [{"token_id": 5, "logprob": -9.0}, {"token_id": token, "logprob": -0.25 * token}]
+        said["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = top
+        return said
+
+
+async def test_at_another_temperature_each_token_is_scored_after_the_ones_before_it() -> None:
     world = World("wait")
-    tokens = ScoreRequest([1] * (api.SCORED_AT_ONCE // 9 + 1), 0.5)
-    with pytest.raises(ApiError, match="Use temperature 1"):
-        await world.flow.score([tokens], None)
+    vllm = Scoring()
+    world.flow._client = vllm  # type: ignore[assignment]
+    tokens = [(7 * place + 3) % 16 for place in range(40)]
+    [(scores, version)] = await world.flow.score([ScoreRequest(tokens, 0.5)], None)
+    assert (scores, version) == ([-0.25 * token for token in tokens[1:]], (1, 1))
+    assert vllm.prompts[0] == tuple(tokens[:-1]), "the longest first: the others find it in the cache"
+    assert sorted(vllm.prompts) == [tuple(tokens[:end]) for end in range(1, 40)]
+    assert vllm.most == 8, "no more at a time than sequences in a batch"
+    assert vllm.salts_seen == {"1.1"}
+
+
+async def test_scores_of_other_weights_are_asked_again() -> None:
+    world = World("keep")
+    vllm = Scoring()
+    world.flow._client = vllm  # type: ignore[assignment]
+    vllm.version = "1.2"  # while the engine serves 1.1
+    scoring = asyncio.create_task(world.flow.score([ScoreRequest([2, 3, 4], 0.5)], None))
+    await until(lambda: len(vllm.prompts) > 3)
+    assert not scoring.done()
+    vllm.version = "1.1"
+    assert await scoring == [([-0.75, -1.0], (1, 1))]
 
 
 async def test_without_weights_and_after_closing_nothing_is_sent() -> None:

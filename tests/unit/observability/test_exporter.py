@@ -28,6 +28,7 @@ def seen() -> RunState:
     view.receive(beat("explorer", "explorer-0", detail={"opened": 4, "closed": 3, "total_batches": 10}), 0.0)
     view.receive(beat("runner", "runner-0", detail={"running": 3, "slots": 4, "done": 20}), 0.0)
     engine = {"id": "engine-0", "load": 2, "tokens": 700, "version": (1, 3)}
+    engine["use"] = {"running": 2, "waiting": 1, "cache_used": 0.25, "prompt_tokens": 90, "cached_prompt_tokens": 30}
     view.receive(beat("engine", "engine-0", detail=engine), 0.0)
     gate = {"version": (1, 3), "syncs": 3, "aborts": 1, "phases": {"transfer": 31.0}}
     view.receive(beat("trainer", "trainer-0", detail={"progress": 3, "step": 3, "sync": gate}), 0.0)
@@ -74,6 +75,10 @@ async def test_a_scrape_tells_the_state_of_the_run() -> None:
     assert found["tmq_wanted_runners", ""] == 3, "6 wait and 3 are worked on, 4 a runner"
     assert found["tmq_sync_phase_seconds", "transfer"] == 0.031
     assert found["tmq_engine_tokens_total", "engine-0"] == 700
+    assert found["tmq_engine_cache_used", "engine-0"] == 0.25
+    assert [found["tmq_engine_batch", f"engine-0,{state}"] for state in ("running", "waiting")] == [2, 1]
+    assert found["tmq_engine_prompt_tokens_total", "engine-0,cache"] == 30
+    assert found["tmq_engine_prompt_tokens_total", "engine-0,computed"] == 60
     assert found["tmq_sessions", "open"] == 2
     assert found["tmq_eval_result", "max3"] == 0.5
     assert found["tmq_metric", "rollout/reward/mean"] == 0.25

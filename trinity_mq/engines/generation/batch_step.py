@@ -19,7 +19,7 @@ from trinity_mq.engines.generation.pause import BatchStepAborted, PauseControl, 
 from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.engines.generation.token_stream import BatchListener, Job, TokenStream, token_stream, with_versions
 from trinity_mq.engines.state import EngineState
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.telemetry.trace import record, shared_span
 
 log = structlog.get_logger(__name__)
@@ -58,6 +58,8 @@ class Counters:
     sequences: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
+    use: EngineUse | None = None
+    """Last use of batch and KV cache that the engine's server reported."""
 
 
 class StaticBatcher:

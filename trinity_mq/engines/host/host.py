@@ -29,7 +29,7 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.process import write_atomic
@@ -326,11 +326,12 @@ class EngineHost:
     def _update(self, state: dict[str, Any]) -> None:
         version = None if state["version"] is None else tuple(state["version"])
         reported = {name: state[name] for name in REPORTED}
-        self._change(alive=True, url=self._admin().url, version=version, **reported)
+        use = EngineUse.model_validate(state["use"]) if state.get("use") else None
+        self._change(alive=True, url=self._admin().url, version=version, use=use, **reported)
 
     def _mark_gone(self, state: str) -> None:
         self._process = None
-        self._change(alive=False, state=state, url="", version=None, load=0, asked_at=None)
+        self._change(alive=False, state=state, url="", version=None, load=0, use=None, asked_at=None)
 
     def _change(self, **fields: Any) -> None:
         changed = dataclasses.replace(self.snapshot, **fields)

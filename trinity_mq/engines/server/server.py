@@ -106,6 +106,7 @@ class EngineServer(HttpServer):
             "sequences": counters.sequences,
             "tokens": counters.tokens,
             "busy_seconds": counters.busy_seconds,
+            "use": None if counters.use is None else counters.use.model_dump(),
         }
 
     def routes(self) -> list[web.RouteDef]:

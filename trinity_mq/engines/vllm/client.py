@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import structlog
 
 from trinity_mq.engines.api_errors import ApiError, stopping
 from trinity_mq.engines.vllm import api
+from trinity_mq.messages import EngineUse
+
+log = structlog.get_logger(__name__)
 
 CHUNK_LIMIT = 2**22
 """Maximum bytes of one event of a stream: a chunk of tokens with their logprobs."""
+METRICS_TIMEOUT = 5.0
+BUSY = "engine_busy"
+"""Code of the error for a request that vLLM did not accept and that may be sent again."""
 HOST = "http://vllm"
 """Placeholder host name: the socket determines the server. Each request opens its own connection, which is cheap here:
 vLLM's server closes connections on which a command has failed, and the next request on such a connection would be lost.
@@ -50,14 +57,24 @@ class VllmClient:
         except (aiohttp.ClientError, OSError):
             return False
 
+    async def use(self) -> EngineUse | None:
+        """Return vLLM's use of its batch and its KV cache; None if it does not report them now."""
+        limit = aiohttp.ClientTimeout(total=METRICS_TIMEOUT)
+        try:
+            async with self._open_session().get(HOST + api.METRICS, timeout=limit) as response:
+                return api.read_use(await response.text()) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # a timeout is an OSError
+            log.debug("vllm_metrics_not_read", error=f"{type(error).__name__}: {error}")
+            return None
+
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None, **query: str
     ) -> dict[str, Any]:
         """Return the JSON answer.
 
         Raises:
-            ApiError: 503 if the server is gone. 500 if it answered another status than 200 (the message holds its
-                text).
+            ApiError: 503 if the server is gone, or accepts no requests now (code :data:`BUSY`). 500 if it answered
+                another status than 200 (the message holds its text).
             VllmSilent: It did not answer within ``timeout`` seconds.
         """
         return _checked(*await self._posted(path, body, timeout, **query))
@@ -109,6 +126,8 @@ def _checked(status: int, raw: bytes) -> dict[str, Any]:
         body = json.loads(raw) if raw else {}
     except ValueError:
         body = raw.decode(errors="replace")
+    if status == 503:
+        raise ApiError(503, api.error_text(status, body), code=BUSY, retry_after=1.0)
     if status != 200 or not isinstance(body, dict):
         raise _failed(api.error_text(status, body))
     return body

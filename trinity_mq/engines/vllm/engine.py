@@ -124,7 +124,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
         room = plan.room if plan else None
         fixed = auxiliary is not None
         command = api.server_command(folder, socket, model, rollout, max_model_len, cpu=cpu, room=room, fixed=fixed)
-        settings = api.server_environment(rollout, job.num_threads, adapters=plan is not None)
+        settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
@@ -144,6 +144,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
                     vocabulary=vocabulary,
                     max_model_len=max_model_len,
                     pause_mode=mode,
+                    recompute_cache=rollout.vllm.recompute_cache,
                     give_up=lambda: _kill(child),
                     home=home,
                     workers=job.tensor_parallel_size,
@@ -155,7 +156,6 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
                         client,
                         state,
                         codec,
-                        vocabulary=vocabulary,
                         max_sequences=rollout.max_batch_sequences,
                         pause_mode=mode,
                         adapters=adapters,

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
 
-from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
+from trinity_mq.engines.api_errors import ApiError, not_current, stopping
 from trinity_mq.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
 from trinity_mq.engines.generation.request import Completion, FinishReason, GenerationRequest, ScoreRequest, Token
 from trinity_mq.engines.generation.stopping import TAIL_SLACK, Decode, cut, stop_in, without_stop_token
@@ -24,7 +24,7 @@ from trinity_mq.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.adapters import VllmAdapters
-from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.client import BUSY, VllmClient
 from trinity_mq.messages import Version
 from trinity_mq.runtime.notify import Notifier
 
@@ -33,6 +33,12 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 SEED_MASK = (1 << 63) - 1
+READ_USE_EVERY = 5.0
+"""Seconds."""
+
+
+class RequestAborted(Exception):
+    """A pause aborted the request; it may be sent again after the pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,6 @@ class VllmBatcher:
         state: EngineState,
         codec: TextCodec,
         *,
-        vocabulary: int,
         max_sequences: int,
         pause_mode: PauseMode = "wait",
         hold: float = HOLD_SECONDS,
@@ -72,7 +77,7 @@ class VllmBatcher:
         self.counters = Counters()
         self.max_sequences = max_sequences
         self._client, self._state, self._codec = client, state, codec
-        self._vocabulary, self._mode, self._hold = vocabulary, pause_mode, hold
+        self._mode, self._hold = pause_mode, hold
         self._adapters = adapters
         self._changed = Notifier() if adapters is None else adapters.changed
         self._commands = asyncio.Lock()
@@ -80,6 +85,9 @@ class VllmBatcher:
         self._busy_since = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._aborts = 0
+        """Number of pauses that aborted requests."""
+        self._scoring = asyncio.Semaphore(max_sequences)
         self._streams = 0
         self._streamless = asyncio.Event()
         self._streamless.set()
@@ -134,6 +142,7 @@ class VllmBatcher:
         if self._mode == "keep":
             return
         if self._mode == "abort" and self._under_way:
+            self._aborts += 1
             await self._client.post(api.PAUSE, mode="abort", clear_cache="false")
             await self._client.post(api.RESUME)
         await self._idle.wait()
@@ -148,8 +157,12 @@ class VllmBatcher:
         return await asyncio.shield(command())
 
     async def run(self) -> None:
-        """Serve until :meth:`close`."""
-        await self._closed.wait()
+        """Serve until :meth:`close`. Reads vLLM's use of its batch and its KV cache from time to time."""
+        while not self._closed.is_set():
+            self.counters.use = await self._client.use()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READ_USE_EVERY):
+                    await self._closed.wait()
 
     async def close(self, grace: float) -> None:
         """Send no more requests, and wait up to ``grace`` seconds for the running requests."""
@@ -204,14 +217,31 @@ class VllmBatcher:
                 self._idle.set()
                 self.counters.busy_seconds += loop.time() - self._busy_since
 
+    @contextlib.contextmanager
+    def _abortable(self) -> Iterator[None]:
+        """Raise RequestAborted if vLLM refuses a request of the block because a pause aborted requests meanwhile: from
+        version 0.33 it does not queue requests that arrive during such a pause.
+        """
+        aborts = self._aborts
+        try:
+            yield
+        except ApiError as error:
+            if error.code != BUSY or aborts == self._aborts:
+                raise
+            raise RequestAborted from error
+
     async def _generated(self, request: GenerationRequest, pin: Version | None) -> tuple[list[Completion], Version]:
         if problem := self._state.problem(pin):
             raise problem
         while True:
-            async with self._admitted(request.n, pin) as served:
-                choices = await self._complete(request, served)
-                if served.adapter and request.top_p < 1:
-                    choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
+            try:
+                async with self._admitted(request.n, pin) as served:
+                    with self._abortable():
+                        choices = await self._complete(request, served)
+                    if served.adapter and request.top_p < 1:
+                        choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
+            except RequestAborted:
+                continue
             if any(choice.aborted for choice in choices):
                 continue
             versions = [choice.versions or ((0, *served.version),) for choice in choices]
@@ -319,31 +349,53 @@ class VllmBatcher:
         truncation.
         """
         sequence = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
-        scores, version = await self._scored(sequence, pin, served)
-        return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
+        scores, version = await self._scored(sequence, pin, served, len(request.prompt))
+        return replace(choice, logprobs=scores), version
 
     async def _scored(
-        self, request: ScoreRequest, pin: Version | None, held: ServingWeights | None = None
+        self, request: ScoreRequest, pin: Version | None, held: ServingWeights | None = None, first: int = 1
     ) -> tuple[list[float], Version]:
-        """Return the logprobs and their weight version. ``held``: weights that already answer the request; None: the
-        weights that are served next.
+        """Return the logprobs of the tokens from index ``first`` on, and their weight version. ``held``: weights that
+        already answer the request; None: the weights that are served next.
         """
-        temperature = request.temperature or 1.0
-        if temperature != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
-            raise bad_request(
-                f"logprobs of {len(request.token_ids)} tokens at temperature {temperature:g} need {self._vocabulary} "
-                f"logprobs for each, more than {api.SCORED_AT_ONCE} together: vLLM scores given tokens at temperature "
-                "1 only. Use temperature 1, or the transformers engine",
-                "temperature",
-                "unsupported_option",
-            )
         while True:
-            async with contextlib.nullcontext(held) if held else self._admitted(1, pin) as served:
-                body = api.score_body(request.token_ids, temperature, api.label(served.version), served.adapter)
-                answer = await self._client.post(api.GENERATE, body)
-            [sampled] = api.read_choices(answer)
-            if not sampled.aborted and all(span[1:] == served.version for span in sampled.versions):
-                return api.read_scores(answer, request.token_ids, temperature), served.version
+            try:
+                async with contextlib.nullcontext(held) if held else self._admitted(1, pin) as served:
+                    with self._abortable():
+                        scores = await self._scores(request, first, served)
+                return scores, served.version
+            except RequestAborted:
+                continue
+
+    async def _scores(self, request: ScoreRequest, first: int, served: ServingWeights) -> list[float]:
+        """Return the logprobs of the tokens from index ``first`` on.
+
+        vLLM scores whole prompts at temperature 1 only. At another temperature each token has its own request, which
+        finds the tokens before it in vLLM's prefix cache, and of which at most ``max_sequences`` are sent at a time.
+
+        Raises:
+            RequestAborted: A pause aborted a request, or other weights answered it.
+        """
+        tokens, temperature = request.token_ids, request.temperature or 1.0
+        weights = api.label(served.version), served.adapter
+        if temperature == 1:
+            answer = await self._score(api.score_body(tokens, *weights), served)
+            return api.read_scores(answer, tokens)[first - 1 :]
+
+        async def score(end: int) -> float:
+            async with self._scoring:
+                body = api.token_score_body(tokens[:end], tokens[end], temperature, *weights)
+                return api.read_token_score(await self._score(body, served), tokens[end])
+
+        last = await score(len(tokens) - 1)  # it fills the cache for all others
+        return [*await run_concurrently([score(end) for end in range(first, len(tokens) - 1)]), last]
+
+    async def _score(self, body: Mapping[str, Any], served: ServingWeights) -> Mapping[str, Any]:
+        answer = await self._client.post(api.GENERATE, body)
+        [sampled] = api.read_choices(answer)
+        if sampled.aborted or any(span[1:] != served.version for span in sampled.versions):
+            raise RequestAborted
+        return answer
 
     def _completion(
         self, request: GenerationRequest, choice: api.VllmCompletion, versions: tuple[tuple[int, int, int], ...]

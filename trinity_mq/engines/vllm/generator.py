@@ -41,6 +41,7 @@ class VllmGenerator:
         give_up: Callable[[], None],
         home: Path,
         workers: int = 1,
+        recompute_cache: bool = False,
     ) -> None:
         """Create the generator.
 
@@ -53,6 +54,7 @@ class VllmGenerator:
             give_up: Ends vLLM, whose model cannot be repaired after a partial weight update.
             home: Private folder, for files of the workers.
             workers: Number of vLLM's workers, which each receive weights.
+            recompute_cache: Whether requests that continue with new weights compute their cache anew.
         """
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
@@ -61,6 +63,8 @@ class VllmGenerator:
         self._is_open = False
         """Whether vLLM waits for an update, or for its finish."""
         self._updating: asyncio.Task[None] | None = None
+        # without running requests there is nothing to compute anew, and the old cache is only waste
+        self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
         self._salt = ""
         self._adapter: str | None = None
         """Name of the adapter that answers, if weights are sent as adapters."""
@@ -103,8 +107,9 @@ class VllmGenerator:
         return spec
 
     async def apply(self, spec: Mapping[str, Any]) -> None:
-        """Load the received weights between two steps of vLLM. Running requests are treated by the pause mode; caches
-        are cleared.
+        """Load the received weights between two steps of vLLM. Running requests are treated by the pause mode.
+
+        A cache that is not cleared serves running requests only: ``cache_salt`` names the weights of new requests.
 
         Raises:
             ApiError: The weights did not fit, or loading took too long. The engine ends, and its host restarts it.
@@ -112,7 +117,7 @@ class VllmGenerator:
         self._name_canary(spec)
         label = api.label(version_of(spec))
         try:
-            await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
+            await self._command(api.PAUSE, mode=self._mode, clear_cache=self._clear_cache)
             try:
                 await self._command(api.FINISH_UPDATE, {"weight_version": label})
                 self._is_open = False
@@ -123,12 +128,14 @@ class VllmGenerator:
             raise
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
-        """Return for each request the logprob of every token after the first; raises ApiError."""
+        """Return for each request the logprob of every token after the first at temperature 1, which is the temperature
+        of canaries; raises ApiError.
+        """
         scores = []
         for request in requests:
-            body = api.canary_body(request.token_ids, request.temperature, self._salt, self._adapter)
+            body = api.canary_body(request.token_ids, self._salt, self._adapter)
             answer = await self._command(api.GENERATE, body)
-            scores.append(api.read_scores(answer, request.token_ids, request.temperature))
+            scores.append(api.read_scores(answer, request.token_ids))
         return scores
 
     async def weight(self, name: str) -> bytes:

@@ -154,12 +154,27 @@ class RunCollector(Collector):
         load = self._gauge("engine_load", "Sequences that an engine generates or that wait there", "agent")
         tokens = self._counters("engine_tokens", "Tokens that an engine sampled", "agent")
         restarts = self._counters("engine_restarts", "Starts of an engine's process after its first", "agent")
+        used = self._gauge("engine_cache_used", "Fraction of an engine's KV cache in use", "agent")
+        batch = self._gauge(
+            "engine_batch", "Sequences in an engine's batch, or waiting for room in it", "agent", "state"
+        )
+        prompts = self._counters("engine_prompt_tokens", "Prompt tokens that an engine read", "agent", "source")
+        lost = self._counters("engine_preemptions", "Sequences that an engine computed again for lack of room", "agent")
         for name, status in self._state.statuses(EngineStatus).items():
+            if use := status.use:
+                used.add_metric(self._labels(name), use.cache_used)
+                for state in ("running", "waiting"):
+                    batch.add_metric(self._labels(name, state), getattr(use, state))
+                read = {"cache": use.cached_prompt_tokens, "computed": use.prompt_tokens - use.cached_prompt_tokens}
+                for source, count in read.items():
+                    rising = self._rising.at(("engine_prompt_tokens", source, name), count)
+                    prompts.add_metric(self._labels(name, source), rising)
+                lost.add_metric(self._labels(name), self._rising.at(("engine_preemptions", name), use.preemptions))
             if status.id is not None:
                 load.add_metric(self._labels(name), status.load)
                 tokens.add_metric(self._labels(name), self._rising.at(("engine_tokens", name), status.tokens))
                 restarts.add_metric(self._labels(name), self._rising.at(("engine_restarts", name), status.restarts))
-        yield from (load, tokens, restarts)
+        yield from (load, tokens, restarts, used, batch, prompts, lost)
 
     def _sync(self, gate: GateStatus) -> Iterator[Family]:
         if gate.version is not None:

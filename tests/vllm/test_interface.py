@@ -1,0 +1,94 @@
+"""Whether the installed vLLM has what we use: in its source, as the GPU's wheel, and by its own parser of options."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_mq.config import ModelConfig, RolloutModelConfig
+from trinity_mq.engines.vllm import api
+
+from .interface import PROTOCOL, commands, missing
+
+
+def installed() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def test_everything_that_is_used_exists() -> None:
+    assert missing(installed()) == []
+
+
+def test_what_a_version_has_lost_is_named(tmp_path: Path) -> None:
+    """A copy of the files that the check reads, without one option, route, abstract method of ours and field each."""
+    losses = {
+        "engine/arg_utils.py": ("--max-cpu-loras", "--max-gone-loras"),
+        "entrypoints/rl/online/api_router.py": ('"/finish_weight_update"', '"/gone"'),
+        "distributed/weight_transfer/base.py": ("def receive_weights(", "def get_weights("),
+        PROTOCOL: ("    cache_salt:", "    gone_salt:"),
+    }
+    for path in (
+        *installed().rglob("entrypoints/**/*.py"),
+        *installed().glob("*.py"),
+        *map(installed().joinpath, losses),
+    ):
+        place = tmp_path / path.relative_to(installed())
+        place.parent.mkdir(parents=True, exist_ok=True)
+        old, new = losses.get(str(path.relative_to(installed())), ("", ""))
+        text = path.read_text()
+        assert old in text
+        place.write_text(text.replace(old, new) if old else text)
+    lacks = missing(tmp_path)
+    for line in (
+        "option --max-cpu-loras",
+        "route /finish_weight_update",
+        "our implementation of WeightTransferEngine.get_weights",
+        "method WeightTransferEngine.receive_weights",
+        "field cache_salt of a request",
+    ):
+        assert line in lacks
+    assert "route /pause" not in lacks
+    assert "sampling parameter logprobs" not in lacks
+
+
+IMPORTS_VLLM = pytest.mark.filterwarnings("ignore")
+"""Its imports warn."""
+
+
+def parsed(command: list[str]) -> Any:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])  # after python -m MODULE PID
+
+
+@IMPORTS_VLLM
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: str(len(command)))
+def test_vllm_s_own_parser_takes_each_command(command: list[str]) -> None:
+    arguments = parsed(command)
+    assert (str(arguments.model), str(arguments.uds), arguments.max_model_len) == ("/model", "/socket", 65)
+    assert arguments.hf_overrides == {"head_dtype": "float32"}
+    assert arguments.enable_lora == ("--enable-lora" in command)
+
+
+@IMPORTS_VLLM
+@pytest.mark.parametrize(
+    ("options", "overrides"),
+    [
+        (['--hf-overrides={"rope_theta": 7.0}'], {"head_dtype": "float32", "rope_theta": 7.0}),
+        (["--hf_overrides", '{"head_dtype": "model"}'], {"head_dtype": "model"}),
+        (["--hf-overrides.rope_theta", "7.0"], {"head_dtype": "float32", "rope_theta": 7.0}),
+        (["--hf-overrides.head_dtype=model"], {"head_dtype": "model"}),
+    ],
+)
+def test_overrides_of_a_user_reach_vllm(options: list[str], overrides: dict[str, Any]) -> None:
+    model = ModelConfig.model_validate({"tiny": {}, "dtype": "bfloat16"})
+    rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": options}})
+    command = api.server_command(Path("/model"), Path("/socket"), model, rollout, 64, cpu=True)
+    assert parsed(command).hf_overrides == overrides
