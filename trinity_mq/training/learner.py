@@ -536,7 +536,7 @@ class TorchLearner:
                     with watch.part("score"):
                         scored = before if not has_moved and before is not None else None
                         scored = scored or score(policy, batches, tokens.tokens, needed)
-                        most = self._config.trainer.max_tokens_per_micro_batch
+                        most = policy.division.max_tokens
                         everything = tokens.micro_batches(part, most, reduction)
                         extra |= compared(everything, scored, columns, config, f"{purpose}/{number}")
                 applied, metrics = optimizer_step(
