@@ -165,7 +165,7 @@ class RunSession:
             self._add_news(str(placement))
         agent_url = None if self._url_from_file else url
         self._supervisor = supervisor = Supervisor(
-            agents(self._config, self._folder.config_file, agent_url, placement, server),
+            agents(self._config, self._folder.config_file, agent_url, server, placement),
             config=self._config.supervisor,
             log_dir=self._folder.logs,
             on_event=self._on_event,
@@ -287,7 +287,11 @@ class RunSession:
 
 
 def agents(
-    config: Config, config_file: Path, url: str | None, placement: Placement, fork_server: ForkServer | None = None
+    config: Config,
+    config_file: Path,
+    url: str | None,
+    fork_server: ForkServer | None = None,
+    placement: Placement | None = None,
 ) -> list[ProcessSpec]:
     """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` they read the broker's
     address from a file, as this process does.
@@ -300,7 +304,7 @@ def agents(
             argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", f"{role}-{n}"),
             env={
                 **forking,
-                **placement.agent_environment(f"{role}-{n}"),
+                **({} if placement is None else placement.agent_environment(f"{role}-{n}")),
                 **_environment(config, row_of(role), url),
             },
             starts_anew=bool(_role_setting(config, row_of(role).env, {})),

@@ -74,7 +74,8 @@ class EngineHost:
         self.snapshot = EngineSnapshot(engine_id)
         self.on_change = on_change
         self._command = command or ENGINE_COMMAND
-        self._environment = environment or {}
+        self.environment = environment or {}
+        """Environment variables of the engine in addition to those of this process."""
         self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
@@ -233,7 +234,7 @@ class EngineHost:
         process = self._process = EngineProcess(ready, None)
         try:
             state = await self._admin().state(ADOPT_TIMEOUT)
-            devices = visible_devices({**os.environ, **self._environment})
+            devices = visible_devices({**os.environ, **self.environment})
             if ready.digest == engine_digest(self.config, self.auxiliary, devices):
                 await self._command_engine("lease", {"seconds": self._lease})
                 # paused by the earlier host for a sync whose end nobody would report to it
@@ -267,7 +268,7 @@ class EngineHost:
             command,
             self.ready_file,
             self.output,
-            environment={**self._environment, "OMP_NUM_THREADS": str(cpu_threads(self.config, threads))},
+            environment={**self.environment, "OMP_NUM_THREADS": str(cpu_threads(self.config, threads))},
             timeout=self._start_timeout,
         )
         await self.refresh()
