@@ -28,7 +28,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     ensure_trainer_id,
@@ -45,7 +45,7 @@ from trinity_mq.sync.gate.canary import FIRST_IDS, canary_tokens
 from trinity_mq.telemetry import MetricsWriter, setup_logging
 from trinity_mq.training.checkpoints.benchmarked import select_checkpoints
 from trinity_mq.training.learner import Learner, TorchLearner
-from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank, world_size
+from trinity_mq.training.parallel.ranks import RankProcesses, Ranks, begin_follower, own_rank, world_size
 
 log = structlog.get_logger(__name__)
 
@@ -225,7 +225,10 @@ def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
     learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:
         learner.follow()
-    except RankError as error:
+    except DeviceMemoryError as error:
+        log.error("rank_ends", rank=rank, reason=str(error))
+        return EXIT_FATAL
+    except RestartRequested as error:
         log.warning("rank_ends", rank=rank, reason=str(error))
         return EXIT_RESTART
     return 0
