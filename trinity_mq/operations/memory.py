@@ -10,29 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trinity_mq.config.engines import engine_row
 from trinity_mq.config.run import Config
 from trinity_mq.training.memory.estimate import (
-    TOKEN_STEPS,
     Device,
+    Measured,
     MeasureRequest,
     MemoryEstimate,
     ModelMemory,
-    Parts,
-    engine_fraction,
-    engine_parts,
-    fixed_parts,
-    has_critic,
-    host_parts,
-    longest_pass,
-    pass_parts,
+    estimate,
+    measure_requests,
 )
 
 SECONDS = 300.0
 """Seconds for the measurement of all models of a run."""
-
-Measured = ModelMemory | str
-"""Sizes of a model, or the reason why they are not known."""
 
 
 def estimate_memory(config: Config, device: Device | None = None) -> MemoryEstimate:
@@ -48,42 +38,9 @@ def estimate_memory(config: Config, device: Device | None = None) -> MemoryEstim
         device: Kind of the devices. None: ``model.device``, where ``auto`` means GPUs.
     """
     kind: Device = device or ("cpu" if config.model.device == "cpu" else "cuda")
-    is_chosen = config.trainer.max_tokens_per_micro_batch == "auto" and kind == "cuda"
-    tokens = longest_pass(config, TOKEN_STEPS[0] if is_chosen else config.trainer.first_max_tokens)
-    requests = _requests(config, kind)
+    requests = measure_requests(config, kind)
     measured = dict(zip(requests, measure_models(list(requests.values())), strict=True))
-    unknown = {name: result for name, result in measured.items() if isinstance(result, str)}
-    auxiliary: dict[str, Parts | None] = {}
-    for served in config.explorer.auxiliary_models:
-        if served.model is not None and engine_row(served.engine).computes_here:
-            sizes = measured[served.name]
-            parts = None if isinstance(sizes, str) else engine_parts(sizes, served.model, config, kind, served.engine)
-            auxiliary[served.name] = parts
-    policy, critic = measured["model"], measured.get("critic")
-    if isinstance(policy, str) or isinstance(critic, str):
-        return MemoryEstimate(kind, tokens, auxiliary=auxiliary, unknown=unknown)
-    settings = config.explorer.rollout_model
-    workers = getattr(settings, "tensor_parallel_size", 1)
-    return MemoryEstimate(
-        kind,
-        tokens,
-        trainer={**fixed_parts(policy, config, kind, critic), **pass_parts(policy, config, kind, tokens, critic)},
-        trainer_host=host_parts(policy, config, kind, critic),
-        engine=engine_parts(policy, config.model, config, kind, settings.engine, workers),
-        engine_fraction=engine_fraction(config, kind),
-        auxiliary=auxiliary,
-        unknown=unknown,
-    )
-
-
-def _requests(config: Config, device: Device) -> dict[str, MeasureRequest]:
-    requests = {"model": MeasureRequest.of_trained(config, device)}
-    if has_critic(config):
-        requests["critic"] = MeasureRequest.of_trained(config, device, is_critic=True)
-    for served in config.explorer.auxiliary_models:
-        if served.model is not None and engine_row(served.engine).computes_here:
-            requests[served.name] = MeasureRequest(served.model.model_dump(mode="json"), device, passes=False)
-    return requests
+    return estimate(config, kind, measured)
 
 
 def measure_models(requests: Sequence[MeasureRequest]) -> list[Measured]:

@@ -29,7 +29,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.gpus import visible_devices
 from trinity_mq.runtime.placement import trainer_environment
 from trinity_mq.runtime.plugins import add_plugins
@@ -49,7 +49,6 @@ from trinity_mq.telemetry import MetricsWriter, setup_logging
 from trinity_mq.training.checkpoints.benchmarked import select_checkpoints
 from trinity_mq.training.learner import Learner, TorchLearner
 from trinity_mq.training.parallel.ranks import (
-    RankError,
     RankProcesses,
     Ranks,
     begin_follower,
@@ -240,7 +239,10 @@ def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
     learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:
         learner.follow()
-    except RankError as error:
+    except DeviceMemoryError as error:
+        log.error("rank_ends", rank=rank, reason=str(error))
+        return EXIT_FATAL
+    except RestartRequested as error:
         log.warning("rank_ends", rank=rank, reason=str(error))
         return EXIT_RESTART
     return 0

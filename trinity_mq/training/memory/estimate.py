@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trinity_mq.config.algorithm.needs import needs_reference
+from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.run import Config
 
@@ -34,8 +35,8 @@ TOKEN_STEPS = tuple(2**power for power in range(11, 17))
 """Values of ``trainer.max_tokens_per_micro_batch: auto`` on a GPU, 2048 to 65536. The steps are coarse, so that small
 differences of the free memory do not change the division of a step.
 """
-RESERVE = 0.1
-"""Fraction of the memory that ``auto`` leaves to the fragmentation of torch's allocator. It is an assumption."""
+ASSUMED_SUFFIX = "(assumed)"
+"""End of the name of a part that is an assumption, not a measurement."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class ModelMemory:
         return cls(**{**values, "passes": passes})
 
 
+Measured = ModelMemory | str
+"""Sizes of a model, or the reason why they are not known."""
 Parts = Mapping[str, int | None]
 """Bytes by name of the part. None: the part is not known."""
 
@@ -158,6 +161,66 @@ class MemoryEstimate:
     def engine_bytes(self) -> int | None:
         """Bytes on the device of each worker of an engine, without an unknown cache; None if unknown."""
         return total(self.engine)
+
+
+def trained_requests(config: Config, device: Device) -> dict[str, MeasureRequest]:
+    """Return the trained models to measure: ``model``, and ``critic`` where there is a critic."""
+    requests = {"model": MeasureRequest.of_trained(config, device)}
+    if has_critic(config):
+        requests["critic"] = MeasureRequest.of_trained(config, device, is_critic=True)
+    return requests
+
+
+def measure_requests(config: Config, device: Device) -> dict[str, MeasureRequest]:
+    """Return the models to measure for :func:`estimate`, by name: ``model``, ``critic``, and auxiliary models."""
+    requests = trained_requests(config, device)
+    for served in _auxiliary_here(config):
+        requests[served.name] = MeasureRequest(served.model.model_dump(mode="json"), device, passes=False)
+    return requests
+
+
+def _auxiliary_here(config: Config) -> list[Any]:
+    models = config.explorer.auxiliary_models
+    return [served for served in models if served.model is not None and engine_row(served.engine).computes_here]
+
+
+def estimate(
+    config: Config, device: Device, measured: Mapping[str, Measured], tokens: int | None = None
+) -> MemoryEstimate:
+    """Return the memory that the trainer and the engines of a run need.
+
+    Args:
+        config: Configuration of the run.
+        device: Kind of the devices.
+        measured: Results for :func:`measure_requests`.
+        tokens: Maximum number of tokens in a pass. None: ``trainer.max_tokens_per_micro_batch``; ``auto`` on a GPU
+            counts as its smallest value.
+    """
+    if tokens is None:
+        is_chosen = config.trainer.max_tokens_per_micro_batch == "auto" and device == "cuda"
+        tokens = TOKEN_STEPS[0] if is_chosen else config.trainer.first_max_tokens
+    tokens = longest_pass(config, tokens)
+    unknown = {name: result for name, result in measured.items() if isinstance(result, str)}
+    auxiliary: dict[str, Parts | None] = {}
+    for served in _auxiliary_here(config):
+        sizes = measured.get(served.name, "not measured")
+        parts = None if isinstance(sizes, str) else engine_parts(sizes, served.model, config, device, served.engine)
+        auxiliary[served.name] = parts
+    policy, critic = measured["model"], measured.get("critic")
+    if isinstance(policy, str) or isinstance(critic, str):
+        return MemoryEstimate(device, tokens, auxiliary=auxiliary, unknown=unknown)
+    settings = config.explorer.rollout_model
+    workers = getattr(settings, "tensor_parallel_size", 1)
+    return MemoryEstimate(
+        device,
+        tokens,
+        trainer={**fixed_parts(policy, config, device, critic), **pass_parts(policy, config, device, tokens, critic)},
+        trainer_host=host_parts(policy, config, device, critic),
+        engine=engine_parts(policy, config.model, config, device, settings.engine, workers),
+        engine_fraction=engine_fraction(config, device),
+        auxiliary=auxiliary,
+        unknown=unknown,
+    )
 
 
 def total(parts: Parts | None) -> int | None:
@@ -218,7 +281,7 @@ def fixed_parts(
     if critic is not None:
         parts["critic"] = 16 * critic.parameters // ranks
     if on_device:
-        parts["context (assumed)"] = ASSUMED["context"] + (ASSUMED["communication"] if ranks > 1 else 0)
+        parts[f"context {ASSUMED_SUFFIX}"] = ASSUMED["context"] + (ASSUMED["communication"] if ranks > 1 else 0)
     return parts
 
 
@@ -273,7 +336,7 @@ def optimizer_bytes(sizes: ModelMemory, config: Config, device: Device) -> int:
 def host_parts(sizes: ModelMemory, config: Config, device: Device, critic: ModelMemory | None = None) -> dict[str, int]:
     """Return the bytes in the host memory of rank 0, by part."""
     ranks, on_device = config.trainer.nproc, device == "cuda"
-    parts: dict[str, int] = {"process (assumed)": ASSUMED["process"]}
+    parts: dict[str, int] = {f"process {ASSUMED_SUFFIX}": ASSUMED["process"]}
     if config.trainer.async_save:
         parts["checkpoint copy"] = 4 * sizes.trained + state_bytes(sizes, config)
         if critic is not None:
@@ -311,7 +374,7 @@ def engine_parts(
     else:
         parts["cache"] = None
     if device == "cuda":
-        parts["context (assumed)"] = ASSUMED["engine context"]
+        parts[f"context {ASSUMED_SUFFIX}"] = ASSUMED["engine context"]
     return parts
 
 
@@ -325,18 +388,3 @@ def engine_fraction(config: Config, device: Device) -> float | None:
 def longest_pass(config: Config, tokens: int) -> int:
     """Return the positions of the largest pass: a sequence longer than ``tokens`` gets its own pass."""
     return max(tokens, config.model.max_model_len)
-
-
-def fitting_tokens(room: int, passes: Passes, other_phases: int = 0) -> int | None:
-    """Return the largest value of :data:`TOKEN_STEPS` at which a pass takes at most ``room`` bytes; None if no value
-    fits.
-
-    Args:
-        room: Bytes for a pass.
-        passes: Passes of the policy.
-        other_phases: Bytes that another phase takes, whatever the value.
-    """
-    if other_phases > room:
-        return None
-    fitting = [tokens for tokens in TOKEN_STEPS if passes.peak.at(tokens) <= room]
-    return fitting[-1] if fitting else None

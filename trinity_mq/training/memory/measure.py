@@ -27,7 +27,7 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import model_without_weights
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.training.memory.estimate import Line, MeasureRequest, ModelMemory, Passes
+from trinity_mq.training.memory.estimate import Line, Measured, MeasureRequest, ModelMemory, Passes
 from trinity_mq.training.model.lora import Adapters
 from trinity_mq.training.model.policy import TokenScorer, can_checkpoint, checkpoint_blocks
 from trinity_mq.training.optimizers import divide_parameters
@@ -37,6 +37,8 @@ ROW = 1024
 """Positions of a row in a measured pass. Attention keeps no matrix of row x row, so the bytes per position do not
 depend on the length of a row.
 """
+MASKLESS = "sdpa_without_mask"
+"""Name of an attention implementation that :func:`measure` adds."""
 ROWS = (2, 4)
 """Rows of the two measured passes, from which the bytes per position follow."""
 
@@ -102,9 +104,27 @@ def measure(request: MeasureRequest) -> ModelMemory:
         if not request.passes:
             return sizes
         row = min(ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or ROW)
+        _use_maskless_attention(model)
         if request.recomputes and can_checkpoint(model):
             checkpoint_blocks(model)
         return replace(sizes, passes=_passes(model, dtype, request.device, row))
+
+
+def _use_maskless_attention(model: Any) -> None:
+    """Let the model compute attention as without padding: by a fast kernel, with no mask of row x row. With tensors
+    without data transformers cannot see that there is no padding.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    AttentionMaskInterface.register(MASKLESS, _no_mask)
+    if model.config._attn_implementation == "sdpa":  # noqa: SLF001  # there is no public way to ask
+        model.set_attn_implementation(MASKLESS)
+
+
+def _no_mask(*_arguments: Any, **_settings: Any) -> None:
+    return None
 
 
 def _sizes(model: Any, config: ModelConfig) -> ModelMemory:
@@ -200,17 +220,21 @@ def _pass_bytes(scorer: TokenScorer, dtype: torch.dtype, device: str, rows: int,
         return {"kept": kept, "peak": live.peak, "scoring": without}
 
 
+def answer(request: MeasureRequest) -> Measured:
+    """Return the result of :func:`measure`, or the reason why there is none."""
+    try:
+        return measure(request)
+    except (ModelError, FatalError) as error:
+        return str(error)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:  # of a custom model
+        return f"its passes cannot be simulated: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def main() -> int:
     """Answer the requests of the input, a JSON list, with a list of results or of reasons for a missing result."""
-    answers: list[Any] = []
-    for request in json.load(sys.stdin):
-        try:
-            answers.append(asdict(measure(MeasureRequest(**request))))
-        except (ModelError, FatalError) as error:
-            answers.append(str(error))
-        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-            answers.append(f"its passes cannot be simulated: {type(error).__name__}: {' '.join(str(error).split())}")
-    sys.stdout.write(json.dumps(answers))
+    answers = [answer(MeasureRequest(**request)) for request in json.load(sys.stdin)]
+    plain = [result if isinstance(result, str) else asdict(result) for result in answers]
+    sys.stdout.write(json.dumps(plain))
     return 0
 
 
