@@ -18,10 +18,11 @@ from typing import Literal
 from trinity_mq.config import Config
 from trinity_mq.config.engines import engine_row
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE
 from trinity_mq.runtime.gpus import ORDER, ORDER_VARIABLE, VISIBLE_VARIABLE, Gpu, visible_gpus
 
 PLACED_VARIABLE = "TRINITY_MQ_PLACED_ENGINES"
-"""Environment variable of the agents of a supervisor that has placed them: ``CUDA_VISIBLE_DEVICES`` of each engine, as
+"""Environment variable of the agents of a supervisor that has placed them: the environment variables of each engine, as
 JSON by name.
 """
 KINDS = ("trainer", "engine")
@@ -72,11 +73,16 @@ class Placement:
         """
         if self.needs and not self.gpus:
             return {}
-        return _environment(self.entries(name)) if self.gpus or not self.needs else {}
+        if self.needs and not self.gpus:
+            return {}
+        own = set(self.positions.get(name, ()))
+        shares = any(own & set(positions) for other, positions in self.positions.items() if other != name)
+        shared = {SHARED_VARIABLE: "1"} if shares else {}
+        return {VISIBLE_VARIABLE: self.entries(name), ORDER_VARIABLE: ORDER, **shared}
 
     def agent_environment(self, name: str) -> dict[str, str]:
         """Return the environment variables of an agent of a supervisor: its own GPUs, and those of its engines."""
-        engines = {need.name: self.entries(need.name) for need in self.needs if need.kind != "trainer"}
+        engines = {need.name: self.environment(need.name) for need in self.needs if need.kind != "trainer"}
         environment = self.environment(name)
         return {**environment, PLACED_VARIABLE: json.dumps(engines)} if environment else {}
 
@@ -87,10 +93,6 @@ class Placement:
     def __str__(self) -> str:
         places = [f"{need.name} on {self.entries(need.name)}" for need in self.needs if self.gpus]
         return f"GPUs: {'; '.join(places)}" if places else "GPUs: none, everything runs on the CPU"
-
-
-def _environment(entries: str) -> dict[str, str]:
-    return {VISIBLE_VARIABLE: entries, ORDER_VARIABLE: ORDER}
 
 
 def gpu_needs(config: Config, *, trainer: str | None, explorer: str | None, auxiliary: bool = True) -> list[GpuNeed]:
@@ -171,8 +173,8 @@ def engine_environments(
         PlacementError: There are too few GPUs.
     """
     if (placed := os.environ.get(PLACED_VARIABLE)) is not None:
-        engines = json.loads(placed)
-        return lambda name: _environment(engines.get(name, ""))
+        engines: dict[str, dict[str, str]] = json.loads(placed)
+        return lambda name: engines.get(name, {VISIBLE_VARIABLE: ""})
     needs = gpu_needs(config, trainer=None, explorer=host, auxiliary=auxiliary)
     placement = place(needs, gpus() if needs else [], nccl=config.synchronizer.uses_nccl, from_end=True)
     return placement.environment

@@ -11,6 +11,7 @@ import pytest
 from trinity_mq.config import Config, load_config
 from trinity_mq.engines.host.host import auxiliary_hosts, rollout_hosts
 from trinity_mq.engines.host.ready_file import ReadyFile, free_gpus, write_ready
+from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE
 from trinity_mq.runtime.gpus import Gpu, unmasked, visible_devices, visible_gpus
 from trinity_mq.runtime.placement import (
     PLACED_VARIABLE,
@@ -266,8 +267,10 @@ def test_without_gpus_the_environment_stays_and_on_the_cpu_all_are_hidden() -> N
     assert agents.agent_environment("trainer-0") == {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        PLACED_VARIABLE: '{"explorer-0-engine": "2"}',
+        PLACED_VARIABLE: '{"explorer-0-engine": {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}',
     }
+    assert not agents.environment("explorer-0-engine").keys() & {SHARED_VARIABLE}
+    assert place_run(configured(), gpus(1)).environment("explorer-0-engine")[SHARED_VARIABLE] == "1"
     for role in ("explorer-0", "runner-3", "operator-0", "gateway-0"):
         assert agents.agent_environment(role)["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -283,7 +286,8 @@ def test_agents_that_are_started_by_hand_place_themselves(monkeypatch: pytest.Mo
     assert [host.environment["CUDA_VISIBLE_DEVICES"] for host in rollout_hosts(config, "engines-b")] == ["6", "5"]
     with pytest.raises(PlacementError, match="4 engines of 1 GPU need 4 GPUs apart, 3 are here: set explorer"):
         rollout_hosts(configured(1, 4), "engines-b")
-    monkeypatch.setenv(PLACED_VARIABLE, json.dumps({"explorer-0-engine": "0", "explorer-0-engine-1": "3"}))
+    placed = {f"explorer-0-engine{end}": {"CUDA_VISIBLE_DEVICES": gpu} for end, gpu in (("", "0"), ("-1", "3"))}
+    monkeypatch.setenv(PLACED_VARIABLE, json.dumps(placed))
     assert environments(config) == ["0", "3", ""], "as the supervisor says"
     assert trainer_environment(config, "trainer-0") == {}, "its supervisor has set it"
 
