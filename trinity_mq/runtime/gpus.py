@@ -109,8 +109,8 @@ def parse_smi(table: str, listing: str = "") -> list[list[Gpu]]:
         if match := _LISTED_GPU.match(line):
             uuid = match["uuid"]
         elif match := _LISTED_SLICE.match(line):
-            total = int(match["gib"]) * 2**30  # the free memory of a slice is not listed
-            gpu = Gpu(entry=match["uuid"], uuid=match["uuid"], name=f"MIG {match['profile']}", total=total)
+            memory = int(match["gib"]) * 2**30  # the free memory of a slice is not listed
+            gpu = Gpu(entry=match["uuid"], uuid=match["uuid"], name=f"MIG {match['profile']}", total=memory)
             slices.setdefault(uuid, []).append(gpu)
     machine = []
     for index, line in enumerate(filter(str.strip, table.splitlines())):
