@@ -29,8 +29,8 @@ class DevicesConfig(Section):
     """For each engine its list of GPUs, ``explorer.rollout_model.tensor_parallel_size`` in number, such as ``[[2],
     [3]]``. It applies to every machine that hosts engines of the run. Empty: automatic."""
     auxiliary: dict[str, tuple[Devices, ...]] = Field(default_factory=dict)
-    """By name of an auxiliary model, for each of its engines its list of GPUs, such as ``{judge: [[3]]}``. Models that
-    are not named are placed automatically: on GPUs that are left, else next to engines."""
+    """Lists of GPUs as in ``engines``, by the name of an auxiliary model, such as ``{judge: [[3]]}``. Models that are
+    not named are placed automatically: on GPUs that are left, else next to engines."""
 
 
 def device_problems(

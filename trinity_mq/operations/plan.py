@@ -70,7 +70,7 @@ class RunPlan:
     config: Config
     placement: Placement
     estimate: MemoryEstimate | None = None
-    """None: the memory of the GPUs is unknown, or there are none."""
+    """None: the memory of the GPUs is unknown, or no GPU is visible."""
 
     @property
     def processes(self) -> list[PlannedProcess]:

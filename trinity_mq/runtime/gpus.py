@@ -32,7 +32,7 @@ class Gpu:
     """A GPU or a MIG slice."""
 
     entry: str
-    """Its name in ``CUDA_VISIBLE_DEVICES``: an index in the order of ``nvidia-smi``, or a UUID."""
+    """Name in ``CUDA_VISIBLE_DEVICES``: an index in the order of ``nvidia-smi``, or a UUID."""
     uuid: str = ""
     name: str = ""
     total: int | None = None
@@ -57,7 +57,7 @@ class GpuReport:
 
     gpus: Sequence[Gpu]
     why: str = ""
-    """Reason why there are none, if it is known."""
+    """Reason for an empty list. Empty: unknown."""
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> GpuReport:

@@ -46,7 +46,7 @@ class GpuNeed:
     model: str = ""
     """Name of the auxiliary model."""
     devices: Sequence[int | str] = ()
-    """Its GPUs by the section ``devices``. Empty: automatic."""
+    """GPUs that the section ``devices`` names. Empty: automatic."""
 
     @property
     def setting(self) -> str:
@@ -69,19 +69,19 @@ class Placement:
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment variables that give a process its GPUs.
 
-        If GPUs are wanted and none is visible, there are no such variables, and the process decides by itself.
+        The result is empty if no GPU is visible although GPUs are wanted: the process then decides by itself.
         """
         if self.needs and not self.gpus:
             return {}
         if self.needs and not self.gpus:
             return {}
-        own = set(self.positions.get(name, ()))
-        shares = any(own & set(positions) for other, positions in self.positions.items() if other != name)
+        gpus = set(self.positions.get(name, ()))
+        shares = any(gpus & set(positions) for other, positions in self.positions.items() if other != name)
         shared = {SHARED_VARIABLE: "1"} if shares else {}
         return {VISIBLE_VARIABLE: self.entries(name), ORDER_VARIABLE: ORDER, **shared}
 
     def agent_environment(self, name: str) -> dict[str, str]:
-        """Return the environment variables of an agent of a supervisor: its own GPUs, and those of its engines."""
+        """Return the environment variables of an agent of a supervisor: the GPUs of the agent, and the GPUs of its engines."""
         engines = {need.name: self.environment(need.name) for need in self.needs if need.kind != "trainer"}
         environment = self.environment(name)
         return {**environment, PLACED_VARIABLE: json.dumps(engines)} if environment else {}
@@ -144,8 +144,8 @@ def place_run(config: Config, gpus: Sequence[Gpu]) -> Placement:
 
 
 def trainer_environment(config: Config, name: str) -> dict[str, str]:
-    """Return the environment variables that give a trainer its GPUs: the first visible GPUs. There are none if its
-    supervisor has placed it.
+    """Return the environment variables that give a trainer its GPUs: the first visible GPUs. The result is empty if
+    the supervisor has placed the trainer.
 
     Raises:
         PlacementError: There are too few GPUs.
@@ -260,9 +260,9 @@ class _Load:
         loads = [_Load(*load) for load in itertools.product(ranks, engines, sizes)]
         fitting = [load for load in loads if load.apart <= gpus or (shared and load.shares_one)]
         same = [load for load in fitting if load.size == self.size]
-        found = [load for load in same if load.ranks == self.ranks][:1]
-        found += [load for load in same if load.engines == self.engines][:1]
-        return list(dict.fromkeys(found)) or sorted(fitting, key=self._fraction)[-1:]
+        largest = [load for load in same if load.ranks == self.ranks][:1]
+        largest += [load for load in same if load.engines == self.engines][:1]
+        return list(dict.fromkeys(largest)) or sorted(fitting, key=self._fraction)[-1:]
 
     def _fraction(self, load: _Load) -> tuple[int, float]:
         """Return the size of a smaller load, for comparisons."""
@@ -307,7 +307,7 @@ def _in_turn(needs: Sequence[GpuNeed], positions: Iterable[int]) -> dict[str, li
 def _place_auxiliary(
     auxiliary: Sequence[GpuNeed], needs: Sequence[GpuNeed], usable: Sequence[int], positions: dict[str, list[int]]
 ) -> None:
-    """Give auxiliary models the GPUs that are left, else the GPUs of engines, else those of the trainer."""
+    """Give auxiliary models the GPUs that are left, else the GPUs of engines, else the GPUs of the trainer."""
     for need in auxiliary:
         users = {
             position: [other for other in needs if position in positions.get(other.name, ())] for position in usable

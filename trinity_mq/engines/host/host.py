@@ -75,7 +75,7 @@ class EngineHost:
         self.on_change = on_change
         self._command = command or ENGINE_COMMAND
         self.environment = environment or {}
-        """Environment variables of the engine in addition to those of this process."""
+        """Environment variables of the engine in addition to the environment of this process."""
         self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
