@@ -81,7 +81,7 @@ class Placement:
         return {VISIBLE_VARIABLE: self.entries(name), ORDER_VARIABLE: ORDER, **shared}
 
     def agent_environment(self, name: str) -> dict[str, str]:
-        """Return the environment variables of an agent of a supervisor: the GPUs of the agent, and the GPUs of its engines."""
+        """Return the environment variables of an agent of a supervisor: the GPUs of the agent and of its engines."""
         engines = {need.name: self.environment(need.name) for need in self.needs if need.kind != "trainer"}
         environment = self.environment(name)
         return {**environment, PLACED_VARIABLE: json.dumps(engines)} if environment else {}
