@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.config import Config
 from trinity_mq.operations.doctor.checks import size
 from trinity_mq.runtime.gpus import Gpu
-from trinity_mq.runtime.placement import GpuNeed, Placement
+from trinity_mq.runtime.placement import GpuNeed, Placement, is_colocated
 from trinity_mq.training.memory.estimate import MemoryEstimate, Parts, total
 
 UPPER_BOUNDS = ("cache", "logits")
@@ -45,6 +45,8 @@ class PlannedGpu:
     number: int
     gpu: Gpu
     processes: Sequence[PlannedProcess]
+    takes_turns: bool = False
+    """Whether trainer and engines use the memory one after the other."""
 
     @property
     def room(self) -> int | None:
@@ -54,13 +56,20 @@ class PlannedGpu:
     @property
     def left(self) -> int | None:
         """Bytes that are left, below 0 if they do not suffice. None: unknown."""
-        sizes = [process.bytes for process in self.processes if process.bytes is not None]
-        return None if self.room is None or len(sizes) < len(self.processes) else self.room - sum(sizes)
+        sizes = [(process.kind, process.bytes) for process in self.processes if process.bytes is not None]
+        return None if self.room is None or len(sizes) < len(self.processes) else self.room - self._at_once(sizes)
 
     @property
     def missing(self) -> int:
         """Bytes that are missing even if no part reaches its upper bound."""
-        return 0 if self.room is None else max(0, sum(process.least for process in self.processes) - self.room)
+        sizes = [(process.kind, process.least) for process in self.processes]
+        return 0 if self.room is None else max(0, self._at_once(sizes) - self.room)
+
+    def _at_once(self, sizes: Sequence[tuple[str, int]]) -> int:
+        """Return the largest sum of bytes at a time, from the bytes of each process by its kind."""
+        totals = {kind: sum(size for other, size in sizes if other == kind) for kind, _ in sizes}
+        sides = [totals.pop("trainer", 0), totals.pop("engine", 0)]
+        return sum(totals.values()) + (max(sides) if self.takes_turns else sum(sides))
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,12 @@ class RunPlan:
         """The visible GPUs and their uses."""
         processes = self.processes
         return [
-            PlannedGpu(number=number, gpu=gpu, processes=[use for use in processes if use.gpu == number])
+            PlannedGpu(
+                number=number,
+                gpu=gpu,
+                processes=[use for use in processes if use.gpu == number],
+                takes_turns=is_colocated(self.config),
+            )
             for number, gpu in enumerate(self.placement.gpus)
         ]
 
@@ -206,6 +220,8 @@ class RunPlan:
         if idle := [str(gpu.number) for gpu in gpus if not gpu.processes]:
             yield f"not used: GPU {', '.join(idle)}"
         yield "all other processes of the run get no GPU"
+        if any(gpu.takes_turns for gpu in gpus):
+            yield "trainer and engines take turns: on each GPU only the larger side counts"
         for gpu in gpus:
             if gpu.left is not None and gpu.left < 0 and not gpu.missing:
                 yield f"GPU {gpu.number} is too small if its engines get as many and as long requests as they accept"

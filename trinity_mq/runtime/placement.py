@@ -140,7 +140,12 @@ def run_needs(config: Config) -> list[GpuNeed]:
 
 def place_run(config: Config, gpus: Sequence[Gpu]) -> Placement:
     """Return the GPUs of the processes of ``trinity-mq run``. Raises PlacementError if they do not fit."""
-    return place(run_needs(config), gpus, nccl=config.synchronizer.uses_nccl)
+    return place(run_needs(config), gpus, nccl=config.synchronizer.uses_nccl, colocated=is_colocated(config))
+
+
+def is_colocated(config: Config) -> bool:
+    """Return whether the trainer and all engines take turns on the same GPUs."""
+    return bool(getattr(config.synchronizer, "colocated", False))
 
 
 def trainer_environment(config: Config, name: str) -> dict[str, str]:
@@ -176,8 +181,14 @@ def engine_environments(
         engines: dict[str, dict[str, str]] = json.loads(placed)
         return lambda name: engines.get(name, {VISIBLE_VARIABLE: ""})
     needs = gpu_needs(config, trainer=None, explorer=host, auxiliary=auxiliary)
-    placement = place(needs, gpus() if needs else [], nccl=config.synchronizer.uses_nccl, from_end=True)
-    return placement.environment
+    colocated = is_colocated(config)
+    return place(
+        needs,
+        gpus() if needs else [],
+        nccl=config.synchronizer.uses_nccl,
+        colocated=colocated,
+        from_end=not colocated,
+    ).environment
 
 
 def place(
@@ -185,6 +196,7 @@ def place(
     gpus: Sequence[Gpu],
     *,
     nccl: bool = False,
+    colocated: bool = False,
     from_end: bool = False,
 ) -> Placement:
     """Return the GPUs of each process.
@@ -197,6 +209,7 @@ def place(
         needs: The processes.
         gpus: The visible GPUs; without any, nothing is placed.
         nccl: Whether the weights are sent over NCCL, which needs separate GPUs for rank 0 and all engines.
+        colocated: Whether trainer and engines take turns on the same GPUs, however many GPUs there are.
         from_end: Use the last GPUs first.
 
     Raises:
@@ -213,7 +226,9 @@ def place(
     unnamed = [position for position in usable if position not in named]
     trainers, engines = ([need for need in needs if need.kind == kind and not need.devices] for kind in KINDS)
     load = _Load.of(trainers, engines)
-    if load.apart <= len(unnamed):
+    if colocated and max(load.ranks, load.size) <= len(usable):
+        positions |= {need.name: usable[: need.count] for need in [*trainers, *engines]}
+    elif load.apart <= len(unnamed):
         positions |= _in_turn([*trainers, *engines], unnamed)
     elif len(usable) == 1 and load.shares_one:
         positions |= _in_turn([*trainers, *engines], itertools.repeat(usable[0]))

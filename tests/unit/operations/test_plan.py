@@ -10,7 +10,7 @@ import pytest
 
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, load_config
-from trinity_mq.operations.plan import RunPlan
+from trinity_mq.operations.plan import PlannedGpu, PlannedProcess, RunPlan
 from trinity_mq.runtime.gpus import Gpu
 from trinity_mq.runtime.placement import place_run
 from trinity_mq.training.memory.estimate import MemoryEstimate
@@ -67,6 +67,19 @@ def test_a_model_needs_room_within_the_share_of_its_engine() -> None:
     assert "explorer-0-engine gets 20 GiB of GPU 1 by gpu_memory_utilization, and needs an estimated 30 GiB" in problem
 
 
+def test_of_processes_that_take_turns_the_larger_side_counts() -> None:
+    sizes = {"trainer": 14, "engine": 12, "auxiliary": 3}
+    processes = [
+        PlannedProcess(name=kind, kind=kind, gpu=0, parts={"weights": gib * GIB}, least=gib * GIB)
+        for kind, gib in sizes.items()
+    ]
+    card = Gpu(entry="0", total=24 * GIB)
+    together = PlannedGpu(number=0, gpu=card, processes=processes)
+    turns = PlannedGpu(number=0, gpu=card, processes=processes, takes_turns=True)
+    assert (together.left, together.missing) == (-5 * GIB, 5 * GIB)
+    assert (turns.left, turns.missing) == (7 * GIB, 0)
+
+
 def test_upper_bounds_are_remarks_and_unknown_memory_is_no_problem() -> None:
     engine: dict[str, int | None] = {"weights": GIB, "cache": 12 * GIB, "logits": GIB}
     plan = planned(estimated(engine), (24, 24))
@@ -97,6 +110,7 @@ def test_each_rank_and_worker_has_a_row() -> None:
     assert environment["trainer-0"]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
 
+@pytest.mark.timeout(300)
 def test_the_command_tells_programs_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", SMOKE, "--gpus", "1", "--gpu-memory", "1.5", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -311,3 +311,13 @@ def test_only_a_trainer_or_only_engines_are_placed_as_asked() -> None:
     engines = gpu_needs(config, trainer=None, explorer="e", auxiliary=False)
     assert shown(place(engines, gpus(2))) == "0 | 1"
     assert shown(place(gpu_needs(config, trainer="t", explorer=None), gpus(2))) == "0,1"
+
+
+def test_trainer_and_engines_that_take_turns_have_the_same_gpus() -> None:
+    needs = gpu_needs(configured(1, 2, aux={"judge": 1}), trainer="trainer-0", explorer="explorer-0")
+    assert shown(place(needs, gpus(8), colocated=True)) == "0 | 0 | 0 | 1"
+    assert shown(place(needs, gpus(1), colocated=True)) == "0 | 0 | 0 | 0"
+    large = gpu_needs(configured(1, 1, 2), trainer="trainer-0", explorer="explorer-0")
+    assert shown(place(large, gpus(2), colocated=True)) == "0 | 0,1"
+    with pytest.raises(PlacementError, match="backend is nccl"):
+        place(needs, gpus(8), colocated=True, nccl=True)
