@@ -28,6 +28,7 @@ from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.devices import DevicesConfig, device_problems
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
@@ -104,6 +105,7 @@ class Config(Section):
     operator: OperatorsConfig = Field(default_factory=OperatorsConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     synchronizer: SyncConfig = Field(default_factory=SyncConfig)
+    devices: DevicesConfig = Field(default_factory=DevicesConfig)
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
@@ -355,6 +357,14 @@ class Config(Section):
     def _ranks(self) -> Config:
         if self.trainer.nproc > 1 and (reason := self.sharding_obstacle):
             raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {reason}")
+        return self
+
+    @_section_check
+    def _devices(self) -> Config:
+        on_gpus = self.model.device != "cpu"
+        problems = list(device_problems(self.devices, self.trainer, self.explorer, computes_on_gpus=on_gpus))
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @_section_check

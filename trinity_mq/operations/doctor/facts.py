@@ -14,8 +14,6 @@ import operator
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from trinity_mq.config.engines import ENGINES
 from trinity_mq.local_broker.node_files import NodeError
 from trinity_mq.messages import DecodeError, Heartbeat, decode
 from trinity_mq.observability.report.text import newest_checkpoint
+from trinity_mq.runtime.gpus import ask_torch, has_gpu_devices
 from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL
 from trinity_mq.runtime.process import is_run_over
 
@@ -45,7 +44,6 @@ Ctl = Callable[..., Awaitable[str]]
 ANSWER_SECONDS = 10.0
 HEARING_SECONDS = 1.5 * HEARTBEAT_INTERVAL
 """Seconds within which each living agent sends a heartbeat."""
-TORCH_SECONDS = 90.0
 API_PATHS = {
     "nodes": "/api/nodes",
     "policies": "/api/policies/{vhost}",
@@ -313,16 +311,6 @@ async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
     facts.missing(f"the broker knows no permission of user {facts['user']!r} on {facts['vhost']!r}", "permissions")
 
 
-TORCH_REPORT = """
-import json, torch
-report = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
-if report["available"]:
-    numbers = range(torch.cuda.device_count())
-    report["gpus"] = [[torch.cuda.get_device_name(n), *torch.cuda.mem_get_info(n)] for n in numbers]
-print(json.dumps(report))
-"""
-
-
 def ask_machine(folder: Path) -> DoctorFacts:
     """Return the facts about this machine. The call takes seconds.
 
@@ -335,7 +323,7 @@ def ask_machine(folder: Path) -> DoctorFacts:
     return DoctorFacts(
         **{engine: _installed(row.packages) for engine, row in ENGINES.items() if row.packages},
         torch=ask_torch(),
-        has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
+        has_gpu_devices=has_gpu_devices(),
         folder=folder,
         folder_free=shutil.disk_usage(existing).free,
         folder_is_writable=os.access(existing, os.W_OK),
@@ -345,18 +333,3 @@ def ask_machine(folder: Path) -> DoctorFacts:
 
 def _installed(names: Sequence[str]) -> dict[str, str]:
     return {package.name: package.version for name in names for package in distributions(name=name)}
-
-
-def ask_torch() -> Any:
-    """Return torch's report on itself and its GPUs, else the reason for a missing report.
-
-    Torch runs in a separate process, because a GPU driver may hang.
-    """
-    argv = [sys.executable, "-c", TORCH_REPORT]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TORCH_SECONDS, check=False)
-        return json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return f"torch did not start and look for GPUs in {TORCH_SECONDS:g} s: see whether `nvidia-smi` answers"
-    except ValueError:
-        return " ".join(done.stderr.decode(errors="replace").split()[-40:]) or f"exit code {done.returncode}"
