@@ -10,8 +10,7 @@ import json
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +38,8 @@ depend on the length of a row.
 """
 MASKLESS = "sdpa_without_mask"
 """Name of an attention implementation that :func:`measure` adds."""
+DEPTHS = (1, 3)
+"""Numbers of layers of the two measured models, from which the memory of more equal layers follows."""
 ROWS = (2, 4)
 """Rows of the two measured passes, from which the bytes per position follow."""
 
@@ -98,16 +99,30 @@ def measure(request: MeasureRequest) -> ModelMemory:
     dtype = getattr(torch, config.dtype)
     trains_all = config.lora is None
     stored = torch.float32 if trains_all and not request.is_sharded else dtype
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_initialisation():
-        model = model_without_weights(config, dtype=stored).eval()
-        sizes = _sizes(model, config)
-        if not request.passes:
-            return sizes
-        row = min(ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or ROW)
-        _use_maskless_attention(model)
-        if request.recomputes and can_checkpoint(model):
-            checkpoint_blocks(model)
-        return replace(sizes, passes=_passes(model, dtype, request.device, row))
+    model, sizes, is_uniform = _empty(config, stored)
+    if not request.passes:
+        return sizes
+    layers = model.config.get_text_config().num_hidden_layers
+    if not is_uniform or layers <= max(DEPTHS):
+        return replace(sizes, passes=_joined(_passes(model, config, request)))
+    shallow = [_passes(_empty(config, stored, depth)[0], config, request) for depth in DEPTHS]
+    lines = {name: _at_depth(layers, [passes[name] for passes in shallow]) for name in shallow[0]}
+    return replace(sizes, passes=_joined(lines))
+
+
+def _joined(lines: dict[str, Line]) -> Passes:
+    """Return the passes; the maximum of a pass is in its forward or in its backward pass."""
+    return Passes(lines["kept"], max(lines["forward"], lines["backward"], key=lambda line: line.at(ROWS[1] * ROW)))
+
+
+def _at_depth(layers: int, lines: Sequence[Line]) -> Line:
+    """Return the line of a model with so many equal layers, from the lines of two models with :data:`DEPTHS` layers."""
+    steps = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+    first, second = lines
+    return Line(
+        round(first.base + steps * (second.base - first.base)),
+        first.per_token + steps * (second.per_token - first.per_token),
+    )
 
 
 def _use_maskless_attention(model: Any) -> None:
@@ -127,8 +142,11 @@ def _no_mask(*_arguments: Any, **_settings: Any) -> None:
     return None
 
 
-def _sizes(model: Any, config: ModelConfig) -> ModelMemory:
-    """Return the sizes of a model, and add its adapters."""
+def _empty(config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> tuple[Any, ModelMemory, bool]:
+    """Return a model with its adapters and without memory, its sizes, and whether all layers are equal."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model_without_weights(config, layers, dtype=dtype).eval()
     head, block_sizes = model.get_output_embeddings(), [_size(block.parameters()) for block in _blocks(model)]
     linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     total, in_linear = _size(model.parameters()), _size(linear)
@@ -137,7 +155,8 @@ def _sizes(model: Any, config: ModelConfig) -> ModelMemory:
     matrices, others = divide_parameters(model, OptimizerConfig(optimizer_type="muon"))
     trained = [weight for _, weight in (*matrices, *others)]
     text = model.config.get_text_config()
-    return ModelMemory(
+    kinds = set(getattr(text, "layer_types", None) or ())
+    sizes = ModelMemory(
         parameters=total,
         trained=_size(trained),
         matrices=_size(weight for _, weight in matrices),
@@ -148,6 +167,8 @@ def _sizes(model: Any, config: ModelConfig) -> ModelMemory:
         cache=_cache_numbers(text),
         vocabulary=model.get_input_embeddings().weight.shape[0],
     )
+    is_uniform = len(set(block_sizes)) == 1 and len(block_sizes) == text.num_hidden_layers and len(kinds) <= 1
+    return model, sizes, is_uniform
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
@@ -168,23 +189,22 @@ def _cache_numbers(text: Any) -> int:
     return int(2 * text.num_hidden_layers * heads * width)
 
 
-@contextmanager
-def _without_initialisation() -> Iterator[None]:
-    from transformers.initialization import no_init_weights
-
-    with no_init_weights(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _passes(model: Any, dtype: torch.dtype, device: str, row: int) -> Passes:
-    """Measure passes of two sizes."""
-    scorer = TokenScorer(model, HeadOperation())
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-    small, large = (_pass_bytes(scorer, dtype, device, rows, row) for rows in ROWS)
+def _passes(model: Any, config: ModelConfig, request: MeasureRequest) -> dict[str, Line]:
+    """Measure passes of two sizes; see :func:`_pass_bytes`."""
+    row = min(ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or ROW)
+    _use_maskless_attention(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        if request.recomputes and can_checkpoint(model):
+            checkpoint_blocks(model)
+        scorer = TokenScorer(model, HeadOperation())
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        dtype = getattr(torch, config.dtype)
+        small, large = (_pass_bytes(scorer, dtype, request.device, rows, row) for rows in ROWS)
     positions = [rows * row for rows in ROWS]
-    return Passes(**{name: _line(positions, (small[name], large[name])) for name in small})
+    return {name: _line(positions, (small[name], large[name])) for name in small}
 
 
 def _line(positions: Sequence[int], values: Sequence[int]) -> Line:
@@ -193,8 +213,8 @@ def _line(positions: Sequence[int], values: Sequence[int]) -> Line:
 
 
 def _pass_bytes(scorer: TokenScorer, dtype: torch.dtype, device: str, rows: int, row: int) -> dict[str, int]:
-    """Return the bytes that a pass keeps for its backward pass, and the maxima of passes with and without gradients,
-    beyond weights and gradients.
+    """Return the bytes that a forward pass keeps for its backward pass, and the maxima in both, beyond weights and
+    gradients.
     """
     model = scorer.model
     weights = list(model.parameters())
@@ -204,20 +224,14 @@ def _pass_bytes(scorer: TokenScorer, dtype: torch.dtype, device: str, rows: int,
     live = LiveBytes()
     live.ignore([*weights, *(weight.grad for weight in weights if weight.grad is not None), *model.buffers()])
 
-    def forward() -> Tensor:
+    with live, pretended_device(device):
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             scores = scorer({"input_ids": ids}, places, targets, heat, entropy_gradient=False)
-        return scores.logprob.sum()
-
-    with live, pretended_device(device):
-        with torch.no_grad():
-            forward()
-        without = live.peak
+        loss = scores.logprob.sum()
+        kept, forward = live.live, live.peak
         live.restart()
-        loss = forward()
-        kept = live.live
         torch.autograd.backward(loss)
-        return {"kept": kept, "peak": live.peak, "scoring": without}
+        return {"kept": kept, "forward": forward, "backward": live.peak}
 
 
 def answer(request: MeasureRequest) -> Measured:
