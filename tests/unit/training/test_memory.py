@@ -229,7 +229,7 @@ def test_advice_names_the_settings_of_this_run_by_their_effect(on_gpu: tuple[Con
     assert f"first: trainer.gradient_checkpointing=true ({advice[0].saved / 1e9:.1f} GB)" in lack
     frugal = changed(config, optimizer={"offload": True}, trainer={"max_tokens_per_micro_batch": 512})
     names = [remedy.setting for remedy in remedies(frugal, "cuda", measured, 512, shared=False)]
-    assert not [name for name in names if name.startswith(("trainer.gradient", "trainer.max", "algorithm"))]
+    assert not [name for name in names if name.startswith(("trainer.", "algorithm"))]
 
 
 def fill_memory(_module: torch.nn.Module, _arguments: Any) -> None:

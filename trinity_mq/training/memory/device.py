@@ -164,14 +164,16 @@ def remedies(
     if config.model.lora is None:
         changed = _with(config, model={"lora": {}})
         found.append(saves("model.lora={r: 16, alpha: 32}", changed, measure_trained(changed, device)))
-        if not optimizer.offload and optimizer.optimizer_type != "adamw_8bit" and device == "cuda":
+        is_alone = trainer.nproc == 1  # neither is possible for sharded models
+        if is_alone and not optimizer.offload and optimizer.optimizer_type != "adamw_8bit" and device == "cuda":
             found.append(saves("algorithm.optimizer.offload=true", _with_optimizer(config, offload=True)))
-        if optimizer.optimizer_type == "adamw" and not optimizer.offload:
+        if is_alone and optimizer.optimizer_type == "adamw" and not optimizer.offload:
             eight_bit = _with_optimizer(config, optimizer_type="adamw_8bit")
             found.append(saves("algorithm.optimizer.optimizer_type=adamw_8bit", eight_bit))
-    ranks = 2 * trainer.nproc
-    changed = _with(config, trainer={"nproc": ranks})
-    found.append(saves(f"trainer.nproc={ranks} with {ranks} GPUs", changed, measure_trained(changed, device)))
+    if config.sharding_obstacle is None and not (config.model.lora and config.model.lora.quantization):
+        ranks = 2 * trainer.nproc
+        changed = _with(config, trainer={"nproc": ranks})
+        found.append(saves(f"trainer.nproc={ranks} with {ranks} GPUs", changed, measure_trained(changed, device)))
     if shared and before.engine is not None:
         found.append(_smaller_engine(config, before))
     return sorted((remedy for remedy in found if remedy.saved > 0), key=lambda remedy: -remedy.saved)
