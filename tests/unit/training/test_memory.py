@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerCon
 from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
+from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
 from trinity_mq.training.memory.device import Card, choose_limit, describe_lack, measure_trained, remedies
 from trinity_mq.training.memory.estimate import Measured, ModelMemory, estimate, fixed_parts, measure_requests
 from trinity_mq.training.memory.measure import measure
@@ -262,3 +265,38 @@ async def test_a_resumed_trainer_keeps_the_size_of_its_passes(
     card = replace(CARD, free=10**6, total=10**9)
     elsewhere = await opened(tiny, checkpoint=tmp_path)
     assert elsewhere.policy.division.max_tokens == 2048
+
+
+PROGRAM = """
+import dataclasses, json, sys
+from trinity_mq.config import load_config
+from trinity_mq.operations.memory import estimate_memory
+value = estimate_memory(load_config(json.loads(sys.argv[1])))
+print(json.dumps([dataclasses.asdict(value), "torch" in sys.modules]))
+"""
+
+
+def test_an_estimate_needs_neither_torch_here_nor_a_model_on_this_machine() -> None:
+    judge = {"name": "judge", "model": {"tiny": {}}}
+    absent = {"name": "absent", "model": {"model_path": "nobody/not-downloaded"}}
+    settings = {"model": {"tiny": {}}, "explorer": {"auxiliary_models": [judge, absent]}}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(settings)], capture_output=True, text=True, check=True, timeout=200
+    )
+    value, has_torch = json.loads(done.stdout)
+    assert not has_torch
+    assert value["trainer"]["weights"] == value["trainer"]["gradients"] > 0
+    assert (value["auxiliary"]["judge"]["weights"], value["auxiliary"]["absent"]) == (value["trainer"]["weights"], None)
+    assert value["unknown"] == {
+        "absent": "model nobody/not-downloaded is a hub id and not downloaded yet, so its size is not known"
+    }
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_only_a_shared_gpu_gets_freed_memory_back(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setenv(SHARED_VARIABLE, "1" if is_shared else "0")
+    release_cached_memory()
+    assert calls == ["empty"] * is_shared
