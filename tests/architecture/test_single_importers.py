@@ -37,6 +37,7 @@ ROWS = {
 CHILDREN = {
     "trinity_agents.runner.pool_child",
     "trinity_mq.runtime.processes.fork_server",
+    "trinity_mq.training.memory.measure",
 }
 """Entry points of child processes."""
 

@@ -22,9 +22,8 @@ from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
-from trinity_mq.training.memory.device import Card, choose_limit, describe_lack, measure_trained, remedies
 from trinity_mq.training.memory.estimate import Measured, ModelMemory, estimate, fixed_parts, measure_requests
-from trinity_mq.training.memory.measure import measure
+from trinity_mq.training.memory.measure import Card, choose_limit, describe_lack, measure, measure_trained, remedies
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import make_optimizer
 from trinity_mq.training.packing import train_tokens
