@@ -34,7 +34,11 @@ ROWS = {
     "trinity_mq.workflows.sessions.program": "workflow",
 }
 """Rows of tables: packages and modules that hold one entry of a table each, with the kind of the entry."""
-CHILDREN = {"trinity_agents.runner.pool_child", "trinity_mq.runtime.processes.fork_server"}
+CHILDREN = {
+    "trinity_agents.runner.pool_child",
+    "trinity_mq.runtime.processes.fork_server",
+    "trinity_mq.training.memory.measure",
+}
 """Entry points of child processes."""
 
 

@@ -107,11 +107,12 @@ def _architecture(tiny: TinyModelConfig) -> Any:
     )
 
 
-def model_without_weights(config: ModelConfig, **arguments: Any) -> Any:
+def model_without_weights(config: ModelConfig, layers: int | None = None, **arguments: Any) -> Any:
     """Return the model of an architecture, whose weights are empty or random; only ``config.json`` is read.
 
     Args:
         config: The model.
+        layers: Number of its first layers to keep. None: all.
         arguments: Arguments of ``from_config``, such as ``dtype``.
 
     Raises:
@@ -125,6 +126,11 @@ def model_without_weights(config: ModelConfig, **arguments: Any) -> Any:
         raise ModelError(f"model {config.model_path} is a hub id and not downloaded yet, so its size is not known")
     try:
         architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
+        if layers is not None:
+            text = architecture.get_text_config()
+            text.num_hidden_layers = layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
         model = AutoModelForCausalLM.from_config(architecture, **remote, **arguments)
         model.tie_weights()  # not done where the weights are not initialised
         return model

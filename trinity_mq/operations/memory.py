@@ -21,8 +21,8 @@ from trinity_mq.training.memory.estimate import (
     measure_requests,
 )
 
-SECONDS = 300.0
-"""Seconds for the measurement of all models of a run."""
+SECONDS = 120.0
+"""Seconds for the start of the measuring process, and for the measurement of each model."""
 
 
 def estimate_memory(config: Config, device: Device | None = None) -> MemoryEstimate:
@@ -48,11 +48,12 @@ def measure_models(requests: Sequence[MeasureRequest]) -> list[Measured]:
     argv = [sys.executable, "-m", "trinity_mq.training.memory.measure"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     body = json.dumps([asdict(request) for request in requests])
+    limit = SECONDS * (1 + len(requests))
     try:
-        done = subprocess.run(argv, input=body, text=True, capture_output=True, timeout=SECONDS, check=False, env=env)
+        done = subprocess.run(argv, input=body, text=True, capture_output=True, timeout=limit, check=False, env=env)
         answers: list[Mapping[str, Any] | str] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return [f"the measurement took more than {SECONDS:g} s"] * len(requests)
+        return [f"the measurement took more than {limit:g} s"] * len(requests)
     except ValueError:
         reason = " ".join(done.stderr.split()[-40:]) or f"exit code {done.returncode}"
         return [f"the measurement failed: {reason}"] * len(requests)

@@ -50,7 +50,8 @@ from trinity_mq.training.checkpoints.state import (
 )
 from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
 from trinity_mq.training.guard import Guard
-from trinity_mq.training.memory.device import (
+from trinity_mq.training.memory.estimate import Device, Measured, estimate
+from trinity_mq.training.memory.measure import (
     PassLimit,
     card_of,
     choose_limit,
@@ -59,7 +60,6 @@ from trinity_mq.training.memory.device import (
     remedies,
     stored_limit,
 )
-from trinity_mq.training.memory.estimate import Device, Measured, estimate
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import PAIRED, SAMPLED, StepTokens, mask_nonfinite_logprobs, split, train_tokens

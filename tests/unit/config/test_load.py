@@ -328,3 +328,18 @@ def test_the_cores_are_those_that_a_container_may_use(
     assert available_cores(tmp_path) == expected
     monkeypatch.undo()
     assert available_cores() >= 1
+
+
+def test_the_example_on_gsm8k_reads_a_hub_dataset_with_the_lines_in_its_comment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRINITY_MQ_GSM8K", raising=False)
+    monkeypatch.setenv("TRINITY_MQ_MODEL", "Qwen/Qwen2.5-0.5B-Instruct")
+    example = Path(__file__).parents[3] / "examples" / "gsm8k.yaml"
+    _, _, recipe = example.read_text(encoding="utf-8").partition("From a Hugging Face dataset instead")
+    comment = [line for line in recipe.split("\n\n")[0].splitlines()[1:] if line.startswith("#   buffer.")]
+    words = [word for line in comment for word in line.removeprefix("#").split()]
+    buffer = load_config(example, words).buffer
+    found = [(data.storage_type, data.path, data.subset_name, data.split) for data in buffer.training_tasksets]
+    found += [(data.storage_type, data.path, data.subset_name, data.split) for data in buffer.eval_tasksets]
+    assert found == [("huggingface", "openai/gsm8k", "main", split) for split in ("train", "test")]

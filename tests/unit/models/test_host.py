@@ -190,6 +190,10 @@ async def test_a_model_that_cannot_be_had_ends_the_host(
 @pytest.mark.parametrize(
     ("program", "says"),
     [("print('boom'); raise SystemExit(3)", r"ended before it was ready \(exit code 3\); its last output:\nboom"),
+     ("print('torch.OutOfMemoryError: CUDA out of memory.'); raise SystemExit(1)",
+      r"\(exit code 1\): the GPU has too little free memory; lower .*gpu_memory_utilization"),
+     ("print('ValueError: Free memory is less than desired GPU memory utilization (0.9)'); raise SystemExit(1)",
+      r"\(exit code 1\): other processes, such as the trainer, use the GPU; lower"),
      ("print('slow', flush=True); import time; time.sleep(60)", r"not ready within 2 s; its last output:\nslow")],
 )  # fmt: skip
 async def test_an_engine_that_does_not_start_is_quoted(

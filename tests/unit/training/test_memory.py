@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from tests.unit.training.test_learner import Opener, batch
+from tests.unit.training.test_learner import config as learner_config
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TrainerConfig
+from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.training.memory.estimate import estimate, measure_requests
-from trinity_mq.training.memory.measure import measure
+from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
+from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
+from trinity_mq.training.memory.estimate import Measured, ModelMemory, estimate, fixed_parts, measure_requests
+from trinity_mq.training.memory.measure import Card, choose_limit, describe_lack, measure, measure_trained, remedies
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import make_optimizer
 from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.update import StepLoss, optimizer_step
 
+pytestmark = pytest.mark.timeout(240)  # passes without data take thousands of Python calls
+
 SHARED = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
 QWEN = Qwen2Config(
-    vocab_size=16000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, tie_word_embeddings=True, **SHARED
+    vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=3, tie_word_embeddings=True, **SHARED
 )
 LLAMA = LlamaConfig(
-    vocab_size=16000, hidden_size=160, intermediate_size=640, num_hidden_layers=8, tie_word_embeddings=False, **SHARED
+    vocab_size=32000, hidden_size=128, intermediate_size=512, num_hidden_layers=5, tie_word_embeddings=False, **SHARED
 )
 TOLERANCE = 0.15
 
@@ -80,7 +91,7 @@ def peak(config: Config, shape: PreTrainedConfig, tokens: int, scratch: Path) ->
 
     folder = scratch / "model"
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    batch = sequences(2 * tokens // 256, 256, shape.vocab_size)
+    batch = sequences(2 * tokens // 128, 128, shape.vocab_size)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         policy = Policy(config.model, folder, 0, config.trainer)
         for weight in policy.parameters:
@@ -106,8 +117,185 @@ def peak(config: Config, shape: PreTrainedConfig, tokens: int, scratch: Path) ->
 def test_the_estimate_is_near_the_memory_of_a_train_step(
     tmp_path: Path, shape: PreTrainedConfig, dtype: str, changes: dict[str, Any]
 ) -> None:
-    config = settings(saved(shape, tmp_path), dtype, max_tokens_per_micro_batch=512, **changes)
+    config = settings(saved(shape, tmp_path), dtype, max_tokens_per_micro_batch=384, **changes)
     measured = {name: measure(request) for name, request in measure_requests(config, "cpu").items()}
     estimated = estimate(config, "cpu", measured)
-    real = peak(config, shape, 512, tmp_path)
+    real = peak(config, shape, 384, tmp_path)
     assert estimated.trainer_bytes == pytest.approx(real, rel=TOLERANCE)
+
+
+CARD = Card("NVIDIA GeForce RTX 4090", total=24 * 10**9, free=23 * 10**9)
+SMALL = {"max_model_len": 512, "max_prompt_tokens": 64, "max_response_tokens": 448}
+LAYERS = 4
+SHAPE = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Measured]]:
+    """The first layers of Qwen2.5-0.5B on a GPU, and their measured memory."""
+    folder = saved(SHAPE, tmp_path_factory.mktemp("half"))
+    config = Config(model=ModelConfig(model_path=str(folder), dtype="bfloat16", **SMALL))
+    return config, measure_trained(config, "cuda")
+
+
+def test_figures_of_a_known_model(on_gpu: tuple[Config, dict[str, Measured]]) -> None:
+    config, measured = on_gpu
+    value = estimate(config, "cuda", measured, 8192)
+    assert value.trainer is not None
+    layer = 2 * 896 * 896 + 896 + 2 * (896 * 128 + 128) + 3 * 896 * 4864 + 2 * 896
+    weights = 151936 * 896 + LAYERS * layer + 896
+    assert value.trainer["weights"] == value.trainer["gradients"] == 4 * weights
+    assert value.trainer["optimizer"] == 8 * weights
+    assert value.engine is not None
+    assert value.engine["weights"] == 2 * weights
+    sizes = measured["model"]
+    assert isinstance(sizes, ModelMemory)
+    assert sizes.cache == 2 * LAYERS * 2 * 64
+    assert sizes.passes is not None
+    residual = 896 * 4  # float32 under autocast, kept for each layer and around the head
+    assert LAYERS * residual < sizes.passes.kept.per_token <= (LAYERS + 3.1) * residual
+
+
+def test_equal_layers_are_measured_on_a_shallow_model(
+    on_gpu: tuple[Config, dict[str, Measured]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, measured = on_gpu
+    monkeypatch.setattr("trinity_mq.training.memory.measure.DEPTHS", (LAYERS, LAYERS))
+    assert measure_trained(config, "cuda") == measured
+
+
+def test_sharing_divides_what_a_rank_holds(on_gpu: tuple[Config, dict[str, Measured]]) -> None:
+    config, measured = on_gpu
+    sizes = measured["model"]
+    assert isinstance(sizes, ModelMemory)
+    alone = fixed_parts(sizes, config, "cuda")
+    offloaded = fixed_parts(sizes, changed(config, optimizer={"offload": True}), "cuda")
+    eight_bit = fixed_parts(sizes, changed(config, optimizer={"optimizer_type": "adamw_8bit"}), "cuda")
+    assert offloaded["optimizer"] == 0
+    assert 3.8 < alone["optimizer"] / eight_bit["optimizer"] < 4
+    four = fixed_parts(sizes, changed(config, trainer={"nproc": 4}), "cuda")
+    assert [alone[name] / four[name] for name in ("weights", "gradients", "optimizer")] == [4, 4, 4]
+    assert four["gathered"] > 2 * (sizes.root + sizes.block)
+
+
+def changed(config: Config, *, optimizer: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    algorithm = config.algorithm
+    updates: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
+    }
+    if optimizer:
+        new = algorithm.optimizer.model_copy(update=optimizer)
+        updates["algorithm"] = algorithm.model_copy(update={"optimizer": new})
+    return config.model_copy(update=updates)
+
+
+def test_the_largest_pass_that_fits_is_chosen(on_gpu: tuple[Config, dict[str, Measured]]) -> None:
+    config, measured = on_gpu
+
+    def limit(free: float, *, shared: bool = False, config: Config = config) -> int:
+        card = Card("GPU", total=24 * 10**9, free=round(free * 1e9))
+        return choose_limit(config, card, measured, shared=shared).tokens
+
+    chosen = [limit(free) for free in (5.0, 8.0, 12.0, 23.0)]
+    assert chosen == sorted(chosen)
+    assert chosen[0] == 2048, "no value fits, so the smallest is tried"
+    assert chosen[-1] > 16384
+    on_vllm = changed(config, explorer={"rollout_model": RolloutModelConfig(engine="vllm")})
+    assert limit(23.0, shared=True, config=on_vllm) == limit(11.3), "an engine that starts later finds its half"
+    unknown = choose_limit(config, CARD, {"model": "it is not downloaded"}, shared=False)
+    assert (unknown.tokens, unknown.reason) == (4096, "no estimate: it is not downloaded")
+
+
+def test_advice_names_the_settings_of_this_run_by_their_effect(on_gpu: tuple[Config, dict[str, Measured]]) -> None:
+    config, _ = on_gpu
+    kept = changed(config, trainer={"gradient_checkpointing": False, "max_tokens_per_micro_batch": 32768})
+    measured = measure_trained(kept, "cuda")
+    advice = remedies(kept, "cuda", measured, 32768, shared=True)
+    assert [remedy.saved for remedy in advice] == sorted((remedy.saved for remedy in advice), reverse=True)
+    names = [remedy.setting.split("=")[0] for remedy in advice]
+    assert names[0] == "trainer.gradient_checkpointing"
+    lora, offload, ranks = "model.lora", "algorithm.optimizer.offload", "trainer.nproc"
+    assert {"trainer.max_tokens_per_micro_batch", lora, offload, ranks} < set(names)
+    lack = describe_lack("step", RuntimeError(), CARD, estimate(kept, "cuda", measured, 32768), advice, is_first=True)
+    assert "RTX 4090 has 24.0 GB, of which 23.0 GB are free" in lack
+    assert "GB with passes of 32768 tokens (weights 0.8 GB, gradients 0.8 GB" in lack
+    assert f"first: trainer.gradient_checkpointing=true ({advice[0].saved / 1e9:.1f} GB)" in lack
+    frugal = changed(config, optimizer={"offload": True}, trainer={"max_tokens_per_micro_batch": 512})
+    names = [remedy.setting for remedy in remedies(frugal, "cuda", measured, 512, shared=False)]
+    assert not [name for name in names if name.startswith(("trainer.", "algorithm"))]
+
+
+def fill_memory(_module: torch.nn.Module, _arguments: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+async def test_a_lack_of_memory_ends_the_run_in_the_first_step_and_restarts_it_later(opened: Opener) -> None:
+    for steps, kind in ((0, DeviceMemoryError), (1, RestartRequested)):
+        learner = await opened()
+        for step in range(1, steps + 1):
+            await learner.step(batch(step), step)
+        learner.policy.model.register_forward_pre_hook(fill_memory)
+        with pytest.raises(kind, match=r"out of memory in step; CUDA out of memory.*GB.*trainer\.gradient_checkp"):
+            await learner.step(batch(steps + 1), steps + 1)
+
+
+async def test_a_resumed_trainer_keeps_the_size_of_its_passes(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = CARD
+    monkeypatch.setattr("trinity_mq.training.learner.card_of", lambda _device: card)
+    tiny = learner_config().model_copy(update={"trainer": TrainerConfig()})
+    learner = await opened(tiny)
+    assert learner.policy.division.max_tokens == 65536
+    await learner.step(batch(1), 1)
+    await learner.save(tmp_path)
+    card = replace(CARD, free=10**6)
+    resumed = await opened(tiny, checkpoint=tmp_path)
+    assert resumed.policy.division.max_tokens == 65536
+    card = replace(CARD, free=10**6, total=10**9)
+    elsewhere = await opened(tiny, checkpoint=tmp_path)
+    assert elsewhere.policy.division.max_tokens == 2048
+
+
+PROGRAM = """
+import dataclasses, json, sys
+from trinity_mq.config import load_config
+from trinity_mq.operations.memory import estimate_memory
+value = estimate_memory(load_config(json.loads(sys.argv[1])))
+print(json.dumps([dataclasses.asdict(value), "torch" in sys.modules]))
+"""
+
+
+def test_an_estimate_needs_neither_torch_here_nor_a_model_on_this_machine() -> None:
+    judge = {"name": "judge", "model": {"tiny": {}}}
+    absent = {"name": "absent", "model": {"model_path": "nobody/not-downloaded"}}
+    settings = {"model": {"tiny": {}}, "explorer": {"auxiliary_models": [judge, absent]}}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(settings)], capture_output=True, text=True, check=True, timeout=200
+    )
+    value, has_torch = json.loads(done.stdout)
+    assert not has_torch
+    assert value["trainer"]["weights"] == value["trainer"]["gradients"] > 0
+    assert (value["auxiliary"]["judge"]["weights"], value["auxiliary"]["absent"]) == (value["trainer"]["weights"], None)
+    assert value["unknown"] == {
+        "absent": "model nobody/not-downloaded is a hub id and not downloaded yet, so its size is not known"
+    }
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_only_a_shared_gpu_gets_freed_memory_back(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setenv(SHARED_VARIABLE, "1" if is_shared else "0")
+    release_cached_memory()
+    assert calls == ["empty"] * is_shared

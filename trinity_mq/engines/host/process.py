@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import structlog
 from trinity_mq.engines.host.ready_file import FATAL, TOKEN_VARIABLE, ReadyFile
 from trinity_mq.models.errors import EngineFailed, ModelError
 from trinity_mq.runtime.process import wait_exit
+from trinity_mq.runtime.processes.exit_reasons import read_output_tail
 from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, NotForkedError, fork, is_forkable
 
 log = structlog.get_logger(__name__)
@@ -26,6 +28,25 @@ log = structlog.get_logger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
+_VLLM = "explorer.rollout_model.vllm"
+_MEMORY_ADVICE = (
+    (
+        r"less than desired GPU memory utilization",
+        f"other processes, such as the trainer, use the GPU; lower {_VLLM}.gpu_memory_utilization, or give the engine "
+        "a GPU of its own",
+    ),
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache",
+        f"its KV cache does not fit; raise {_VLLM}.gpu_memory_utilization or {_VLLM}.kv_cache_memory_bytes, or lower "
+        "model.max_model_len",
+    ),
+    (
+        r"OutOfMemoryError|CUDA out of memory",
+        f"the GPU has too little free memory; lower {_VLLM}.gpu_memory_utilization (vllm) or "
+        "explorer.rollout_model.max_batch_sequences (transformers), or give the engine a GPU of its own",
+    ),
+)
+"""Patterns of the output of torch and vLLM, and the settings that help."""
 """Seconds for a process that failed to start: from closing its pipe to its end."""
 
 
@@ -59,6 +80,7 @@ class EngineProcess:
         reader, writer = os.pipe()
         try:
             with output.open("ab") as out:
+                start = out.tell()
                 started = await _start([*command, "--ready-file", str(ready_file)], out, writer, environment)
         except OSError as error:
             os.close(reader)
@@ -89,7 +111,8 @@ class EngineProcess:
         if is_fatal:
             raise ModelError(f"the engine cannot run: {tail(output, 1)}")
         how = "" if code is None else f" (exit code {code})"
-        raise EngineFailed(f"the engine ended before it was ready{how}; its last output:\n{tail(output)}")
+        advice = memory_advice(read_output_tail(output, start))
+        raise EngineFailed(f"the engine ended before it was ready{how}{advice}; its last output:\n{tail(output)}")
 
     async def exited(self) -> int | None:
         """Wait for the end of the process; return its exit code if it was our child."""
@@ -158,6 +181,13 @@ async def _readable(fd: int) -> None:
         await event.wait()
     finally:
         loop.remove_reader(fd)
+
+
+def memory_advice(output: str) -> str:
+    """Return the settings that help against the lack of GPU memory that an engine's output reports, as the continuation
+    of a sentence; empty if it reports none.
+    """
+    return next((f": {advice}" for pattern, advice in _MEMORY_ADVICE if re.search(pattern, output)), "")
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> str:

@@ -59,8 +59,6 @@ class Passes:
     """Kept for the backward pass at the end of a forward pass."""
     peak: Line
     """Maximum in a pass with gradients."""
-    scoring: Line
-    """Maximum in a pass without gradients."""
 
     @classmethod
     def of(cls, values: Any) -> Passes:
@@ -307,9 +305,9 @@ def pass_parts(
         return {"activations": None}
     kept, peak = passes.kept.at(tokens), passes.peak.at(tokens)
     copies = min(passes.kept.at(0), kept)
-    phases = [optimizer_bytes(sizes, config, device), passes.scoring.at(tokens)]
+    phases = [optimizer_bytes(sizes, config, device)]
     if _holds_reference(config) and config.algorithm.reference.offload and device == "cuda":
-        phases[1] += 4 * sizes.parameters // config.trainer.nproc
+        phases.append(peak - kept + 4 * sizes.parameters // config.trainer.nproc)
     if critic is not None and critic.passes is not None:
         phases.append(critic.passes.peak.at(tokens))
     parts: dict[str, int | None] = {
