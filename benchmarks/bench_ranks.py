@@ -2,11 +2,11 @@
 
     python benchmarks/bench_ranks.py [--ranks 1 2 4] [--layers 12] [--folder FOLDER] [--quick] [--check] [--json FILE]
 
-Each measurement is the growth of ``VmHWM`` over the memory before the phase, in whole copies of the model's float32
-weights. *load* is the start of a run. *save* is a checkpoint with the state of Adam, from its copy until all ranks have
-written it. *resume* is the start of another run from this checkpoint. The baseline is a trainer of one process in the
-same run. ``--check`` exits with 1 if a rank of the largest number of ranks needs more than .6 of the baseline to load,
-or more than 1.5 times its share of the baseline to save.
+Each measurement is the highest ``VmHWM`` of a phase minus the memory before the model is loaded, in whole copies of the
+model's float32 weights. *load* is the start of a run. *save* is a checkpoint with the state of Adam, from its copy
+until all ranks have written it. *resume* is the start of another run from this checkpoint. The baseline is a trainer of
+one process in the same run. ``--check`` exits with 1 if a rank of the largest number of ranks needs more than .6 of the
+baseline to load, or more than 1.5 times its share of the baseline to save.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ PHASES = ("load", "save", "resume")
 
 def configuration(model: Path, folder: Path) -> Config:
     """Return a run with the model."""
-    sections = {"model": {"model_path": str(model), "device": "cpu"}, "trainer": {"export": "last"}}
+    sections = {
+        "model": {"model_path": str(model), "device": "cpu"},
+        "trainer": {"export": "last", "share_prefixes": False},
+    }
     return load_config({"name": "bench", "run_dir": str(folder / "run"), **sections})
 
 
 class Peak:
-    """The growth of this process's memory, by phase in bytes."""
+    """The growth of this process's memory since the first phase began, by phase in bytes."""
 
     def __init__(self) -> None:
         self.growth: dict[str, int] = {}
@@ -51,7 +54,7 @@ class Peak:
     def begin(self, phase: str) -> None:
         """Begin a phase."""
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._phase, self._before = phase, self._status("VmRSS")
+        self._phase, self._before = phase, self._before or self._status("VmRSS")
 
     def end(self) -> None:
         """End the phase, if one has begun."""

@@ -35,11 +35,11 @@ from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_adva
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, Writer
 from trinity_mq.training.checkpoints.old_checkpoint import is_legacy, read_old_facts, read_old_parts
 from trinity_mq.training.checkpoints.state import (
-    Chunk,
     HostCopies,
     LateTensors,
     Parts,
     StatePart,
+    StoredRows,
     module_state,
     optimizer_part,
     optimizer_state,
@@ -518,7 +518,7 @@ class TorchLearner:
             policy.save(folder / MODEL_FOLDER, self._model_folder, weights)
         return policy.digest(weights)
 
-    def _write_all(self, folder: Path, parts: Parts, number: int) -> list[Chunk]:
+    def _write_all(self, folder: Path, parts: Parts, number: int) -> list[StoredRows]:
         """Let all ranks write their shards, and return the places of all tensors.
 
         Raises:
@@ -529,7 +529,7 @@ class TorchLearner:
         self._copied = 0
         mailbox.send(f"folder/{number}", str(folder.absolute()))
         failures: list[Exception] = []
-        chunks: list[Chunk] = []
+        chunks: list[StoredRows] = []
         try:
             chunks += write_shard(folder, parts, 0)
         except Exception as error:  # the others write to the folder until they have answered
@@ -537,7 +537,7 @@ class TorchLearner:
         answers = [f"written/{number}/{rank}" for rank in range(1, self._ranks.world)]
         for rank, key in enumerate(answers, 1):
             rows, failure = mailbox.receive(key, self._ranks.seconds)
-            chunks += (Chunk(name, first, tuple(sizes), *place) for name, first, sizes, *place in rows)
+            chunks += (StoredRows(name, first, tuple(sizes), *place) for name, first, sizes, *place in rows)
             if failure:
                 failures.append(OSError(f"rank {rank} of {self._ranks.world} could not write its shards: {failure}"))
         mailbox.remove(f"folder/{number}", *answers)
@@ -550,7 +550,7 @@ class TorchLearner:
         place = mailbox.receive(f"folder/{number}")
         if not place:
             return
-        chunks, failure = list[Chunk](), ""
+        chunks, failure = list[StoredRows](), ""
         try:
             if not Path(place).is_dir():
                 raise FileNotFoundError(f"{place} does not exist here: ranks on several machines need a shared folder")

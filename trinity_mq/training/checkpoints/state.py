@@ -192,7 +192,7 @@ class HostCopies:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredRows:
     """A tensor, or rows of a tensor, in a file of a checkpoint. All fields can be sent in a message."""
 
     name: str
@@ -225,7 +225,7 @@ class _Planner(DefaultSavePlanner):
         return self._tensors[index.fqn]
 
 
-def write_shard(folder: Path, parts: Mapping[str, StatePart], rank: int) -> list[Chunk]:
+def write_shard(folder: Path, parts: Mapping[str, StatePart], rank: int) -> list[StoredRows]:
     """Write a rank's rows of the tensors into a checkpoint, and return their places. Tensors that are not sharded, and
     all other values, are written by rank 0 only.
 
@@ -250,7 +250,7 @@ def write_shard(folder: Path, parts: Mapping[str, StatePart], rank: int) -> list
     (folder / STATE_FOLDER).mkdir(exist_ok=True)
     results = writer.write_data(SavePlan(items, _StoragePrefix(f"__{rank}_")), _Planner(tensors)).value()
     return [
-        Chunk(
+        StoredRows(
             *(result.index.fqn, (result.index.offset or [0])[0], tuple(tensors[result.index.fqn].shape)),
             *(result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length),
         )
@@ -258,7 +258,7 @@ def write_shard(folder: Path, parts: Mapping[str, StatePart], rank: int) -> list
     ]
 
 
-def write_index(folder: Path, parts: Mapping[str, StatePart], chunks: Iterable[Chunk]) -> None:
+def write_index(folder: Path, parts: Mapping[str, StatePart], chunks: Iterable[StoredRows]) -> None:
     """Write the index of a checkpoint, after all ranks have written their tensors.
 
     Args:
@@ -377,7 +377,7 @@ class LateTensors(Mapping[str, Tensor]):
         return len(self._shapes)
 
     def placeholders(self) -> dict[str, Tensor]:
-        """Return tensors without memory, each of which is read by its method ``contiguous``."""
+        """Return tensors without memory. The method ``contiguous`` of a tensor reads it."""
         return {name: _Placeholder(shape, partial(self._read, name)) for name, shape in self._shapes.items()}
 
 

@@ -20,7 +20,7 @@ from trinity_mq.config.model import LoraConfig, ModelConfig
 from trinity_mq.models.model_folder import empty_model
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.checkpoints.state import LateTensors
-from trinity_mq.training.model.weight_files import WeightFiles
+from trinity_mq.training.model.weight_files import DeferredWeights
 from trinity_mq.training.parallel.sharding import gathered
 
 ADAPTER = "default"
@@ -130,7 +130,7 @@ class Adapters:
             adapted = layer if layer in self.layers and kind == "weight" else None
             yield f"{layer}.{kind}" if layer else kind, BaseWeight(name, shape, adapted)
 
-    def keep_for_merging(self, files: WeightFiles | None) -> None:
+    def keep_for_merging(self, files: DeferredWeights | None) -> None:
         """Keep the frozen weights for merging before the model is sharded, so that only adapters have to be gathered
         from the other ranks.
 

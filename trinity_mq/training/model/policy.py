@@ -27,7 +27,7 @@ from trinity_mq.training.model.attention import Packing, model_inputs, use_packe
 from trinity_mq.training.model.lora import Adapters, loading
 from trinity_mq.training.model.shared_prefixes import prefix_problem
 from trinity_mq.training.model.weight_files import (
-    WeightFiles,
+    DeferredWeights,
     WeightsNotDeferredError,
     build,
     stand_in,
@@ -115,7 +115,7 @@ class Policy:
         self.ranks = ranks or Ranks()
         self.device = select_device(config.device, self.ranks.world)
         self._dtype = getattr(torch, config.dtype)
-        self._files: WeightFiles | None = None
+        self._files: DeferredWeights | None = None
         self.model, probe = self._load(config, folder, seed)
         self.adapters: Adapters | None = None
         """Adapters that are trained instead of the weights; None if all weights are trained."""

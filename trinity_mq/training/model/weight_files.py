@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.parallel.sharding import own_rows
 
 META = torch.device("meta")
@@ -27,7 +28,7 @@ Place = tuple[int, str]
 """Place of a parameter or buffer in a model: id of its module, and its attribute there."""
 
 
-class WeightsNotDeferredError(Exception):
+class WeightsNotDeferredError(FatalError):
     """The weights of a folder cannot be read after the model was built; the message is the reason."""
 
 
@@ -47,9 +48,7 @@ class _Stub:
 
 @dataclass
 class _Conversion:
-    """Tensors of the files from which ``transformers`` computes one or several parameters, for example the experts of a
-    layer that one parameter holds.
-    """
+    """Tensors of the files from which ``transformers`` computes parameters, for example the experts of a layer."""
 
     rule: Any
     target: str
@@ -66,7 +65,7 @@ class _Conversion:
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
 
-class WeightFiles:
+class DeferredWeights:
     """The tensors of a model's files, by the places that they have in the model. Open until :meth:`close`.
 
     Args:
@@ -183,7 +182,7 @@ class WeightFiles:
         return None
 
     def whole(self, module: nn.Module, attribute: str, dtype: torch.dtype) -> Tensor:
-        """Return the whole tensor of a place in the model, read anew."""
+        """Read the whole tensor of a place in the model again."""
         place = id(module), attribute
         value = self._read(self._keys[place]) if place in self._keys else self._converted([place])
         assert value is not None, "fill() has read it"
@@ -222,7 +221,7 @@ def _copy_rows(target: Tensor, source: Any) -> None:
         local.copy_(source[...] if rows is None else source[rows])
 
 
-def build(folder: Path, **arguments: Any) -> tuple[Any, WeightFiles]:
+def build(folder: Path, **arguments: Any) -> tuple[Any, DeferredWeights]:
     """Return the causal language model in ``folder``, with its weights on the meta device, and its files. Weights that
     the files lack are drawn from torch's random state, as when the model is loaded as a whole.
 
@@ -239,14 +238,14 @@ def build(folder: Path, **arguments: Any) -> tuple[Any, WeightFiles]:
     remote = {"trust_remote_code": arguments.get("trust_remote_code", False)}
     with torch.device(META), torch.random.fork_rng(devices=[]):
         kind = type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **remote), **remote))
-    files: list[WeightFiles] = []
+    files: list[DeferredWeights] = []
 
     def load(model: Any, state: Any, paths: list[str] | None, settings: Any, *rest: Any, **more: Any) -> Any:
         if state is not None or settings.hf_quantizer is not None or settings.device_map is not None:
             raise WeightsNotDeferredError("its weights are quantized or placed by a device map")
         if not paths or not all(path.endswith(".safetensors") for path in paths):
             raise WeightsNotDeferredError("its weights are not in safetensors files")
-        files.append(WeightFiles(paths))
+        files.append(DeferredWeights(paths))
         files[0].plan(model, settings.weight_mapping or [])
         return kind._load_pretrained_model(model, files[0].stubs(), None, settings, *rest, **more)  # noqa: SLF001
 
