@@ -372,6 +372,10 @@ class TorchLearner:
         Raises:
             RankError: Another rank is gone.
         """
+        # slow imports of the first command; its deadline begins when all ranks are there
+        import transformers.modeling_utils
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
         self._ranks.connect_store()
         try:
             self._follow()

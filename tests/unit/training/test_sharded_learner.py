@@ -190,6 +190,7 @@ async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, op
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 async def test_a_checkpoint_is_the_same_whatever_number_of_ranks_read_and_wrote_it(
     folder: Path, opened: Opener, tmp_path: Path
 ) -> None:
