@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from trinity_mq.training.model.attention import model_inputs
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks
-from trinity_mq.training.parallel.sharding import blocks, gathered, shard, sharded_states
+from trinity_mq.training.parallel.sharding import gathered, sharded_states
 
 CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 """Names of the critic's parts in a checkpoint."""
@@ -70,16 +70,14 @@ class Critic:
             LearnerError: The device does not exist.
         """
         plain = config.model.model_copy(update={"lora": None})
-        policy = Policy(plain, folder, config.seed, config.trainer)
+        policy = Policy(plain, folder, config.seed, config.trainer, ranks, shards=False)
         width = policy.model.get_output_embeddings().weight.shape[1]
-        self.ranks, self.device = ranks or Ranks(), policy.device
-        self.division = replace(policy.division, rank=self.ranks.rank, ranks=self.ranks.world)
+        self.ranks, self.device, self.division = policy.ranks, policy.device, policy.division
         self.settings: CriticConfig = config.algorithm.critic
         dtype = getattr(torch, config.model.dtype)
-        self.module = _Values(policy.model.base_model, width, dtype).to(self.device)
-        if self.ranks.world > 1:
-            shard(self.module.head, (), self.device, self.ranks.world, torch.float32)
-            shard(self.module, blocks(policy.model), self.device, self.ranks.world, dtype)
+        self.module = _Values(policy.model.base_model, width, dtype)
+        self.module.head.to(self.device)
+        policy.shard(self.module, [self.module.head])
         betas = config.algorithm.optimizer.betas
         self._optimizer = torch.optim.AdamW(self.parameters, self.settings.lr, betas, weight_decay=0.0, fused=True)
         self.steps = 0

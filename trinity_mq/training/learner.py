@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -37,18 +37,22 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, W
 from trinity_mq.training.checkpoints.old_checkpoint import is_legacy, read_old_facts, read_old_parts
 from trinity_mq.training.checkpoints.state import (
     HostCopies,
+    LateTensors,
     Parts,
     StatePart,
-    flat,
+    StoredRows,
     module_state,
     optimizer_part,
     optimizer_state,
     read_facts,
     read_parts,
     read_policy,
+    stored_policy,
+    write_index,
     write_parts,
+    write_shard,
 )
-from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
+from trinity_mq.training.critic import CRITIC, CRITIC_OPTIMIZER, Critic, CriticTotals
 from trinity_mq.training.guard import Guard
 from trinity_mq.training.memory.estimate import Device, Measured, estimate
 from trinity_mq.training.memory.measure import (
@@ -63,7 +67,7 @@ from trinity_mq.training.memory.measure import (
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import PAIRED, SAMPLED, StepTokens, mask_nonfinite_logprobs, split, train_tokens
-from trinity_mq.training.parallel.ranks import FailedElsewhereError, RankCommand, RankError, Ranks
+from trinity_mq.training.parallel.ranks import FailedElsewhereError, Mailbox, RankCommand, RankError, Ranks
 from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.reference import Reference
 from trinity_mq.training.stopwatch import Stopwatch
@@ -170,6 +174,10 @@ class TorchLearner:
         # torch keeps the number of threads per calling thread, so each worker sets its own.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (threads,))
         self._writer_pool = ThreadPoolExecutor(1, "checkpoint-writer", torch.set_num_threads, (1,))
+        self._mailbox: Mailbox | None = None
+        self._copied = 0
+        """On rank 0: number of the command of the latest copy, 0 after it was written."""
+        self._writing: Future[None] | None = None
 
     async def open(self, checkpoint: Path | None) -> None:
         """Load the model. A checkpoint also restores the optimizer and the state carried across steps. Where the loss
@@ -229,21 +237,24 @@ class TorchLearner:
         """Write the state in parts, see :mod:`trinity_mq.training.checkpoints.state`. With ``trainer.export: every``
         also write ``model/``, which ``transformers`` loads. Return the checksum of the weights that engines receive.
         """
-        parts = await (self._run(self._parts) if self._ranks.world == 1 else self._lead("checkpoint", self._copy))
-        return await self._run(lambda: self._write(folder, parts))
+        if self._ranks.world > 1:
+            parts, number = await self._lead("checkpoint", self._copy)
+            return await run_to_end(self._writer_pool, lambda: self._write(folder, parts, number))
+        live = await self._run(self._parts)
+        return await self._run(lambda: self._write(folder, live, 0))
 
     async def stage(self) -> Writer:
         """Copy the state into host memory and return a writer that writes it like :meth:`save`, on a separate
-        thread.
+        thread. Each rank copies and writes its own shards.
         """
-        parts = await self._lead("checkpoint", self._copy)
-        return lambda folder: run_to_end(self._writer_pool, lambda: self._write(folder, parts))
+        parts, number = await self._lead("checkpoint", self._copy)
+        return lambda folder: run_to_end(self._writer_pool, lambda: self._write(folder, parts, number))
 
     async def export(self, folder: Path) -> None:
         """Write a folder that ``transformers`` loads, in float32."""
 
         def write() -> None:
-            weights = None if self._ranks.world == 1 else self._copy()["policy"].tensors
+            weights = None if self._ranks.world == 1 else self._lead_tensors()
             self.policy.save(folder, self._model_folder, weights)
 
         await self._lead("export", write)
@@ -367,9 +378,38 @@ class TorchLearner:
                 raise DamagedCheckpointError(str(error)) from error
             raise
 
-    def _copy(self) -> Parts:
+    def _copy(self) -> tuple[Parts, int]:
+        """Return a copy of rank 0's state, and the number of the command with which the other ranks copied theirs."""
+        self._drop_copy()
         with self._command("copy"):
-            return self._copies.take(self._parts())
+            self._copied = self._ranks.number
+            return self._copies.take(self._parts()), self._copied
+
+    def _drop_copy(self) -> None:
+        """Tell the other ranks that the latest copy will not be written, if it was not."""
+        if self._copied and self._ranks.world > 1:
+            self._mail().send(f"folder/{self._copied}", "")
+            self._copied = 0
+
+    def _mail(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = self._ranks.mailbox()
+        return self._mailbox
+
+    def _lead_tensors(self) -> LateTensors:
+        """Return the tensors of the policy's state, gathered from the ranks one at a time when they are read, on this
+        thread.
+        """
+
+        def gather(name: str) -> Tensor:
+            with self._command("tensor", tensor=name):
+                return gathered(self.policy.state()[name]).cpu()
+
+        shapes = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in self.policy.state().items()
+        }
+        return LateTensors(shapes, gather)
 
     def _lead_weights(self) -> list[tuple[str, Tensor]]:
         policy = self.policy
@@ -385,6 +425,7 @@ class TorchLearner:
         return cast("list[tuple[str, Tensor]]", late)
 
     def _end_ranks(self) -> None:
+        self._drop_copy()
         self._ranks.announce("end")
         self._ranks.close()
 
@@ -403,7 +444,20 @@ class TorchLearner:
             DeviceMemoryError: A device has too little memory, and a restart does not help.
             RestartRequested: This rank's device had too little memory, and a restart may help.
         """
+        # slow imports of the first command; its deadline begins when all ranks are there
+        import transformers.modeling_utils
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
         self._ranks.connect_store()
+        try:
+            self._follow()
+        finally:
+            if self._mailbox is not None:
+                self._mailbox.close()
+            self._writer_pool.shutdown()
+        self._ranks.close()
+
+    def _follow(self) -> None:
         patience = math.inf
         while (command := self._ranks.next(patience)).name != "end":
             patience = math.inf
@@ -419,7 +473,6 @@ class TorchLearner:
             except FatalError as error:
                 log.warning("rank_command_failed", command=command.name, reason=str(error))
                 patience = AFTER_AN_ERROR
-        self._ranks.close()
 
     def _execute(self, command: RankCommand) -> None:
         arguments = command.arguments
@@ -428,8 +481,12 @@ class TorchLearner:
         elif command.name == "step":
             self._step(ExperienceBatch.decode(command.body), arguments["number"])
         elif command.name == "copy":
-            for tensor in flat(self._parts()).values():
-                gathered(tensor)
+            if self._writing is not None:
+                self._writing.result()  # rank 0 copies again after the latest copy was written or dropped
+            parts, number, mailbox = self._copies.take(self._parts()), self._ranks.number, self._mail()
+            self._writing = self._writer_pool.submit(self._write_own, parts, number, mailbox)
+        elif command.name == "tensor":
+            gathered(self.policy.state()[arguments["tensor"]])
         elif command.name == "gather":
             gathered(self.policy.weight(arguments["weight"]))
         elif command.name == "canary":
@@ -440,7 +497,7 @@ class TorchLearner:
             )
 
     def _open(self, checkpoint: Path | None) -> None:
-        self._ranks.open(select_device(self._config.model.device))
+        self._ranks.open(select_device(self._config.model.device, self._ranks.world))
         load_plugins(self._config.algorithm)
         old = checkpoint if checkpoint is not None and is_legacy(checkpoint) else None
         facts: dict[str, dict[str, Any]] = {}
@@ -493,7 +550,10 @@ class TorchLearner:
             modules[CRITIC] = self.critic.module
         if not is_legacy(checkpoint):
             states = {name: module_state(module) for name, module in modules.items()}
-            parts = read_parts(checkpoint, states | {"policy": policy.state()})
+            weights = {"optimizer": dict(policy.model.named_parameters())}
+            if self.critic is not None:
+                weights[CRITIC_OPTIMIZER] = dict(self.critic.module.named_parameters())
+            parts = read_parts(checkpoint, states | {"policy": policy.state()}, weights)
         elif policy.adapters is None:
             parts = read_old_parts(checkpoint, modules)
         else:
@@ -523,13 +583,65 @@ class TorchLearner:
             parts |= self.critic.parts()
         return parts
 
-    def _write(self, folder: Path, parts: Parts) -> str:
-        """Write a checkpoint; callable from any thread if ``parts`` are copies."""
-        policy, weights = self.policy, parts["policy"].tensors
-        write_parts(folder, parts)
+    def _write(self, folder: Path, parts: Parts, number: int) -> str:
+        """Write a checkpoint; callable from any thread if ``parts`` are copies.
+
+        Args:
+            folder: The checkpoint.
+            parts: State of this process, or of rank 0.
+            number: Command with which the other ranks copied theirs.
+        """
+        policy = self.policy
+        weights: Mapping[str, Tensor] = parts["policy"].tensors
+        if self._ranks.world == 1:
+            write_parts(folder, parts)
+        else:
+            write_index(folder, parts, self._write_all(folder, parts, number))
+            weights = stored_policy(folder)
         if self._config.trainer.export == "every":
             policy.save(folder / MODEL_FOLDER, self._model_folder, weights)
         return policy.digest(weights)
+
+    def _write_all(self, folder: Path, parts: Parts, number: int) -> list[StoredRows]:
+        """Let all ranks write their shards, and return the places of all tensors.
+
+        Raises:
+            OSError: A rank could not write.
+            RankError: A rank is gone.
+        """
+        mailbox = self._mail()
+        self._copied = 0
+        mailbox.send(f"folder/{number}", str(folder.absolute()))
+        failures: list[Exception] = []
+        chunks: list[StoredRows] = []
+        try:
+            chunks += write_shard(folder, parts, 0)
+        except Exception as error:  # the others write to the folder until they have answered
+            failures.append(error)
+        answers = [f"written/{number}/{rank}" for rank in range(1, self._ranks.world)]
+        for rank, key in enumerate(answers, 1):
+            rows, failure = mailbox.receive(key, self._ranks.seconds)
+            chunks += (StoredRows(name, first, tuple(sizes), *place) for name, first, sizes, *place in rows)
+            if failure:
+                failures.append(OSError(f"rank {rank} of {self._ranks.world} could not write its shards: {failure}"))
+        mailbox.remove(f"folder/{number}", *answers)
+        if failures:
+            raise failures[0]
+        return chunks
+
+    def _write_own(self, parts: Parts, number: int, mailbox: Mailbox) -> None:
+        """Write the shards of a rank above 0 when rank 0 names the folder."""
+        place = mailbox.receive(f"folder/{number}")
+        if not place:
+            return
+        chunks, failure = list[StoredRows](), ""
+        try:
+            if not Path(place).is_dir():
+                raise FileNotFoundError(f"{place} does not exist here: ranks on several machines need a shared folder")
+            chunks = write_shard(Path(place), parts, self._ranks.rank)
+        except Exception as error:  # rank 0 reports it
+            failure = str(error) or repr(error)
+        mailbox.send(f"written/{number}/{self._ranks.rank}", [[astuple(chunk) for chunk in chunks], failure])
 
     def _step(self, batch: ExperienceBatch, step_number: int) -> dict[str, float]:
         started = time.perf_counter()

@@ -35,7 +35,16 @@ from trinity_mq.training.checkpoints.checkpoint import (
     verify,
 )
 from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE, read_old_facts
-from trinity_mq.training.checkpoints.state import StatePart, read_parts, read_policy, write_parts
+from trinity_mq.training.checkpoints.state import (
+    Rows,
+    StatePart,
+    read_parts,
+    read_policy,
+    stored_policy,
+    write_index,
+    write_parts,
+    write_shard,
+)
 
 
 def state(progress: int, generation: int = 1, step: int | None = None) -> TrainerProgress:
@@ -488,6 +497,24 @@ def change(checkpoint: Path, edit: Callable[[Metadata], None]) -> None:
     content = pickle.loads(path.read_bytes())
     edit(content)
     path.write_bytes(pickle.dumps(content))
+
+
+def test_rows_that_several_ranks_wrote_are_read_as_a_whole(tmp_path: Path) -> None:
+    whole = {"matrix": torch.randn(7, 3), "vector": torch.randn(2), "number": torch.tensor(3.5)}
+    chunks = []
+    for rank in reversed(range(4)):
+        part = StatePart({"number": whole["number"]})
+        for name, rows in (("matrix", 2), ("vector", 1)):
+            part.tensors[name] = whole[name][rank * rows : (rank + 1) * rows].clone()
+            part.rows[name] = Rows(min(rank * rows, len(whole[name])), tuple(whole[name].shape))
+        chunks += write_shard(tmp_path, {"policy": part}, rank)
+    write_index(tmp_path, {"policy": part}, chunks)
+    found = read_parts(tmp_path, {})["policy"].tensors
+    late = stored_policy(tmp_path)
+    for name, tensor in whole.items():
+        assert torch.equal(found[name], tensor)
+        assert torch.equal(late[name], tensor)
+        assert torch.equal(late.placeholders()[name].contiguous(), tensor)
 
 
 def test_a_checkpoint_of_ones_own_is_read_whatever_its_types(checkpoint: Path) -> None:

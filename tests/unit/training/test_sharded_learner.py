@@ -7,12 +7,15 @@ import math
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 
 from tests.unit.training.test_composed_losses import SETTINGS, rows, with_algorithm
 from tests.unit.training.test_critic_and_reference import rewarded
@@ -23,7 +26,9 @@ from trinity_mq.experience import Experience
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, DeviceMemoryError, FatalError
 from trinity_mq.sync.channels.buckets import packed, plan
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.state import flat, read_parts
 from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.model.policy import LearnerError, select_device
 from trinity_mq.training.parallel.ranks import (
     RankCommand,
     RankError,
@@ -44,7 +49,8 @@ async def run_ranks(folder: Path, out: Path, *cases: str, begins: Path | None = 
     """Train the cases on two ranks to step 3, from a checkpoint of step 2 if one is given; return the exit code of rank
     0 and what both said. This file is the program of both: rank 0 starts the other.
 
-    With ``KILLED_AT=step`` in the environment rank 1 is killed by SIGKILL when it has got this command, before it does
+    With ``RANKS=4`` in the environment there are more, with ``LAST=2`` no step is made after the checkpoint. With
+    ``KILLED_AT=step`` rank 1 is killed by SIGKILL when it has got this command, before it does
     its part; with ``KILLS_RANK_0_AT=step`` rank 0. With ``DAMAGED=FOLDER`` all are first told to open this checkpoint.
     With ``FAILS_AT=step`` rank 1 fails once at this command: in its part with ``FAILS_WITH=memory``, else after it,
     when no collective is left.
@@ -144,7 +150,7 @@ async def test_a_checkpoint_that_one_rank_alone_cannot_read_is_passed_over_by_al
     [
         ("step", "fault"),
         ("step", "memory"),
-        *(pytest.param(one, "fault", marks=pytest.mark.extended) for one in ("canary", "copy", "gather")),
+        *(pytest.param(one, "fault", marks=pytest.mark.extended) for one in ("canary", "copy", "gather", "write")),
     ],
 )
 async def test_a_command_that_fails_on_one_rank_fails_on_rank_0_with_its_reason(
@@ -156,16 +162,18 @@ async def test_a_command_that_fails_on_one_rank_fails_on_rank_0_with_its_reason(
         "memory": "rank 1 failed first: out of memory in step; no memory is left; the estimate is",
         "fault": "on rank 1 of 2: it does not load",
     }
-    assert reasons[fault] in said
+    assert (
+        reasons[fault] if command != "write" else "rank 1 of 2 could not write its shards: no space is left"
+    ) in said
     if fault == "memory":
         assert code == EXIT_FATAL, "a restart would not help"
         assert "trainer.gradient_checkpointing=true" in said
-    assert not list((tmp_path / "out").glob("*/saved/state")), "no part of a checkpoint"
+    assert not list((tmp_path / "out").glob("*/saved/state/.metadata")), "no checkpoint"
 
 
 @pytest.mark.parametrize(
     "command",
-    ["step", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy", "gather"))],
+    ["step", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy", "gather", "write"))],
 )
 async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     folder: Path, tmp_path: Path, command: str
@@ -173,7 +181,7 @@ async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     code, said = await run_ranks(folder, tmp_path / "out", "grpo", KILLED_AT=command)
     assert code == EXIT_RESTART, said
     assert "rank error: " in said
-    assert not list((tmp_path / "out").glob("*/saved/state")), "no part of a checkpoint"
+    assert not list((tmp_path / "out").glob("*/saved/state/.metadata")), "no checkpoint"
 
 
 @pytest.mark.extended
@@ -185,6 +193,58 @@ async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, op
     await train(learner, "ppo", 3, 3)
     [found] = (await two_ranks(folder, tmp_path / "out", "ppo", begins=tmp_path / "two")).values()
     assert apart(found["flats"], await flats_of(learner)) < 1e-6
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+async def test_a_checkpoint_is_the_same_whatever_number_of_ranks_read_and_wrote_it(
+    folder: Path, opened: Opener, tmp_path: Path
+) -> None:
+    learner = await opened(settings("ppo"))
+    await train(learner, "ppo", 1, 2)
+    checkpoint = tmp_path / "1"
+    checkpoint.mkdir()
+    await learner.save(checkpoint)
+    first = read_parts(checkpoint, {})
+    for number in ("2", "4", "2"):
+        out = tmp_path / f"from-{checkpoint.parent.name}-{number}"
+        code, said = await run_ranks(folder, out, "ppo", begins=checkpoint, RANKS=number, LAST="2")
+        assert code == 0, said
+        checkpoint = out / "ppo" / "saved"
+        assert len(list((checkpoint / "state").glob("*.distcp"))) == int(number)
+        again = read_parts(checkpoint, {})
+        assert flat(again).keys() == flat(first).keys()
+        assert all(torch.equal(tensor, flat(first)[name]) for name, tensor in flat(again).items())
+        assert again["memory"].facts == first["memory"].facts
+
+
+@pytest.mark.parametrize("launcher", ["rank 0", "torchrun"])
+def test_a_rank_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    """No GPU is here: torch.cuda is a mock, and the device that FSDP takes is asked of FSDP."""
+    variable = "TRINITY_MQ_RANK_PARENT" if launcher == "rank 0" else "TORCHELASTIC_RUN_ID"
+    for name, value in {variable: "1", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    current = [torch.device("cuda", 0)]
+    groups: list[tuple[torch.device, Any]] = []
+    gpus = {"is_available": lambda: True, "current_device": lambda: current[-1].index, "is_initialized": lambda: True}
+    with (
+        mock.patch.multiple(torch.cuda, **gpus, set_device=current.append, device_count=lambda: 2),
+        mock.patch.object(Ranks, "_wait_for_all"),
+        mock.patch(
+            "torch.distributed.init_process_group",
+            lambda *arguments, **options: groups.append((current[-1], options["device_id"])),
+        ),
+    ):
+        ranks = Ranks(5, 2 if launcher == "rank 0" else 6)
+        ranks._store = HashStore()  # no rank 0 is here
+        ranks.open(select_device("auto", ranks.world))
+        assert groups == [(torch.device("cuda", 1), torch.device("cuda", 1))]
+        assert _get_device_from_mesh(mock.Mock(device_type="cuda")) == select_device("cuda", ranks.world)
+        with (
+            mock.patch("torch.cuda.device_count", return_value=1),
+            pytest.raises(LearnerError, match=r"2 ranks .* see 1 GPUs .*, wanted 2, .* trainer\.nproc"),
+        ):
+            select_device("auto", ranks.world)
 
 
 @pytest.mark.parametrize("command", ["step", pytest.param("open", marks=pytest.mark.extended)])
@@ -202,7 +262,7 @@ def test_what_a_cluster_says_of_ranks_of_its_own_is_not_about_the_trainer(monkey
     assert (own_rank(), own_device(0), world_size(1)) == (3, 1, 8)
 
 
-WORLD = 2
+WORLD = int(os.environ.get("RANKS", "2"))
 PPO: dict[str, Any] = {
     "algorithm_type": "ppo",
     "kl": {"kind": "k2", "coef": 0.1},
@@ -266,7 +326,7 @@ async def lead_cases(ranks: Ranks, model: Path, out: Path, checkpoint: Path | No
             with pytest.raises(DamagedCheckpointError):
                 await learner.open(Path(damaged))
         await learner.open(checkpoint)
-        metrics = await train(learner, case, 3 if checkpoint else 1, 3)
+        metrics = await train(learner, case, 3 if checkpoint else 1, int(os.environ.get("LAST", "3")))
         flats = await flats_of(learner)
         torch.save(
             {"metrics": metrics, "flats": flats, "canary": await learner.canary_logprobs([2, 3, 4, 5])},
@@ -303,6 +363,13 @@ class Failing(TorchLearner):
         super()._execute(command)
         if fails:
             raise {"damage": DamagedCheckpointError, "fault": FatalError}[os.environ["FAILS_WITH"]]("it does not load")
+
+    def _write_own(self, *arguments: Any) -> None:
+        if os.environ.get("KILLED_AT") == "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+        full = mock.patch("trinity_mq.training.learner.write_shard", side_effect=OSError("no space is left"))
+        with full if os.environ.get("FAILS_AT") == "write" else nullcontext():
+            super()._write_own(*arguments)
 
 
 def _fill_memory(_module: torch.nn.Module, _arguments: Any) -> None:

@@ -14,8 +14,9 @@ import io
 import json
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath
 from pickle import UnpicklingError
 from typing import Any
@@ -24,14 +25,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
-from trinity_mq.training.parallel.sharding import gathered
+from trinity_mq.training.parallel.sharding import own_rows
 
 STATE_FOLDER = "state"
 """Folder in a checkpoint: tensors of all parts."""
@@ -42,6 +51,7 @@ _UNREADABLE = (
     *(AssertionError, AttributeError, IndexError, TypeError),  # raised by hostile bytes
 )
 
+_POLICY = "policy."
 INDEX_FILE = ".metadata"
 """Name of the index in the folder of the tensors."""
 _CLASSES = (
@@ -69,6 +79,15 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 """Admitted objects by module and name, as they appear in a pickle."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Place of a rank's rows in a tensor."""
+
+    first: int
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
 @dataclass
 class StatePart:
     """State of one component of the learner."""
@@ -77,6 +96,8 @@ class StatePart:
     """Tensors by name. Each rank writes and reads its own shards of a device mesh."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Values other than tensors, stored as JSON. Floats are restored bit by bit."""
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Places of the tensors that are only this rank's rows of a tensor, by name."""
 
 
 Parts = dict[str, StatePart]
@@ -85,6 +106,11 @@ Parts = dict[str, StatePart]
 def flat(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
     """Return all tensors by ``<part>.<name>``, the name that torch gives them in a checkpoint."""
     return {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.tensors.items()}
+
+
+def flat_rows(parts: Mapping[str, StatePart]) -> dict[str, Rows]:
+    """Return the places of all tensors that are a rank's rows by ``<part>.<name>``, see :func:`flat`."""
+    return {f"{part}.{name}": rows for part, state in parts.items() for name, rows in state.rows.items()}
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
@@ -144,38 +170,132 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, parts: Mapping[str, StatePart]) -> Parts:
-        """Return a copy of ``parts``, valid until the next call. Sharded tensors are gathered one by one."""
+        """Return a copy of ``parts``, valid until the next call. Of a sharded tensor it has this rank's rows."""
         before, self._buffers = self._buffers, {}
         is_on_device = False
-        for name, tensor in ((name, gathered(value)) for name, value in flat(parts).items()):
-            buffer = before.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer.copy_(tensor, non_blocking=True)
-            is_on_device |= tensor.is_cuda
+        copies: Parts = {}
+        for part, state in parts.items():
+            copies[part] = StatePart(facts=state.facts)
+            for name, value in state.tensors.items():
+                tensor, rows = own_rows(value)
+                key = f"{part}.{name}"
+                buffer = before.get(key)
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._buffers[key] = copies[part].tensors[name] = buffer.copy_(tensor, non_blocking=True)
+                if rows is not None:
+                    copies[part].rows[name] = Rows(rows.start, tuple(value.shape))
+                is_on_device |= tensor.is_cuda
         if is_on_device:
             torch.cuda.synchronize()
-        return {
-            part: StatePart({name: self._buffers[f"{part}.{name}"] for name in state.tensors}, state.facts)
-            for part, state in parts.items()
-        }
+        return copies
 
 
-def write_parts(folder: Path, parts: Mapping[str, StatePart]) -> None:
-    """Write ``parts`` into a checkpoint that has no parts yet.
+@dataclass(frozen=True)
+class StoredRows:
+    """A tensor, or rows of a tensor, in a file of a checkpoint. All fields can be sent in a message."""
+
+    name: str
+    """Name of the tensor, see :func:`flat`."""
+    first: int
+    """First row."""
+    sizes: tuple[int, ...]
+    """Shape of the chunk."""
+    file: str
+    offset: int
+    """Position in the file in bytes."""
+    length: int
+    """Length in bytes."""
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Position of the chunk in the tensor."""
+        return torch.Size([self.first, *[0] * (len(self.sizes) - 1)] if self.sizes else [])
+
+
+class _Planner(DefaultSavePlanner):
+    """Finds the tensors to write by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def lookup_object(self, index: dcp.MetadataIndex) -> Any:
+        """Return the tensor to write."""
+        return self._tensors[index.fqn]
+
+
+def write_shard(folder: Path, parts: Mapping[str, StatePart], rank: int) -> list[StoredRows]:
+    """Write a rank's rows of the tensors into a checkpoint, and return their places. Tensors that are not sharded, and
+    all other values, are written by rank 0 only.
 
     Raises:
         OSError: The files cannot be written.
     """
-    facts = {name: part.facts for name, part in parts.items()}
-    (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
-    _silence_single_process_warning()
-    # the files are synced to disk when the checkpoint is committed
+    if not rank:
+        facts = {name: part.facts for name, part in parts.items()}
+        (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
+    tensors, rows = flat(parts), flat_rows(parts)
+    items = []
+    for name, tensor in tensors.items():
+        place = rows.get(name, Rows(0, tuple(tensor.shape)))
+        if not tensor.numel() if name in rows else rank:
+            continue
+        offsets = torch.Size([place.first, *[0] * (tensor.ndim - 1)] if tensor.ndim else [])
+        chunk = dcp.ChunkStorageMetadata(offsets, tensor.size())
+        data = TensorWriteData(chunk, dcp.TensorProperties.create_from_tensor(tensor), torch.Size(place.size))
+        items.append(WriteItem(dcp.MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
+    # rank 0 syncs its files to disk when it commits the checkpoint; other ranks may be on other machines
+    writer = FileSystemWriter(folder / STATE_FOLDER, sync_files=bool(rank))
+    (folder / STATE_FOLDER).mkdir(exist_ok=True)
+    results = writer.write_data(SavePlan(items, _StoragePrefix(f"__{rank}_")), _Planner(tensors)).value()
+    return [
+        StoredRows(
+            *(result.index.fqn, (result.index.offset or [0])[0], tuple(tensors[result.index.fqn].shape)),
+            *(result.storage_data.relative_path, result.storage_data.offset, result.storage_data.length),
+        )
+        for result in results
+    ]
+
+
+def write_index(folder: Path, parts: Mapping[str, StatePart], chunks: Iterable[StoredRows]) -> None:
+    """Write the index of a checkpoint, after all ranks have written their tensors.
+
+    Args:
+        folder: The checkpoint.
+        parts: What rank 0 has written.
+        chunks: Places of the tensors of all ranks.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    rows = flat_rows(parts)
+    entries = {
+        name: TensorStorageMetadata(
+            dcp.TensorProperties.create_from_tensor(tensor),
+            torch.Size(rows[name].size if name in rows else tensor.shape),
+            [],
+        )
+        for name, tensor in flat(parts).items()
+    }
+    results = []
+    for chunk in chunks:
+        entries[chunk.name].chunks.append(dcp.ChunkStorageMetadata(chunk.offsets, torch.Size(chunk.sizes)))
+        storage = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+        results.append(WriteResult(dcp.MetadataIndex(chunk.name, chunk.offsets), chunk.length, storage))
+    paths = {f"{part}.{name}": (part, name) for part, state in parts.items() for name in state.tensors}
     writer = FileSystemWriter(folder / STATE_FOLDER, sync_files=False)
-    try:
-        save(_nested(parts), storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        raise _cause(error) from error
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(dcp.Metadata(dict(entries), planner_data=paths), [results])
+
+
+def write_parts(folder: Path, parts: Mapping[str, StatePart]) -> None:
+    """Write ``parts``, whose tensors are whole, into a checkpoint that has no parts yet.
+
+    Raises:
+        OSError: The files cannot be written.
+    """
+    write_index(folder, parts, write_shard(folder, parts, 0))
 
 
 def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
@@ -194,13 +314,16 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
+def read_parts(
+    folder: Path, states: Mapping[str, dict[str, Tensor]], weights: Mapping[str, Mapping[str, Tensor]] | None = None
+) -> Parts:
     """Return the parts of a checkpoint. Parts in ``states`` are read into the given tensors. All other parts are read
-    into new tensors in host memory.
+    into new tensors: sharded like the weight that they belong to, or in host memory.
 
     Args:
         folder: The checkpoint.
         states: Live tensors by part. The checkpoint must contain them.
+        weights: Weights by parameter name, by the part with the state of their optimizer.
 
     Raises:
         DamagedCheckpointError: The checkpoint does not load, or has different tensors; the live tensors may have
@@ -216,12 +339,93 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
     try:
         for name in beyond:
             part, _, rest = name.partition(".")
-            new = torch.empty(index[name].size, dtype=index[name].properties.dtype)
+            weight = (weights or {}).get(part, {}).get(rest.rpartition("/")[0])
+            new = _empty(index[name], weight)
             parts.setdefault(part, StatePart()).tensors[rest] = new
         load(_nested(parts), storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
     return parts
+
+
+def _empty(entry: TensorStorageMetadata, weight: Tensor | None) -> Tensor:
+    """Return a tensor to read ``entry`` into, sharded like ``weight`` if ``weight`` is sharded and has its shape."""
+    dtype = entry.properties.dtype
+    if isinstance(weight, DTensor) and weight.shape == entry.size:
+        return torch.empty_like(weight.detach(), dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+class LateTensors(Mapping[str, Tensor]):
+    """Whole tensors by name, each read when it is asked for, so that a reader needs memory for few of them.
+
+    Args:
+        shapes: Tensors on the meta device with the shapes and data types, by name.
+        read: Returns the tensor of a name, in host memory.
+    """
+
+    def __init__(self, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+        self._shapes, self._read = shapes, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def placeholders(self) -> dict[str, Tensor]:
+        """Return tensors without memory. The method ``contiguous`` of a tensor reads it."""
+        return {name: _Placeholder(shape, partial(self._read, name)) for name, shape in self._shapes.items()}
+
+
+class _Placeholder(Tensor):
+    """Tensor on the meta device, which its method ``contiguous`` replaces by a tensor with values."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001  # as torch.nn.Parameter
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: Tensor, read: Callable[[], Tensor]) -> _Placeholder:
+        placeholder: _Placeholder = Tensor._make_subclass(cls, shape)  # noqa: SLF001
+        placeholder._read = read
+        return placeholder
+
+    def __init__(self, shape: Tensor, read: Callable[[], Tensor]) -> None:
+        super().__init__()
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """Return the tensor with its values."""
+        return self._read().contiguous()
+
+
+def stored_policy(folder: Path) -> LateTensors:
+    """Return the policy's tensors of a checkpoint that this process has written.
+
+    Raises:
+        DamagedCheckpointError: The index cannot be read. Reading a tensor may raise it too.
+    """
+    _silence_single_process_warning()
+    path = folder / STATE_FOLDER
+    reader = TensorReader(path)
+    entries = {
+        name.removeprefix(_POLICY): entry for name, entry in _tensors(reader, path).items() if name.startswith(_POLICY)
+    }
+
+    def read(name: str) -> Tensor:
+        tensor = _empty(entries[name], None)
+        try:
+            load({_POLICY.rstrip("."): {name: tensor}}, storage_reader=reader, no_dist=True)
+        except _UNREADABLE as error:
+            raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+        return tensor
+
+    shapes = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta") for name, entry in entries.items()
+    }
+    return LateTensors(shapes, read)
 
 
 def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
@@ -234,7 +438,7 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
     path = folder / STATE_FOLDER
     _silence_single_process_warning()
     reader = TensorReader(path)
-    names = [name for name in _tensors(reader, path) if name.startswith("policy.")]
+    names = [name for name in _tensors(reader, path) if name.startswith(_POLICY)]
     _names_outside({"policy": StatePart(state)}, names, path)
     try:
         load({"policy": state}, storage_reader=reader, no_dist=True)
@@ -312,15 +516,18 @@ class TensorReader(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._index = path / INDEX_FILE
+        self._content: dcp.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        """Return the index.
+        """Return the index, which is read once.
 
         Raises:
             OSError: The index cannot be read.
             UnpicklingError: The index asks for a name that is not admitted.
             ValueError: The file is not an index, has entries other than tensors, or names files outside the folder.
         """
+        if self._content is not None:
+            return self._content
         index = _Unpickler(io.BytesIO(self._index.read_bytes())).load()
         if not isinstance(index, dcp.Metadata) or not isinstance(index.state_dict_metadata, dict):
             raise ValueError(f"{self._index} holds a {type(index).__name__}, wanted an index")
@@ -334,4 +541,5 @@ class TensorReader(FileSystemReader):
             )
         index.storage_meta = index.storage_meta or dcp.StorageMeta()
         index.storage_meta.load_id = self.load_id
+        self._content = index
         return index

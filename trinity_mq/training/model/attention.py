@@ -58,7 +58,7 @@ def _row(input_ids: Tensor, lengths: Tensor, longest: int, attention: str) -> di
     return inputs
 
 
-def use_packed_attention(model: Any, packing: Packing, dtype: torch.dtype) -> str | None:
+def use_packed_attention(model: Any, packing: Packing, dtype: torch.dtype, probe: Any = None) -> str | None:
     """Set an attention implementation for packed rows, if the model supports packed rows and an implementation is
     available.
 
@@ -67,28 +67,30 @@ def use_packed_attention(model: Any, packing: Packing, dtype: torch.dtype) -> st
     positions, as the last choice.
 
     Args:
-        model: Model with weights, on its device, with the implementation for padded rows. It keeps this implementation
-            if no other works.
+        model: Model with the implementation for padded rows. It keeps this implementation if no other works.
         packing: ``auto`` or ``packed``.
         dtype: Data type of the computation.
+        probe: Model of the same kind with weights, on the device, to test. None: ``model``.
 
     Returns:
         None if rows are packed, else the reason why they are not.
     """
+    probe = model if probe is None else probe
     padded = _attention(model)
-    implementations = _installed(model.device, dtype) + ([padded] if packing == "packed" else [])
+    implementations = _installed(probe.device, dtype) + ([padded] if packing == "packed" else [])
     if not implementations:
-        return f"there is no attention for packed rows on {model.device.type} (flash attention, flex attention)"
+        return f"there is no attention for packed rows on {probe.device.type} (flash attention, flex attention)"
     problem = None
     for name in implementations:
         try:
-            model.set_attn_implementation(name)
-            problem = packing_problem(model, dtype) if _attention(model) == name else f"it has no {name}"
+            probe.set_attn_implementation(name)
+            problem = packing_problem(probe, dtype) if _attention(probe) == name else f"it has no {name}"
         except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
             problem = f"{name}: {error}"
         if problem is None:
+            model.set_attn_implementation(name)
             return None
-    model.set_attn_implementation(padded)
+    probe.set_attn_implementation(padded)
     return problem
 
 

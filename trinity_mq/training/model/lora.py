@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from trinity_mq.config.model import LoraConfig, ModelConfig
 from trinity_mq.models.model_folder import empty_model
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.training.checkpoints.state import LateTensors
+from trinity_mq.training.model.weight_files import DeferredWeights
 from trinity_mq.training.parallel.sharding import gathered
 
 ADAPTER = "default"
@@ -94,7 +97,7 @@ class Adapters:
             if name in adapter_names:
                 parameter.data = parameter.data.float()  # bfloat16 would lose the optimizer's small steps
         self._base = dict(self._base_weights(adapter_names))
-        self._host: dict[str, Tensor] | None = None
+        self._kept: dict[str, Callable[[], Tensor]] = {}
 
     def _check(self, targets: str | Sequence[str]) -> None:
         head, embeddings = self._model.get_output_embeddings(), self._model.get_input_embeddings()
@@ -127,14 +130,21 @@ class Adapters:
             adapted = layer if layer in self.layers and kind == "weight" else None
             yield f"{layer}.{kind}" if layer else kind, BaseWeight(name, shape, adapted)
 
-    def keep_on_host(self) -> None:
-        """Copy the frozen weights to host memory before the model is sharded. Merged weights are computed from this
-        copy, so only adapters have to be gathered from the other ranks.
+    def keep_for_merging(self, files: DeferredWeights | None) -> None:
+        """Keep the frozen weights for merging before the model is sharded, so that only adapters have to be gathered
+        from the other ranks.
+
+        Args:
+            files: Files that hold the frozen weights on the meta device, read again when they are merged. Other weights
+                are copied to host memory.
         """
-        self._host = {
-            weight.parameter: self._model.get_parameter(weight.parameter).detach().to("cpu", copy=True)
-            for weight in self._base.values()
-        }
+        for weight in self._base.values():
+            path, _, attribute = weight.parameter.rpartition(".")
+            module, parameter = self._model.get_submodule(path), self._model.get_parameter(weight.parameter).detach()
+            if files is not None and parameter.is_meta:
+                self._kept[weight.parameter] = partial(files.whole, module, attribute, parameter.dtype)
+            else:
+                self._kept[weight.parameter] = partial(Tensor.detach, parameter.to("cpu", copy=True))
 
     # -- names and weights
 
@@ -185,8 +195,8 @@ class Adapters:
 
     def _weight(self, parameter: str) -> Tensor:
         """Return a frozen weight, dequantized if necessary."""
-        if self._host is not None:
-            return self._host[parameter]
+        if self._kept:
+            return self._kept[parameter]()
         weight: Tensor = self._model.get_parameter(parameter).detach()
         if _is_quantized(self._model.get_parameter(parameter)):
             from peft.utils.integrations import dequantize_module_weight
@@ -206,13 +216,20 @@ class Adapters:
         model._weight_conversions = getattr(self._model, "_weight_conversions", None)  # noqa: SLF001  # of its files
         return model.eval()
 
-    def merged_state(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def merged_state(self, state: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
         """Return all weights and persistent buffers of the model without adapters, with adapters merged into the
-        weights, in float32.
+        weights, in float32. If ``state`` is late, the result is late too.
         """
-        weights = {name: self.merged(name, state).float() for name in self._base}
-        names = {name for name, _ in self.without().named_buffers()} & self._model.state_dict().keys()
-        return weights | {name: self._model.get_buffer(name) for name in names}
+
+        def merged(name: str) -> Tensor:
+            return self.merged(name, state).float() if name in self._base else self._model.get_buffer(name)
+
+        without = self.without()
+        names = {name for name, _ in without.named_buffers()} & self._model.state_dict().keys()
+        if isinstance(state, LateTensors):
+            shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in self._base.items()}
+            return LateTensors(shapes | {name: without.get_buffer(name) for name in names}, merged)
+        return {name: merged(name) for name in [*self._base, *names]}
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapters in ``peft`` format to a folder, which is created if missing."""

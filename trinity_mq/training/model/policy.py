@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 import structlog
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,12 +23,19 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import apply_umask
 from trinity_mq.sync.channels.buckets import total_digest
-from trinity_mq.training.checkpoints.state import module_state
+from trinity_mq.training.checkpoints.state import LateTensors, module_state
 from trinity_mq.training.model.attention import Packing, model_inputs, use_packed_attention
 from trinity_mq.training.model.lora import Adapters, loading
 from trinity_mq.training.model.shared_prefixes import prefix_problem
+from trinity_mq.training.model.weight_files import (
+    DeferredWeights,
+    WeightsNotDeferredError,
+    build,
+    stand_in,
+    weights_without_memory,
+)
 from trinity_mq.training.packing import DivisionSettings, MicroBatch
-from trinity_mq.training.parallel.ranks import Ranks, own_device
+from trinity_mq.training.parallel.ranks import Ranks, own_device, ranks_on_machine
 from trinity_mq.training.parallel.sharding import blocks, shard
 
 TOKENIZER_FILES = (
@@ -40,6 +49,23 @@ TOKENIZER_FILES = (
     "*.tiktoken",
 )
 """Tokenizer files are copied unchanged, because loading and saving a tokenizer may alter it."""
+
+EXPORT_BYTES = "1GB"
+"""Size of the files of a model whose weights are gathered while they are written."""
+DEFERRING_ERRORS = (
+    *(
+        WeightsNotDeferredError,
+        SafetensorError,
+        ImportError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        KeyError,
+        IndexError,
+    ),
+    *(OSError, RuntimeError, AssertionError),
+)
+"""Errors of code that does not expect a model without weights, or that only the loading as a whole explains."""
 
 log = structlog.get_logger(__name__)
 
@@ -67,8 +93,12 @@ class Policy:
         seed: int,
         trainer: TrainerConfig | None = None,
         ranks: Ranks | None = None,
+        *,
+        shards: bool = True,
     ) -> None:
-        """Load the model in ``folder``.
+        """Load the model in ``folder``. With several ranks, and on a GPU, the weights are read after the model was
+        built and sharded, so that no process holds the whole model. Where this is impossible the reason is logged, and
+        the model is loaded as a whole before.
 
         Args:
             config: Configuration of the model.
@@ -77,43 +107,32 @@ class Policy:
             trainer: Decides whether rows are packed, prefixes shared and activations kept. None: padded rows of whole
                 sequences, activations kept.
             ranks: Ranks over which the model is sharded; None: the model is not sharded.
+            shards: Whether to shard the model. False: the caller shards a module around it, see :meth:`shard`.
 
         Raises:
             ModelNotLoadedError: The folder holds no loadable model.
             LearnerError: The device does not exist, or the model does not support the ``trainer`` settings.
         """
-        from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM
-
-        self.device = select_device(config.device)
+        self.ranks = ranks or Ranks()
+        self.device = select_device(config.device, self.ranks.world)
         self._dtype = getattr(torch, config.dtype)
-        load_arguments = loading(config, self.device)
-        torch.manual_seed(seed)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, trust_remote_code=config.trust_remote_code, **load_arguments
-            )
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ModelNotLoadedError(
-                f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
-                "with config.json and safetensors weights"
-            ) from error
-        # eval() turns dropout off, so that policy ratios of unchanged weights are 1. Gradients are still computed.
-        self.model = model.eval() if "device_map" in load_arguments else model.to(self.device).eval()
+        self._files: DeferredWeights | None = None
+        self.model, probe = self._load(config, folder, seed)
         self.adapters: Adapters | None = None
         """Adapters that are trained instead of the weights; None if all weights are trained."""
         if config.lora is not None:
-            self.adapters = Adapters(self.model, config.lora, config.model_path, seed)
+            with weights_without_memory(self.model):
+                self.adapters = Adapters(self.model, config.lora, config.model_path, seed)
         try:
-            self._scorer = TokenScorer(self.model)
+            self._scorer = TokenScorer(self.model, probe=probe)
         except ValueError as error:
             raise LearnerError(f"the model in {folder} cannot be trained: {error}") from error
         if self._scorer.after is None:
-            log.info("logits_not_chunked", model=type(model).__name__, reason="unknown operation after its head")
-        trainer, self.ranks = trainer or TrainerConfig(packing="padded", share_prefixes=False), ranks or Ranks()
+            log.info("logits_not_chunked", model=type(self.model).__name__, reason="unknown operation after its head")
+        trainer = trainer or TrainerConfig(packing="padded", share_prefixes=False)
         self.recomputes = self._use_checkpointing(trainer)
         """Whether the backward pass recomputes blocks."""
-        self.packs = self._use_packing(trainer.packing)
+        self.packs = self._use_packing(trainer.packing, probe)
         """Whether the micro-batches of the policy are packed rows."""
         self.division = DivisionSettings(
             trainer.first_max_tokens,
@@ -123,17 +142,66 @@ class Policy:
             ranks=self.ranks.world,
             hidden_size=int(self.model.config.get_text_config().hidden_size),
         )
+        if shards:
+            self.shard(self._scorer)
+
+    def _load(self, config: ModelConfig, folder: Path, seed: int) -> tuple[Any, Any]:
+        """Return the model, and a model of the same kind that can compute already: the model itself, or a small one."""
+        from transformers import AutoModelForCausalLM
+
+        arguments = loading(config, self.device) | {"trust_remote_code": config.trust_remote_code}
+        if (self.ranks.world > 1 or self.device.type == "cuda") and "device_map" not in arguments:
+            torch.manual_seed(seed)
+            try:
+                model, self._files = build(folder, **arguments)
+                if self.ranks.world > 1:
+                    return model, stand_in(model, self.device)
+                self._files.fill(model, self.device)
+                return model.to(self.device).eval(), model
+            except DEFERRING_ERRORS as error:
+                self._close_files()
+                log.info("model_loaded_whole", folder=str(folder), reason=f"{type(error).__name__}: {error}")
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelNotLoadedError(
+                f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
+                "with config.json and safetensors weights"
+            ) from error
+        # eval() turns dropout off, so that policy ratios of unchanged weights are 1. Gradients are still computed.
+        model = model.eval() if "device_map" in arguments else model.to(self.device).eval()
+        return model, model
+
+    def _close_files(self) -> None:
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+
+    def shard(self, root: nn.Module, heads: Sequence[nn.Module] = ()) -> None:
+        """Shard ``root``, which contains the blocks of the model, over the ranks, and read its weights.
+
+        Args:
+            root: Module that computes.
+            heads: Modules in ``root`` to shard on their own, which compute in float32.
+        """
         if self.ranks.world > 1:
             if self.adapters is not None and not self.ranks.rank:
-                self.adapters.keep_on_host()
-            shard(self._scorer, blocks(self.model), self.device, self.ranks.world, self._dtype)
+                self.adapters.keep_for_merging(self._files)
+            for head in heads:
+                shard(head, (), self.device, self.ranks.world, torch.float32)
+            shard(root, blocks(self.model), self.device, self.ranks.world, self._dtype)
+            if self._files is not None:
+                self._files.fill(root, self.device)
+        if self.adapters is None or self.ranks.rank or self.ranks.world == 1:
+            self._close_files()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, tied parameters once."""
         return list(self.model.parameters())
 
-    def _use_packing(self, packing: Packing) -> bool:
+    def _use_packing(self, packing: Packing, probe: Any) -> bool:
         """Prepare the model for packed rows if they are requested, and return whether it supports them.
 
         Raises:
@@ -141,7 +209,7 @@ class Policy:
         """
         if packing == "padded":
             return False
-        problem = use_packed_attention(self.model, packing, self._dtype)
+        problem = use_packed_attention(self.model, packing, self._dtype, probe)
         kind = self.model.config.model_type
         if problem is not None and packing == "packed":
             raise LearnerError(
@@ -266,12 +334,16 @@ class Policy:
             folder: Target folder, created if missing.
             tokenizer: Hugging Face folder of the tokenizer.
             state: Copy of :meth:`state` to write instead of the live state. With a copy, any thread may call this.
+                Late tensors are read while they are written, to several files of :data:`EXPORT_BYTES` if necessary.
         """
-        if self.adapters is None:
-            self.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
-        else:
-            self.adapters.without().save_pretrained(folder, state_dict=self.adapters.merged_state(state))
+        model, weights = self.model, state
+        if self.adapters is not None:
+            model, weights = self.adapters.without(), self.adapters.merged_state(state)
             self.adapters.save(folder / "adapter", state)
+        if isinstance(weights, LateTensors):
+            model.save_pretrained(folder, state_dict=_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
+        else:
+            model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         for pattern in TOKENIZER_FILES:
             for source in tokenizer.glob(pattern):
                 if source.is_file():
@@ -279,17 +351,41 @@ class Policy:
         apply_umask(folder)
 
 
-def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def _placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
+    """Return ``weights`` for ``save_pretrained``, which reads the values of one file at a time. If it has to compute
+    weights of the file format from several weights of the model, return all values.
+    """
+    from transformers.core_model_loading import WeightConverter
+
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    if not any(isinstance(rule, WeightConverter) for rule in conversions):
+        return weights.placeholders()
+    log.info("model_written_whole", model=type(model).__name__, reason="its files have other weights than the model")
+    return dict(weights)
+
+
+def select_device(requested: Literal["auto", "cpu", "cuda"], world: int = 1) -> torch.device:
     """Return the device to compute on. With several GPUs it is the GPU of this rank.
 
+    Args:
+        requested: ``model.device``.
+        world: Number of ranks of this process's trainer.
+
     Raises:
-        LearnerError: The device is not available.
+        LearnerError: The device is not available, or this machine's ranks see fewer GPUs than ranks.
     """
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
         raise LearnerError("model.device is cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
     if not available or requested == "cpu":
         return torch.device("cpu")
+    if world > 1 and (count := torch.cuda.device_count()) < (wanted := ranks_on_machine(world)):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise LearnerError(
+            f"{wanted} ranks of the trainer on this machine see {count} GPUs (CUDA_VISIBLE_DEVICES is {visible}), "
+            f"wanted {wanted}, because each rank needs its own: make {wanted} GPUs visible, set trainer.nproc to the "
+            "number of GPUs, or use model.device=cpu"
+        )
     return torch.device("cuda", own_device(torch.cuda.current_device()))
 
 
@@ -331,12 +427,13 @@ class TokenScorer(nn.Module):
     backward pass recomputes the logits. Adapters must be added to the model before this module wraps it.
     """
 
-    def __init__(self, model: Any, after: HeadOperation | None = None) -> None:
-        """Wrap a model that has its weights and is on its device.
+    def __init__(self, model: Any, after: HeadOperation | None = None, probe: Any = None) -> None:
+        """Find out what the model does after its head.
 
         Args:
-            model: Causal language model.
+            model: Model to score with.
             after: Operation after the head. None: find out by a test run.
+            probe: Model of the same kind that has its weights, for the test run. None: ``model`` has them.
 
         Raises:
             ValueError: The model has no head.
@@ -348,7 +445,7 @@ class TokenScorer(nn.Module):
             raise ValueError(f"{type(model).__name__} has no output embeddings to take logits from")
         self._places: tuple[Tensor, Tensor] | None = None
         self._hidden: Tensor | None = None
-        self.after = after or detect_head_operation(model)
+        self.after = after or detect_head_operation(model if probe is None else probe)
         """Operation after the head. None: the operation is unknown, so the model computes the logits of all chosen
         tokens at once.
         """

@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -136,6 +137,11 @@ def own_device(alone: int) -> int:
     return int(os.environ["LOCAL_RANK"]) if _is_rank_process() else alone
 
 
+def ranks_on_machine(world: int) -> int:
+    """Return how many of the ``world`` ranks run on this machine. Each of them needs its own device."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world)) if is_started_by_torchrun() else world
+
+
 def world_size(nproc: int) -> int:
     """Return the number of the trainer's ranks: the number that torchrun has started, else ``trainer.nproc``."""
     return int(os.environ["WORLD_SIZE"]) if is_started_by_torchrun() else nproc
@@ -160,12 +166,24 @@ class Ranks:
         """Reason why the ranks will never be complete; empty if unknown."""
         self._timeout = timedelta(seconds=seconds)
         self._store: Store | None = None
+        self._address: tuple[str, int] | None = None
         self._number = self._openings = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the latest command, the same on all ranks while they run it."""
+        return self._number
+
+    @property
+    def seconds(self) -> float:
+        """Deadline of a collective."""
+        return self._timeout.total_seconds()
 
     def host(self) -> int:
         """Host the store on this machine, for ranks that rank 0 starts itself; return its port."""
         store = TCPStore("127.0.0.1", 0, None, True, timeout=OPENING, wait_for_workers=False)
         self._store = PrefixStore("ranks/0", store)
+        self._address = "127.0.0.1", int(store.port)
         return int(store.port)
 
     def connect_store(self) -> None:
@@ -182,19 +200,39 @@ class Ranks:
             store = TCPStore(host, port, None, self.rank == 0 and not hosted, timeout=OPENING, wait_for_workers=False)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} found no store at {host}:{port}: {error}") from error
-        # torchrun keeps its store across restarts of the ranks
-        self._store = PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store, self._address = PrefixStore(_prefix(), store), (host, port)
+
+    def mailbox(self) -> Mailbox:
+        """Return another connection to the store, for another thread. Its thread does not wait for commands, and no
+        command waits for it.
+
+        Raises:
+            RankError: The store was not found in time.
+        """
+        assert self._address is not None, "connect_store() comes first"
+        host, port = self._address
+        try:
+            store = TCPStore(host, port, None, False, timeout=OPENING, wait_for_workers=False)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} found no store at {host}:{port}: {error}") from error
+        return Mailbox(self, PrefixStore(f"{_prefix()}/mail", store))
 
     def open(self, device: torch.device) -> None:
-        """Create the process group. This is a collective of all ranks.
+        """Create the process group, and make ``device`` the current device of this thread, which must be the thread
+        that computes: torch keeps a current device per thread, and FSDP and device meshes take the current device. This
+        is a collective of all ranks.
 
         Args:
-            device: Device of the models. Tensors to sum may be on it too.
+            device: Device of this rank's models. Tensors to sum may be on it too.
 
         Raises:
             RankError: A rank did not join in time.
         """
-        if self.world == 1 or dist.is_initialized():
+        if self.world == 1:
+            return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if dist.is_initialized():
             return
         assert self._store is not None, "meet() comes first"
         self._openings += 1
@@ -208,6 +246,7 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.world,
                 timeout=self._timeout,
+                device_id=device if device.type == "cuda" else None,
             )
         except RuntimeError as error:
             raise RankError(f"the {self.world} ranks did not form a process group: {error}") from error
@@ -443,6 +482,62 @@ class Ranks:
         """Destroy the process group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _prefix() -> str:
+    """Return the prefix of the ranks' keys. torchrun keeps its store across restarts of the ranks."""
+    return f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+class Mailbox:
+    """Messages between the checkpoint writers of the ranks, which work while the ranks run commands. Use it from one
+    thread only, except :meth:`close`.
+    """
+
+    def __init__(self, ranks: Ranks, store: Store) -> None:
+        self._ranks, self._store = ranks, store
+        self._is_closed = threading.Event()
+
+    def close(self) -> None:
+        """End a wait of the other thread."""
+        self._is_closed.set()
+
+    def send(self, key: str, message: Any) -> None:
+        """Store a message, of types that msgpack has, under a key that was not used before.
+
+        Raises:
+            RankError: The store is gone.
+        """
+        try:
+            self._store.set(key, msgpack.packb(message))
+        except RuntimeError as error:
+            raise RankError(f"rank 0 is gone: {error}") from error
+
+    def remove(self, *keys: str) -> None:
+        """Remove messages that everybody has received."""
+        for key in keys:
+            self._store.delete_key(key)
+
+    def receive(self, key: str, seconds: float = math.inf) -> Any:
+        """Wait for a message.
+
+        Raises:
+            RankError: The message did not come in ``seconds``, a rank is gone, or :meth:`close` was called.
+        """
+        ends = time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    self._store.wait([key], timedelta(seconds=max(0.01, min(1.0, ends - time.monotonic()))))
+                    return msgpack.unpackb(self._store.get(key))
+                except dist.DistStoreError as error:
+                    if self._is_closed.is_set() or self._ranks.lost or time.monotonic() > ends:
+                        why = self._ranks.lost or f"it did not come within {seconds:g} s"
+                        raise RankError(f"the message {key!r} will not come: {why}") from error
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise RankError(f"rank 0 is gone: {error}") from error
 
 
 class RankProcesses:

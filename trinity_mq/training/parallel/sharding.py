@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trinity_mq.runtime.errors import FatalError
 
@@ -68,9 +69,20 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_rows(tensor: Tensor) -> tuple[Tensor, slice | None]:
+    """Return this rank's part of a tensor, and the rows of the part in the whole tensor. None: the tensor is whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local: Tensor = tensor.to_local()
+    return local.detach(), slice(offsets[0], offsets[0] + sizes[0])
+
+
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of ``full`` if ``parameter`` is sharded, else ``full``. Every rank has ``full``."""
-    if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
+    """Return this rank's shard of ``full`` if ``parameter`` is sharded, else ``full``. Every rank has ``full``, or its
+    shard already.
+    """
+    if isinstance(full, DTensor) or not isinstance(parameter, DTensor) or full.shape != parameter.shape:
         return full
     moved = full.to(parameter.device)
     return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)
