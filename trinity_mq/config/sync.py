@@ -54,7 +54,8 @@ class SyncConfig(Section):
     """explorer_driven: seconds for which the explorer waits for requested weights while a trainer is alive. After that
     the run saves its state and ends with an error. Must be longer than a train step."""
     sync_timeout: float = Field(default=60.0, gt=0)
-    """Seconds for each phase of one attempt at a sync."""
+    """Seconds for each phase of one attempt at a sync. A phase that moves weights has additional time: their bytes at
+    50 MB/s, for each engine that fetches them from the trainer or from a disk."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: needs a separate GPU for the
     trainer and for every engine."""

@@ -14,6 +14,8 @@ from trinity_mq.messages import Version
 log = structlog.get_logger(__name__)
 
 Phase = Literal["empty", "current", "dirty"]
+PAUSE_LEASE = 120.0
+"""Default and minimum seconds after which a paused engine without a further command resumes by itself."""
 
 
 class StateError(Exception):

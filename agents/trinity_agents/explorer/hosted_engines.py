@@ -13,6 +13,7 @@ from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.channels.base import manifest_bytes, source_copies, transfer_seconds
 from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MEMBER_LEASE, MemberDriver
 from trinity_mq.sync.gate.records import Key
 
@@ -278,6 +279,7 @@ async def receive_broadcast(
         port: Port of the sender's TCPStore.
         tensors: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
     """
+    seconds = transfer_seconds(sync.sync_timeout, manifest_bytes(tensors), source_copies("collective", len(engines)))
     spec = {
         "host": address,
         "port": port,
@@ -285,14 +287,15 @@ async def receive_broadcast(
         "epoch": 0,
         "attempt": 0,
         "world": len(engines) + 1,
-        "seconds": sync.sync_timeout,
+        "seconds": seconds,
+        "step_seconds": sync.sync_timeout,
         "manifest": list(tensors),
         "canary": {},
     }
 
     async def receive(rank: int, engine: EngineHost | Any) -> None:
         await engine.pause(sync.sync_timeout)
-        await engine.receive({**spec, "rank": rank}, sync.sync_timeout + 5.0)
+        await engine.receive({**spec, "rank": rank}, seconds + 5.0)
 
     async with asyncio.TaskGroup() as group:
         for rank, engine in enumerate(engines, start=1):

@@ -103,11 +103,12 @@ async def test_held_requests_go_on_with_the_new_weights(
 ) -> None:
     async with serving(generator, Sender(generator)) as server, aiohttp.ClientSession() as session:
         admin = admin_of(server)
-        await admin.post("pause", {})
+        await admin.post("pause", {"lease": 0.3})
         body = {"prompt": "+1=", "return_token_ids": True}
         asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
         await until(lambda: server.batcher.load > 0)
         await admin.post("receive", {"spec": SPEC})
+        await asyncio.sleep(0.4)  # longer than the lease of the pause: a slower engine delays the commit
         assert not asked.done()
         await admin.post("commit", {"version": [1, 8], "progress": 1})
         async with await asked as response:

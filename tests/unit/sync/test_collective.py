@@ -6,9 +6,11 @@ import asyncio
 import json
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from torch.distributed import (
 )
 
 from trinity_mq.config import load_config
+from trinity_mq.sync.channels import base
 from trinity_mq.sync.channels.base import ChannelError, ManifestEntry, Tensors
-from trinity_mq.sync.channels.buckets import dtype_of, packed, plan, prefetch
+from trinity_mq.sync.channels.buckets import SpareBuffers, dtype_of, packed, plan, prefetch
 from trinity_mq.sync.channels.collective.broadcast import Group, Receiver, Sender
 from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.factory import open_channel
@@ -292,6 +295,26 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     assert loop.time() - started < 4.0
     with pytest.raises(ChannelError, match="no rendezvous"):
         await sender.broadcast(FEW, FEW_MANIFEST, 2, 4, 2)
+
+
+async def test_a_broadcast_has_the_time_that_its_bytes_need_at_the_slowest_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "SLOWEST_RATE", sum(tensor.nbytes for _, tensor in PAIR) / 10)
+    sender, receiver = Sender("127.0.0.1", 16, 0.5), Receiver()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        for entry in PAIR:
+            time.sleep(0.9)  # both together take longer than the base limit of 0.5 s and its second of grace
+            yield entry
+
+    spec = {**await few_spec(sender), "seconds": 10.5}
+    started = time.monotonic()
+    (arrived, _), _ = await asyncio.gather(
+        receiver.receive(spec, SpareBuffers()), sender.broadcast(cast("Tensors", slow()), PAIRS_MANIFEST, 1, 1, 2)
+    )
+    assert time.monotonic() - started > 1.5
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)
 
 
 def test_store_keeps_the_keys_of_one_barrier() -> None:

@@ -29,6 +29,7 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
+from trinity_mq.engines.state import PAUSE_LEASE
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
@@ -149,14 +150,15 @@ class EngineHost:
 
     # -- commands of the sync gate
 
-    async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
+    async def pause(self, timeout: float = 60.0, lease: float | None = None) -> None:
         """Start no more batch steps and wait for the running step. After ``lease`` seconds the engine resumes by
-        itself.
+        itself. None: twice ``timeout``, at least :data:`PAUSE_LEASE`.
 
         Raises:
             EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
             EngineLost: The engine did not answer.
         """
+        lease = lease or max(PAUSE_LEASE, 2 * timeout)
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trinity_mq.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.engines.server.http_server import EngineRequestBody, read_request
-from trinity_mq.engines.state import EngineState, StateError
+from trinity_mq.engines.state import PAUSE_LEASE, EngineState, StateError
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.telemetry.trace import span
 
@@ -29,7 +29,7 @@ class PauseBody(EngineRequestBody):
 
     timeout: float = Field(default=60.0, gt=0)
     """Seconds that the running batch step has to end."""
-    lease: float = Field(default=120.0, gt=0)
+    lease: float = Field(default=PAUSE_LEASE, gt=0)
     """Seconds after which the engine resumes by itself if no further command comes."""
 
 
@@ -140,6 +140,8 @@ class AdminApi:
                 500, f"weights were not applied: {reason}", code="receive_failed", extra={"touched": touched}
             ) from error
         self._state.applied = True
+        # the commit follows once the slowest engine has its weights
+        self._state.restart_pause_lease(max(PAUSE_LEASE, 2 * body.timeout))
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
 
     async def _canary(self, tokens: list[int]) -> dict[str, Any]:

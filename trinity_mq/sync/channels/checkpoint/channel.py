@@ -14,6 +14,8 @@ from trinity_mq.sync.channels.base import (
     Manifest,
     Tensors,
     in_daemon_thread,
+    manifest_bytes,
+    transfer_seconds,
 )
 from trinity_mq.sync.channels.buckets import SpareBuffers, packed, plan, prefetch
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
@@ -52,7 +54,8 @@ class CheckpointChannel:
                 return self._files.write(version, buckets, flats, spare.put)
 
             try:
-                path, digest = await in_daemon_thread(write, self._seconds * STAGING_TRIES, "writing the weights")
+                seconds = transfer_seconds(self._seconds * STAGING_TRIES, manifest_bytes(manifest))
+                path, digest = await in_daemon_thread(write, seconds, "writing the weights")
             except ChannelError as error:
                 raise ChannelError(
                     f"version {version} cannot be written below {self._root}: {error}; check space and permissions "

@@ -53,7 +53,7 @@ class CollectiveChannel:
         tensors bucket by bucket, as for a transfer between GPUs.
         """
         if self._copy is not None and self._sender.backend == "gloo":
-            await self._sender.send(self._copy.stream(), epoch, attempt, world)
+            await self._sender.send(self._copy.stream(), manifest, epoch, attempt, world)
         else:
             await self._sender.broadcast(tensors, manifest, epoch, attempt, world)
 
