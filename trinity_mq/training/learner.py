@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.sync.channels.buckets import plan
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, Writer
@@ -73,6 +75,8 @@ from trinity_mq.training.update import (
 MODEL_FOLDER = "model"
 """Subfolder of a checkpoint that ``transformers`` can load."""
 
+GATHER_BYTES = 256 * 2**20
+"""Maximum bytes of the weights that one command gathers for a weight sync, and that rank 0 holds meanwhile."""
 AFTER_AN_ERROR = 30.0
 """Seconds that a rank waits for the next announcement of rank 0 after a failed command."""
 
@@ -237,7 +241,8 @@ class TorchLearner:
 
     async def weights(self) -> list[tuple[str, Tensor]]:
         """Return the weights, detached, on the device. They are the live weights unless ``model.dtype`` is bfloat16.
-        Sharded weights are gathered, and adapters merged, one weight at a time when a reader asks for it.
+        Sharded weights are gathered, and adapters merged, block by block when a reader asks for the first weight of a
+        block. A second reader would gather them again.
         """
         return await self._run(self._lead_weights)
 
@@ -306,13 +311,21 @@ class TorchLearner:
         if self._ranks.world == 1 and policy.adapters is None:
             return policy.weights()
 
-        def gather(name: str) -> Tensor:
-            with self._ranks.together("gathering"), self._ranks.command("gather", weight=name):
-                return gathered(policy.weight(name))
+        def gather(names: list[str]) -> dict[str, Tensor]:
+            with self._ranks.together("gathering"), self._ranks.command("gather", weights=names):
+                return self._gather(names)
 
-        # gather on the learner's thread, because all rank commands run there
-        late = [(name, _Gathered(partial(self._pool.submit, gather, name))) for name, _, _ in policy.manifest()]
+        late: list[tuple[str, _Gathered]] = []
+        for bucket in plan(policy.manifest(), GATHER_BYTES):
+            names = [name for name, _, _ in bucket.entries]
+            # gather on the learner's thread, because all rank commands run there
+            block = _Block(partial(self._pool.submit, gather, names))
+            late += [(name, _Gathered(name, block)) for name in names]
         return cast("list[tuple[str, Tensor]]", late)
+
+    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return whole weights by name; the other ranks gather the same weights."""
+        return {name: gathered(self.policy.weight(name)) for name in names}
 
     def _end_ranks(self) -> None:
         self._ranks.announce("end")
@@ -353,7 +366,8 @@ class TorchLearner:
             for tensor in flat(self._parts()).values():
                 gathered(tensor)
         elif command.name == "gather":
-            gathered(self.policy.weight(arguments["weight"]))
+            for name in arguments["weights"]:
+                gathered(self.policy.weight(name))
         elif command.name == "canary":
             self.policy.sequence_logprobs(arguments["tokens"])
         else:
@@ -587,17 +601,33 @@ class TorchLearner:
         return columns, before
 
 
-class _Gathered:
-    """A weight on rank 0 that is gathered from its shards, or merged with its adapter, when it is read. So no process
-    holds the whole model.
+class _Block:
+    """Weights that are gathered from their shards, or merged with their adapters, when the first of them is read. So no
+    process holds the whole model. Thread-safe.
     """
 
-    def __init__(self, gather: Callable[[], Future[Tensor]]) -> None:
+    def __init__(self, gather: Callable[[], Future[dict[str, Tensor]]]) -> None:
         self._gather = gather
+        self._unread: dict[str, Tensor] = {}
+        self._reading = threading.Lock()
+
+    def take(self, name: str) -> Tensor:
+        """Return a weight, and forget it. Call it from any thread except the learner's."""
+        with self._reading:
+            if name not in self._unread:
+                self._unread = self._gather().result()
+            return self._unread.pop(name)
+
+
+class _Gathered:
+    """One weight of a block."""
+
+    def __init__(self, name: str, block: _Block) -> None:
+        self._name, self._block = name, block
 
     def full_tensor(self) -> Tensor:
-        """Return the weight. Call it from any thread except the learner's."""
-        return self._gather().result()
+        """Return the weight; see :meth:`_Block.take`."""
+        return self._block.take(self._name)
 
 
 def seed_step(seed: int, step: int) -> None:

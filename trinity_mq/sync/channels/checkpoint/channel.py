@@ -41,6 +41,7 @@ class CheckpointChannel:
         self._root, self._bucket_bytes, self._seconds, self._keep = root, bucket_bytes, seconds, keep
         self._offered: CatchUpSource | None = None
         self._committed: CatchUpSource | None = None
+        self._spare = SpareBuffers(pinned=True)
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Write the files, unless they exist, and return their location."""
@@ -49,9 +50,8 @@ class CheckpointChannel:
             buckets = plan(manifest, self._bucket_bytes)
 
             def write() -> tuple[str, str]:
-                spare = SpareBuffers()
-                flats = prefetch(packed(buckets, tensors, empty=spare.take))
-                return self._files.write(version, buckets, flats, spare.put)
+                flats = prefetch(packed(buckets, tensors, empty=self._spare.take))
+                return self._files.write(version, buckets, flats, self._spare.put)
 
             try:
                 seconds = transfer_seconds(self._seconds * STAGING_TRIES, manifest_bytes(manifest))

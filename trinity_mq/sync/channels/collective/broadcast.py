@@ -107,6 +107,8 @@ class Group:
         self._group: Any = None
         self._key: str | None = None
         """Key of this rank at the last barrier."""
+        self.is_abandoned = False
+        """Whether no further broadcast may begin. An abandoned thread may still wait for an earlier one."""
 
     @property
     def device(self) -> torch.device:
@@ -138,6 +140,8 @@ class Group:
         options.rootRank, options.rootTensor = 0, 0
         under_way: deque[tuple[Any, Tensor]] = deque()
         for flat in flats:
+            if self.is_abandoned:
+                raise ChannelError("the broadcast was abandoned")
             options.timeout = self._limit(flat)
             under_way.append((self._group.broadcast([flat], options), flat))
             if len(under_way) == UNDER_WAY:
@@ -236,6 +240,8 @@ class Sender:
 
     def abandon(self) -> None:
         """Drop the group and the rendezvous; the next epoch creates both again."""
+        if self._group is not None:
+            self._group.is_abandoned = True
         self._group, self._store = None, None
 
     def _open(self) -> TCPStore:

@@ -43,7 +43,7 @@ class MemoryChannel:
     def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
         self._server = WeightServer(host, seconds)
-        self._spare = SpareBuffers()
+        self._spare = SpareBuffers(pinned=True)
         self._committed: HostCopy | None = None
         self._offered: HostCopy | None = None
         self._filling: asyncio.Task[None] | None = None
