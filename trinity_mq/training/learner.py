@@ -8,11 +8,12 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -28,9 +29,11 @@ from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.torch.parking import ParkedTensors
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.sync.channels.buckets import gathered as whole_tensor
 from trinity_mq.sync.channels.buckets import plan
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
@@ -152,6 +155,8 @@ class TorchLearner:
         """Critic, if the advantage estimator needs it."""
         self._memory = Memory()
         self._copies = HostCopies()
+        self._parked = ParkedTensors()
+        self._host_weights: dict[str, Tensor] = {}
         self._guard = Guard(config.trainer.guard)
         threads = cpu_threads(config, config.trainer.num_threads)
         # torch keeps the number of threads per calling thread, so each worker sets its own.
@@ -234,6 +239,52 @@ class TorchLearner:
             self.policy.save(folder, self._model_folder, weights)
 
         await self._lead("export", write)
+
+    async def leave_device(self) -> None:
+        """Move weights, optimizer state, reference and critic to host memory, and free the memory of the device.
+        Gradients are dropped: the next step computes them anew. Until :meth:`return_to_device`, only
+        :meth:`manifest` may be called.
+        """
+        await self._run(lambda: self._parked.park(self._device_tensors()))
+
+    async def return_to_device(self) -> None:
+        """Move everything back to the device."""
+        await self._run(self._parked.unpark)
+
+    async def host_weights(self) -> list[tuple[str, Tensor]]:
+        """Return a copy of :meth:`weights` in host memory. The next call overwrites it."""
+        weights = await self.weights()
+
+        @torch.no_grad()
+        def copy() -> list[tuple[str, Tensor]]:
+            before, self._host_weights = self._host_weights, {}
+            for name, tensor in weights:
+                whole = whole_tensor(tensor)
+                buffer = before.pop(name, None)
+                if buffer is None:
+                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                self._host_weights[name] = buffer.copy_(whole)
+            return list(self._host_weights.items())
+
+        return await asyncio.to_thread(copy)
+
+    def _device_tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors on the device that last between two steps."""
+        policy, optimizer = self._opened
+        modules: list[Module] = [policy.model]
+        optimizers = [optimizer]
+        if self.reference is not None and not self.reference.is_shared:
+            modules.append(self.reference.policy.model)
+        if self.critic is not None:
+            modules.append(self.critic.module)
+            optimizers.append(self.critic.optimizer)
+        for module in modules:
+            module.zero_grad()
+        states = (value for chosen in optimizers for state in chosen.state.values() for value in state.values())
+        tensors = chain(*((*module.parameters(), *module.buffers()) for module in modules), states)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == policy.device.type:
+                yield tensor
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return ``(name, dtype, shape)`` of every weight."""

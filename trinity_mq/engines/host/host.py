@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tenacity import (
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
@@ -259,15 +260,27 @@ class EngineHost:
         if self.auxiliary is not None:
             command += ["--auxiliary", self.auxiliary.name]
             threads = self.auxiliary.num_threads
-        process = self._process = await EngineProcess.spawn(
-            command,
-            self.ready_file,
-            self.output,
-            num_threads=cpu_threads(self.config, threads),
-            timeout=self._start_timeout,
-        )
+        async with self._card():
+            process = self._process = await EngineProcess.spawn(
+                command,
+                self.ready_file,
+                self.output,
+                num_threads=cpu_threads(self.config, threads),
+                timeout=self._start_timeout,
+            )
         await self.refresh()
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
+
+    @contextlib.asynccontextmanager
+    async def _card(self) -> AsyncIterator[None]:
+        """Hold a card that is shared with the trainer while the engine starts; wait until the trainer returns it."""
+        lock = CardLock(self.run_dir)
+        if self.config.synchronizer.colocated and self.auxiliary is None:
+            await lock.take(shared=True)
+        try:
+            yield
+        finally:
+            lock.release()
 
     async def _run_until_death(self) -> None:
         """Start the engine unless it is alive, and watch it until it dies; raise EngineFailed if it died within one

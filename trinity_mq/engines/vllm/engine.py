@@ -111,6 +111,8 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
     try:
         room = plan.room if plan else None
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
+        sleeps = config.synchronizer.colocated and not cpu
+        command += ["--enable-sleep-mode"] if sleeps else []
         settings = api.server_environment(rollout, job.num_threads, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
@@ -132,6 +134,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
                     max_model_len=max_model_len,
                     pause_mode=mode,
                     give_up=lambda: _kill(child),
+                    sleeps=sleeps,
                 )
 
                 def batcher(state: EngineState) -> VllmBatcher:
