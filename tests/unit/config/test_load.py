@@ -313,3 +313,23 @@ def test_the_cores_are_those_that_a_container_may_use(
     assert available_cores(tmp_path) == expected
     monkeypatch.undo()
     assert available_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["trainer.nproc=2"], "only the state of a single process can leave the card"),
+        (["synchronizer.backend=nccl"], "needs a separate card for each side"),
+        (["synchronizer.sync_style=fully_async"], "set synchronizer.pause_mode to wait or abort"),
+        (["explorer.rollout_model.engine=vllm", "model.lora={r: 4, sync: adapter}"], "model.lora.sync to merged"),
+        (["mode=explore"], "only in mode both"),
+    ],
+)
+def test_sharing_a_card_in_turns_is_refused_where_it_cannot_work(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config("synchronizer.colocated=true", *overrides)
+
+
+@pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven"])
+def test_a_card_can_be_shared_in_each_style_whose_requests_end_before_a_pause(style: str) -> None:
+    assert config("synchronizer.colocated=true", f"synchronizer.sync_style={style}").synchronizer.colocated
