@@ -63,7 +63,7 @@ class SpareBuffers:
                 return self._free[bucket.dtype, bucket.num_elements].pop()
             except IndexError:
                 pass
-            if self._pinned and torch.cuda.is_initialized():
+            if self._pinned and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 try:
                     return torch.empty(bucket.num_elements, dtype=bucket.dtype, pin_memory=True)
                 except RuntimeError as error:
