@@ -6,8 +6,9 @@ Two processes on this machine, a trainer and an engine, take turns: our broadcas
 one flat tensor that both have; our files, our stream, and a plain copy of one file. Medians. *transfer* is from "go"
 until the engine has all tensors, verified, beside its model: the gate's messages, and the copying into the model, are
 not in it. *staging* is what the trainer does before, while engines serve on; the collective's copy goes on during its
-transfer, so that *both* is what counts there. ``--check`` exits with 1 if the collective
-takes more than 1.3 times its baseline.
+transfer, so that *both* is what counts there. *gather* is what a trainer on two ranks does before that: all weights
+are gathered from row shards, by one command to the other rank per block of 256 MiB and, as baseline, by one per
+tensor. ``--check`` exits with 1 if the collective takes more than 1.3 times its baseline.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from trinity_mq.config import load_config
 from trinity_mq.sync.channels.base import Channel, Manifest, Tensors
+from trinity_mq.sync.channels.buckets import plan
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.receiver import WeightReceiver
+from trinity_mq.training.learner import GATHER_BYTES
+from trinity_mq.training.parallel.ranks import PARENT_VARIABLE, Ranks
+from trinity_mq.training.parallel.sharding import gathered
 
 LAYERS = 24
 LIMIT = 1.3
@@ -56,6 +64,34 @@ def manifest_of(tensors: Tensors) -> Manifest:
     return [(name, "float32", list(tensor.shape)) for name, tensor in tensors]
 
 
+class Shards:
+    """One of two ranks' shards of the weights, which rank 0 gathers by commands to rank 1."""
+
+    def __init__(self, tensors: Tensors, ranks: Ranks) -> None:
+        ranks.connect_store()
+        mesh = init_device_mesh("cpu", (2,))
+        self._ranks = ranks
+        self._sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors}
+        blocks = [[name for name, _, _ in bucket.entries] for bucket in plan(manifest_of(tensors), GATHER_BYTES)]
+        self._commands = {"block": blocks, "tensor": [[name] for name, _ in tensors]}
+
+    def gather(self, by: str) -> float:
+        """Gather all weights as rank 0 or rank 1; return the last value."""
+        last: Tensor = torch.empty(0)
+        for names in self._commands[by]:
+            if self._ranks.rank:
+                announced = self._ranks.next(60.0).arguments["weights"]
+                with self._ranks.voting("gather"):
+                    last = self._whole(announced)
+            else:
+                with self._ranks.command("gather", weights=names):
+                    last = self._whole(names)
+        return float(last.view(-1)[-1])
+
+    def _whole(self, names: list[str]) -> Tensor:
+        return [gathered(self._sharded[name]) for name in names][-1]
+
+
 # -- the engine
 
 
@@ -70,6 +106,7 @@ def engine(port: int) -> None:
 
 async def _serve() -> None:
     receiver, flat = WeightReceiver(), torch.empty(0)
+    shards: Shards | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = json.loads(line)
         if "plain" in asked:
@@ -77,6 +114,11 @@ async def _serve() -> None:
                 flat = torch.zeros(asked["plain"])
             dist.broadcast(flat, 0)
             seen = float(flat[-1])
+        elif "gather" in asked:
+            if shards is None:
+                os.environ |= {PARENT_VARIABLE: "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(asked["port"])}
+                shards = Shards(model(asked["megabytes"]), Ranks(1, 2))
+            seen = shards.gather(asked["gather"])
         else:
             tensors = await receiver.receive(asked)
             seen = float(tensors[asked["manifest"][-1][0]].view(-1)[-1])
@@ -95,6 +137,8 @@ class Bench:
         self.file = folder / "plain"
         self.file.write_bytes(self.flat.numpy().data)
         self.times: dict[str, list[float]] = {}
+        self.shards: Shards | None = None
+        self.gathered_value = 0.0
         self._step = 0
 
     def note(self, name: str, seconds: float) -> None:
@@ -109,10 +153,13 @@ class Bench:
 
     async def answered(self) -> None:
         """Wait until the engine has everything, and see that it is the last version's."""
-        assert self._child.stdout is not None
-        seen = json.loads(await self._child.stdout.readline())["last"]
+        seen = await self._answer()
         if seen != self.last:
             raise SystemExit(f"the engine has {seen}, wanted {self.last}: the transfer is wrong")
+
+    async def _answer(self) -> float:
+        assert self._child.stdout is not None
+        return float(json.loads(await self._child.stdout.readline())["last"])
 
     @property
     def last(self) -> float:
@@ -143,6 +190,21 @@ class Bench:
             await asyncio.to_thread(os.fsync, file.fileno())
         self.note("plain copy, fsync", time.perf_counter() - started)
         target.unlink()
+
+    async def gather(self, by: str, megabytes: int) -> None:
+        """Gather all weights from two ranks, by block or by tensor."""
+        if self.shards is None:
+            ranks = Ranks(0, 2)
+            await self.ask({"gather": by, "megabytes": megabytes, "port": ranks.host()})
+            self.shards = await asyncio.to_thread(Shards, model(megabytes), ranks)
+            self.gathered_value = await asyncio.to_thread(self.shards.gather, by)
+            await self._answer()
+        started = time.perf_counter()
+        await self.ask({"gather": by, "megabytes": megabytes})
+        await asyncio.to_thread(self.shards.gather, by)
+        if await self._answer() != self.gathered_value:
+            raise SystemExit("the ranks have gathered different weights")
+        self.note(f"gather by {by}", time.perf_counter() - started)
 
     async def ours(self, method: str, channel: Channel) -> None:
         """One version by a channel."""
@@ -186,7 +248,8 @@ async def run(megabytes: int, rounds: int) -> Bench:
             channels = {method: open_channel(_config(method, folder)) for method in METHODS}
             for _ in range(WARM + rounds):
                 ours = [functools.partial(bench.ours, method, channel) for method, channel in channels.items()]
-                turns: list[Callable[[], Awaitable[None]]] = [bench.plain_broadcast, *ours, bench.plain_copy]
+                gathers = [functools.partial(bench.gather, by, megabytes) for by in ("tensor", "block")]
+                turns: list[Callable[[], Awaitable[None]]] = [bench.plain_broadcast, *ours, bench.plain_copy, *gathers]
                 for turn in turns:
                     bench.step()
                     await turn()
@@ -221,6 +284,9 @@ def report(bench: Bench) -> dict[str, float]:
             f"{plain} {bench.median(plain):.0f}: {part} x {ratio:.2f}" for (plain, part), ratio in found.items()
         )
         print(f"{method:12} {staging:9.0f} {transfer:9.0f} {both:9.0f}   {baselines}")
+    ratio = ratios["gather by block, of a gather by tensor"] = bench.ratio("gather by block", "gather by tensor")
+    by_block, by_tensor = bench.median("gather by block"), bench.median("gather by tensor")
+    print(f"{'gather':12} {by_block:9.0f} {'':9} {'':9}   by tensor {by_tensor:.0f}: x {ratio:.2f}")
     return ratios
 
 

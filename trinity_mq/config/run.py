@@ -72,6 +72,10 @@ _SECTION_CHECKS: list[Callable[[Config], Config]] = []
 """Checks between the sections of a configuration, in order."""
 
 
+SLEEPING_ENGINES = ("transformers", "vllm")
+"""Engines that can free the memory of their card while a trainer uses it."""
+
+
 def _section_check(check: Callable[[Config], Config]) -> Callable[[Config], Config]:
     """Register a check that raises ValueError if sections do not fit together."""
     _SECTION_CHECKS.append(check)
@@ -366,6 +370,42 @@ class Config(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @_section_check
+    def _colocated(self) -> Config:
+        if self.synchronizer.colocated and (reason := self._colocation_obstacle):
+            raise ValueError(f"synchronizer.colocated is true, but {reason}")
+        return self
+
+    @property
+    def _colocation_obstacle(self) -> str | None:
+        """The reason why trainer and engines cannot share a card in turns, with a remedy; None if they can."""
+        rollout, sync, lora = self.explorer.rollout_model, self.synchronizer, self.model.lora
+        if self.mode != "both":
+            return f"mode is {self.mode}: only in mode both do a trainer and engines take turns; leave it out"
+        if self.trainer.nproc > 1:
+            return (
+                f"trainer.nproc is {self.trainer.nproc}, and only the state of a single process can leave the card; "
+                "set trainer.nproc to 1, or give engines and trainer separate cards"
+            )
+        if sync.sync_method == "collective" and sync.backend == "nccl":
+            return "synchronizer.backend is nccl, which needs a separate card for each side; set it to gloo"
+        if rollout.engine not in SLEEPING_ENGINES:
+            return (
+                f"explorer.rollout_model.engine is {rollout.engine}, which cannot sleep; use "
+                f"{' or '.join(SLEEPING_ENGINES)}"
+            )
+        if rollout.engine == "transformers" and sync.effective_pause_mode == "keep":
+            return (
+                "requests in flight continue after a pause (pause_mode keep, the default of fully_async), and the "
+                "transformers engine would keep their cache on the card; set synchronizer.pause_mode to wait or abort"
+            )
+        if lora is not None and (lora.sync == "adapter" or lora.quantization):
+            return (
+                "model.lora.sync is adapter or model.lora.quantization is set, whose weights cannot leave the card; "
+                "set model.lora.sync to merged and leave quantization out"
+            )
+        return None
 
     @_section_check
     def _lora(self) -> Config:

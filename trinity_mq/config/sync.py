@@ -54,7 +54,8 @@ class SyncConfig(Section):
     """explorer_driven: seconds for which the explorer waits for requested weights while a trainer is alive. After that
     the run saves its state and ends with an error. Must be longer than a train step."""
     sync_timeout: float = Field(default=60.0, gt=0)
-    """Seconds for each phase of one attempt at a sync."""
+    """Seconds for each phase of one attempt at a sync. A phase that moves weights has additional time: their bytes at
+    50 MB/s, for each engine that fetches them from the trainer or from a disk."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: needs a separate GPU for the
     trainer and for every engine."""
@@ -62,6 +63,10 @@ class SyncConfig(Section):
     """Maximum bytes of one broadcast, of one checkpoint shard, and of one streamed chunk."""
     host: str = "127.0.0.1"
     """Address on which the trainer's rendezvous and weight server listen. Engines must be able to reach it."""
+    colocated: bool = False
+    """Whether trainer and engines share one card and take turns: engines sleep while the trainer steps, and weights,
+    gradients and optimizer state of the trainer are in host memory while engines sample. The trainer has one process.
+    On a CPU the turns are the same, and their memory is freed too."""
     checkpoint_path: str = ""
     """Folder or fsspec URL (such as ``s3://bucket/weights``) for weights sent as files. Each run has a folder with its
     name there, with the newest two versions. Empty: ``weights`` in the run folder. The trainer resumes from

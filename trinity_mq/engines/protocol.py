@@ -14,6 +14,7 @@ import structlog
 from trinity_mq.config import AuxiliaryModelConfig, Config, ModelConfig
 from trinity_mq.config.engines import ENGINE_GROUP, ENGINES
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.server.http_server import HttpServer
 from trinity_mq.engines.state import EngineState
 from trinity_mq.models.errors import ModelError
@@ -39,6 +40,8 @@ class EngineJob:
     """The model to serve. None: the policy."""
     receiver: Receiver
     """Receives the weights of the policy."""
+    card: CardLock | None = None
+    """Lock on the card that this engine shares with the trainer, already taken; None: the card is its own."""
 
     @property
     def model(self) -> ModelConfig:
@@ -90,6 +93,7 @@ class EngineJob:
             max_batch_sequences=rollout.max_batch_sequences,
             pause_mode=config.synchronizer.effective_pause_mode,
             lease=rollout.lease,
+            card=self.card,
         )
         if self.auxiliary is not None:
             settings = replace(settings, model_name=self.auxiliary.name, pause_mode="wait")

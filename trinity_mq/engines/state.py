@@ -14,6 +14,8 @@ from trinity_mq.messages import Version
 log = structlog.get_logger(__name__)
 
 Phase = Literal["empty", "current", "dirty"]
+PAUSE_LEASE = 120.0
+"""Default and minimum seconds after which a paused engine without a further command resumes by itself."""
 
 
 class StateError(Exception):
@@ -44,6 +46,10 @@ class EngineState:
         self.running = asyncio.Event()
         """Set while not paused."""
         self.running.set()
+        self.asleep = False
+        """True while a trainer on the same card uses its memory."""
+        self.before_resume: Callable[[], bool] = lambda: True
+        """Returns whether the engine may resume now. If not, it wakes first and then resumes by itself."""
         self.on_resume: Callable[[], None] = lambda: None
         """Called after every end of a pause, for any reason."""
         self._pause_ends: asyncio.TimerHandle | None = None
@@ -53,6 +59,8 @@ class EngineState:
         """The state in one word."""
         if self.draining:
             return "draining"
+        if self.asleep:
+            return "asleep"
         return "paused" if self.paused else self.phase
 
     def problem(self, pin: Version | None) -> ApiError | None:
@@ -102,10 +110,14 @@ class EngineState:
         self.phase, self.version, self.applied, self._arriving = "dirty", None, False, version
 
     def resume(self) -> None:
-        """Resume and serve the current weights: the old version if it was not touched."""
+        """Resume and serve the current weights: the old version if it was not touched. An engine that sleeps wakes
+        first.
+        """
         if self._pause_ends is not None:
             self._pause_ends.cancel()
             self._pause_ends = None
+        if not self.before_resume():
+            return
         self.applied = False
         self.paused = False
         self.running.set()

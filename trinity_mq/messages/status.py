@@ -250,6 +250,12 @@ class GateStatus(AgentStatus):
     """Engines whose logprobs of the canary prompt did not fit the weights that they received."""
     quarantined: int = 0
     """Engines that are quarantined now."""
+    num_bytes: int = 0
+    """Bytes of the weights of the current or last sync."""
+    method: str = ""
+    """Channel of the current or last sync."""
+    deadline: float = 0.0
+    """Seconds that the transfer of the current or last sync may take; 0: no sync has begun."""
 
 
 class TrainerStatus(AgentStatus):

@@ -79,7 +79,7 @@ class Critic:
         self.module.head.to(self.device)
         policy.shard(self.module, [self.module.head])
         betas = config.algorithm.optimizer.betas
-        self._optimizer = torch.optim.AdamW(self.parameters, self.settings.lr, betas, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, self.settings.lr, betas, weight_decay=0.0, fused=True)
         self.steps = 0
         """Number of train steps that updated the critic."""
 
@@ -120,7 +120,7 @@ class Critic:
             ``critic/vf_clipfrac`` and ``critic/grad_norm``.
         """
         tokens = sum(self.ranks.gather(sum(batch.tokens for batch in batches)))
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         total, cut = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for packed in batches:
             batch = packed.to(self.device)
@@ -134,13 +134,13 @@ class Critic:
         metrics = {"critic/vf_loss": total.item(), "critic/vf_clipfrac": cut.item() / tokens, "critic/grad_norm": norm}
         finite = math.isfinite(norm) and math.isfinite(metrics["critic/vf_loss"])
         if finite:
-            self._optimizer.step()
+            self.optimizer.step()
         return finite, metrics
 
     def parts(self) -> Parts:
         """Return the critic's parts of a checkpoint: its live weights and its optimizer state."""
         weights = StatePart(module_state(self.module), {"steps": self.steps})
-        return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self._optimizer, self.module)}
+        return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self.optimizer, self.module)}
 
     def restore(self, parts: Parts) -> None:
         """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded.
@@ -150,9 +150,9 @@ class Critic:
             KeyError, TypeError, ValueError: The parts do not belong to this critic.
         """
         state = optimizer_state(parts[CRITIC_OPTIMIZER])
-        self._optimizer.load_state_dict(state | {"state": sharded_states(state["state"], self.parameters)})
+        self.optimizer.load_state_dict(state | {"state": sharded_states(state["state"], self.parameters)})
         self.steps = int(parts[CRITIC].facts["steps"])
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr
 
 

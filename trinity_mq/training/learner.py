@@ -6,12 +6,14 @@ import asyncio
 import hashlib
 import math
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -27,10 +29,13 @@ from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.torch.parking import ParkedTensors
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, FatalError, RestartRequested
 from trinity_mq.runtime.gpu_memory import release_cached_memory, shares_gpu
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.sync.channels.buckets import gathered as whole_tensor
+from trinity_mq.sync.channels.buckets import plan
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, Writer
@@ -88,6 +93,8 @@ from trinity_mq.training.update import (
 MODEL_FOLDER = "model"
 """Subfolder of a checkpoint that ``transformers`` can load."""
 
+GATHER_BYTES = 256 * 2**20
+"""Maximum bytes of the weights that one command gathers for a weight sync, and that rank 0 holds meanwhile."""
 AFTER_AN_ERROR = 30.0
 """Seconds that a rank waits for the next announcement of rank 0 after a failed command."""
 
@@ -169,6 +176,8 @@ class TorchLearner:
         self._has_trained = False
         """Whether this process has made a train step."""
         self._copies = HostCopies()
+        self._parked = ParkedTensors()
+        self._host_weights: dict[str, Tensor] = {}
         self._guard = Guard(config.trainer.guard)
         threads = cpu_threads(config, config.trainer.num_threads)
         # torch keeps the number of threads per calling thread, so each worker sets its own.
@@ -259,13 +268,60 @@ class TorchLearner:
 
         await self._lead("export", write)
 
+    async def leave_device(self) -> None:
+        """Move weights, optimizer state, reference and critic to host memory, and free the memory of the device.
+        Gradients are dropped: the next step computes them anew. Until :meth:`return_to_device`, only
+        :meth:`manifest` may be called.
+        """
+        await self._run(lambda: self._parked.park(self._device_tensors()))
+
+    async def return_to_device(self) -> None:
+        """Move everything back to the device."""
+        await self._run(self._parked.unpark)
+
+    async def host_weights(self) -> list[tuple[str, Tensor]]:
+        """Return a copy of :meth:`weights` in host memory. The next call overwrites it."""
+        weights = await self.weights()
+
+        @torch.no_grad()
+        def copy() -> list[tuple[str, Tensor]]:
+            before, self._host_weights = self._host_weights, {}
+            for name, tensor in weights:
+                whole = whole_tensor(tensor)
+                buffer = before.pop(name, None)
+                if buffer is None:
+                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                self._host_weights[name] = buffer.copy_(whole)
+            return list(self._host_weights.items())
+
+        return await asyncio.to_thread(copy)
+
+    def _device_tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors on the device that last between two steps."""
+        policy, optimizer = self._opened
+        modules: list[Module] = [policy.model]
+        optimizers = [optimizer]
+        if self.reference is not None and not self.reference.is_shared:
+            modules.append(self.reference.policy.model)
+        if self.critic is not None:
+            modules.append(self.critic.module)
+            optimizers.append(self.critic.optimizer)
+        for module in modules:
+            module.zero_grad()
+        states = (value for chosen in optimizers for state in chosen.state.values() for value in state.values())
+        tensors = chain(*((*module.parameters(), *module.buffers()) for module in modules), states)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == policy.device.type:
+                yield tensor
+
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return ``(name, dtype, shape)`` of every weight."""
         return await self._ask(Policy.manifest)
 
     async def weights(self) -> list[tuple[str, Tensor]]:
         """Return the weights, detached, on the device. They are the live weights unless ``model.dtype`` is bfloat16.
-        Sharded weights are gathered, and adapters merged, one weight at a time when a reader asks for it.
+        Sharded weights are gathered, and adapters merged, block by block when a reader asks for the first weight of a
+        block. A second reader would gather them again.
         """
         return await self._run(self._lead_weights)
 
@@ -416,13 +472,21 @@ class TorchLearner:
         if self._ranks.world == 1 and policy.adapters is None:
             return policy.weights()
 
-        def gather(name: str) -> Tensor:
-            with self._ranks.together("gathering"), self._command("gather", weight=name):
-                return gathered(policy.weight(name))
+        def gather(names: list[str]) -> dict[str, Tensor]:
+            with self._ranks.together("gathering"), self._command("gather", weights=names):
+                return self._gather(names)
 
-        # gather on the learner's thread, because all rank commands run there
-        late = [(name, _Gathered(partial(self._pool.submit, gather, name))) for name, _, _ in policy.manifest()]
+        late: list[tuple[str, _Gathered]] = []
+        for bucket in plan(policy.manifest(), GATHER_BYTES):
+            names = [name for name, _, _ in bucket.entries]
+            # gather on the learner's thread, because all rank commands run there
+            block = _Block(partial(self._pool.submit, gather, names))
+            late += [(name, _Gathered(name, block)) for name in names]
         return cast("list[tuple[str, Tensor]]", late)
+
+    def _gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return whole weights by name; the other ranks gather the same weights."""
+        return {name: gathered(self.policy.weight(name)) for name in names}
 
     def _end_ranks(self) -> None:
         self._drop_copy()
@@ -488,7 +552,8 @@ class TorchLearner:
         elif command.name == "tensor":
             gathered(self.policy.state()[arguments["tensor"]])
         elif command.name == "gather":
-            gathered(self.policy.weight(arguments["weight"]))
+            for name in arguments["weights"]:
+                gathered(self.policy.weight(name))
         elif command.name == "canary":
             self.policy.sequence_logprobs(arguments["tokens"])
         else:
@@ -785,17 +850,33 @@ def _kind(device: torch.device) -> Device:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-class _Gathered:
-    """A weight on rank 0 that is gathered from its shards, or merged with its adapter, when it is read. So no process
-    holds the whole model.
+class _Block:
+    """Weights that are gathered from their shards, or merged with their adapters, when the first of them is read. So no
+    process holds the whole model. Thread-safe.
     """
 
-    def __init__(self, gather: Callable[[], Future[Tensor]]) -> None:
+    def __init__(self, gather: Callable[[], Future[dict[str, Tensor]]]) -> None:
         self._gather = gather
+        self._unread: dict[str, Tensor] = {}
+        self._reading = threading.Lock()
+
+    def take(self, name: str) -> Tensor:
+        """Return a weight, and forget it. Call it from any thread except the learner's."""
+        with self._reading:
+            if name not in self._unread:
+                self._unread = self._gather().result()
+            return self._unread.pop(name)
+
+
+class _Gathered:
+    """One weight of a block."""
+
+    def __init__(self, name: str, block: _Block) -> None:
+        self._name, self._block = name, block
 
     def full_tensor(self) -> Tensor:
-        """Return the weight. Call it from any thread except the learner's."""
-        return self._gather().result()
+        """Return the weight; see :meth:`_Block.take`."""
+        return self._block.take(self._name)
 
 
 def seed_step(seed: int, step: int) -> None:

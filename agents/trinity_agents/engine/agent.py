@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from trinity_mq.config import Config
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, engine_digest, ready_descriptor, refuse, write_ready
 from trinity_mq.engines.protocol import EngineJob, create_engine
 from trinity_mq.models.errors import EngineFailed
@@ -97,7 +98,10 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
     models = {model.name: model for model in config.explorer.auxiliary_models}
     auxiliary = None if options.auxiliary is None else models[options.auxiliary]
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
-    job = EngineJob(config=config, engine_id=options.id, token=token, auxiliary=auxiliary, receiver=receiver)
+    card = CardLock(config.path) if auxiliary is None and config.synchronizer.colocated else None
+    if card is not None and not card.try_take(shared=True):
+        raise EngineFailed("the trainer uses the card of this engine, whose host is gone")
+    job = EngineJob(config=config, engine_id=options.id, token=token, auxiliary=auxiliary, receiver=receiver, card=card)
     async with create_engine((auxiliary or config.explorer.rollout_model).engine).serve(job) as server:
         gc.collect()
         gc.freeze()  # imported objects stay for good; each full collection over them would stop batch steps for 0.2 s

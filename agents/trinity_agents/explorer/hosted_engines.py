@@ -13,6 +13,7 @@ from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.channels.base import manifest_bytes, source_copies, transfer_seconds
 from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MEMBER_LEASE, MemberDriver
 from trinity_mq.sync.gate.records import Key
 
@@ -293,6 +294,8 @@ async def receive_broadcast(
         tensors: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
     """
     sync, ranks = config.synchronizer, config.engine_ranks
+    copies = source_copies("collective", ranks * len(engines))
+    seconds = transfer_seconds(sync.sync_timeout, manifest_bytes(tensors), copies)
     spec = {
         "host": address,
         "port": port,
@@ -300,14 +303,15 @@ async def receive_broadcast(
         "epoch": 0,
         "attempt": 0,
         "world": ranks * len(engines) + 1,
-        "seconds": sync.sync_timeout,
+        "seconds": seconds,
+        "step_seconds": sync.sync_timeout,
         "manifest": list(tensors),
         "canary": {},
     }
 
     async def receive(rank: int, engine: EngineHost | Any) -> None:
         await engine.pause(sync.sync_timeout)
-        await engine.receive({**spec, "rank": rank}, sync.sync_timeout + 5.0)
+        await engine.receive({**spec, "rank": rank}, seconds + 5.0)
 
     async with asyncio.TaskGroup() as group:
         for number, engine in enumerate(engines):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from trinity_agents.trainer.card import ColocatedLearner
 from trinity_agents.trainer.loop import TrainLoop
 from trinity_agents.trainer.modes import SYNC_VERBS, CheckpointServer, RecordingLearner, weights_only_config
 from trinity_agents.trainer.sources.base import Source
@@ -192,12 +193,15 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
                 fingerprint=codec.fingerprint(),
                 canary=canary_tokens(codec),
             )
-        learner: Learner
         source: Source | None = None
         if config.mode == "train":
             tapped = bool(config.source.tap)
             source = TapSource(config, bus, topology, agent_id, codec) if tapped else open_records(config, codec)
-        learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)
+        torch_learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)
+        canary = canary_tokens(codec)
+        learner: Learner = torch_learner
+        if config.synchronizer.colocated:
+            learner = ColocatedLearner(torch_learner, config.path, canary[: config.model.max_model_len])
         if config.mode == "explore":
             learner = RecordingLearner(learner, open_output(config.buffer.explorer_output, config.path))
         return Trainer(
@@ -209,7 +213,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
             channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=codec.fingerprint(),
-            canary=canary_tokens(codec),
+            canary=canary,
             ranks=RankProcesses(ranks),
             source=source,
             experts=open_experts(config, codec),

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from trinity_agents.trainer.batch_result import TrainSamples, dump_batch, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.card import ColocatedLearner
 from trinity_agents.trainer.history import History, StreamPosition, last_generation, last_progress, last_saved
 from trinity_agents.trainer.pinning import wait_for_evaluation
 from trinity_agents.trainer.sources.base import Source, TrainBatch
@@ -141,6 +142,8 @@ class TrainLoop:
         self._in_hand: list[str] = []
         self._waited = self._counts_since = 0.0
         self._work = WorkUnderWay()
+        self._card = learner if isinstance(learner, ColocatedLearner) else None
+        """The learner, if it shares its card with engines."""
         self.gate = CoordinatorDriver(
             name=agent.id,
             config=config.synchronizer,
@@ -189,7 +192,10 @@ class TrainLoop:
         folder, histories = self.folder / "checkpoints", self.folder / "history"
         settings = self.config.trainer
         self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
-        self.saver = CheckpointSaver(self.store, self.learner, in_background=settings.async_save)
+        # these writers also read the live model, which must not leave the card meanwhile
+        reads_model = self.config.model.lora is not None or settings.export == "every"
+        in_background = settings.async_save and not (self._card and reads_model)
+        self.saver = CheckpointSaver(self.store, self.learner, in_background=in_background)
         self._attempts = StepAttempts(folder)
         # The generation is claimed first, so that a checkpoint that an earlier generation saves after this is neither
         # loaded nor reported as lost.
@@ -305,6 +311,8 @@ class TrainLoop:
                     await self._finish()
                 else:
                     agent.set_state("idle", "the explorer to end the run")
+                    if self._card is not None:
+                        await self._card.rest()
                     await agent.woken.wait()
             elif self.source.available():
                 await self._consume()
@@ -312,6 +320,8 @@ class TrainLoop:
             else:
                 agent.set_state("idle", f"batch {self.progress + 1}" if self._in_batch_order else "the next batch")
                 with self._waiting_for_data():
+                    if self._card is not None:
+                        await self._card.rest()
                     await agent.woken.wait(replay_left or None)
         if self.is_run_over and (unused := self.source.unused):
             log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
@@ -349,13 +359,14 @@ class TrainLoop:
         """The last batch for which the explorer requests the newest weights."""
         return self.agent.peers.explorer.wants
 
-    def _sync_is_due(self) -> bool:
+    def _sync_is_due(self, more: int = 0) -> bool:
+        """Return whether a sync is due now, or after ``more`` further batches and steps."""
         if self._is_alone:
             return False
         machine = self.gate.machine
         boundary = Boundary(
-            progress=self.progress,
-            version=self.version,
+            progress=self.progress + more,
+            version=(self.generation, self.step + more),
             committed=machine.committed,
             committed_progress=machine.committed_progress,
             wanted=self._requested_batch,
@@ -368,10 +379,14 @@ class TrainLoop:
     async def _sync(self) -> None:
         machine, requested = self.gate.machine, self._requested_batch
         if machine.committed == self.version and not self.gate.needs_full_sync:
+            if self._card is not None:
+                await self._card.rest()
             await self.gate.confirm_unchanged(self.progress)
             self._answered = max(self._answered, requested)
             self.agent.heartbeat_now()
             return
+        if self._card is not None:
+            await self._card.hand_over()
         self.agent.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
         syncing = self.gate.sync(self.version, self.progress)
@@ -406,6 +421,8 @@ class TrainLoop:
         agent, loop = self.agent, asyncio.get_running_loop()
         self._in_hand = [part.ticket for part in batch.parts if not part.is_repaired]
         started = loop.time()
+        if self._card is not None:
+            await self._take_card(self._card)
         try:
             with self._work.doing("step", f"the train step on batch {batch.batch}"):
                 result = await train_on(
@@ -451,6 +468,15 @@ class TrainLoop:
             log.info("batch_done", batch=part.batch, ticket=part.ticket, outcome=event.outcome, train_step=event.step)
         if self._save_is_due:
             await self._save()
+
+    async def _take_card(self, card: ColocatedLearner) -> None:
+        """Take the card for a train step. Engines discard their weights if new weights follow and no evaluation needs
+        the present weights.
+        """
+        follows = self._sync_is_due(more=1) and self.agent.peers.explorer.evaluating is None
+        self.agent.set_state("holding", "the engines to leave the card")
+        await card.take(2 if follows else 1)
+        self.agent.set_state("working", None)
 
     @property
     def _save_is_due(self) -> bool:

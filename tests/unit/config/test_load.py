@@ -343,3 +343,23 @@ def test_the_example_on_gsm8k_reads_a_hub_dataset_with_the_lines_in_its_comment(
     found = [(data.storage_type, data.path, data.subset_name, data.split) for data in buffer.training_tasksets]
     found += [(data.storage_type, data.path, data.subset_name, data.split) for data in buffer.eval_tasksets]
     assert found == [("huggingface", "openai/gsm8k", "main", split) for split in ("train", "test")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["trainer.nproc=2"], "only the state of a single process can leave the card"),
+        (["synchronizer.backend=nccl"], "needs a separate card for each side"),
+        (["synchronizer.sync_style=fully_async"], "set synchronizer.pause_mode to wait or abort"),
+        (["explorer.rollout_model.engine=vllm", "model.lora={r: 4, sync: adapter}"], "model.lora.sync to merged"),
+        (["mode=explore"], "only in mode both"),
+    ],
+)
+def test_sharing_a_card_in_turns_is_refused_where_it_cannot_work(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config("synchronizer.colocated=true", *overrides)
+
+
+@pytest.mark.parametrize("style", ["fixed", "trainer_driven", "explorer_driven"])
+def test_a_card_can_be_shared_in_each_style_whose_requests_end_before_a_pause(style: str) -> None:
+    assert config("synchronizer.colocated=true", f"synchronizer.sync_style={style}").synchronizer.colocated

@@ -1,8 +1,10 @@
 """What the host may do to an engine, over HTTP, with real weights."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load
 
 from tests.waiting import until
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.generation.request import GenerationRequest
 from trinity_mq.engines.host.admin_client import EngineAdmin, ReceiveFailed
 from trinity_mq.engines.server.server import EngineServer
@@ -103,11 +106,12 @@ async def test_held_requests_go_on_with_the_new_weights(
 ) -> None:
     async with serving(generator, Sender(generator)) as server, aiohttp.ClientSession() as session:
         admin = admin_of(server)
-        await admin.post("pause", {})
+        await admin.post("pause", {"lease": 0.3})
         body = {"prompt": "+1=", "return_token_ids": True}
         asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
         await until(lambda: server.batcher.load > 0)
         await admin.post("receive", {"spec": SPEC})
+        await asyncio.sleep(0.4)  # longer than the lease of the pause: a slower engine delays the commit
         assert not asked.done()
         await admin.post("commit", {"version": [1, 8], "progress": 1})
         async with await asked as response:
@@ -250,3 +254,111 @@ async def test_shutdown_refuses_new_requests_and_ends(
         refusal = server.state.problem(None)
         assert refusal is not None
         assert (refusal.status, refusal.code) == (503, "engine_stopping")
+
+
+class Shared:
+    """An engine on a card that a trainer may take: the server, its admin client, and the trainer's lock."""
+
+    def __init__(self, server: EngineServer, admin: EngineAdmin, folder: Path) -> None:
+        self.server, self.admin, self.lock = server, admin, CardLock(folder)
+
+    async def sleep(self, level: int = 1, **more: float) -> None:
+        await self.admin.post("sleep", {"level": level, **more})
+
+
+@pytest.fixture
+async def shared(
+    serving: Any, generator: TextGenerator, sender: Sender, admin_of: AdminOf, tmp_path: Path
+) -> AsyncIterator[Shared]:
+    card = CardLock(tmp_path)
+    assert card.try_take(shared=True)
+    async with serving(generator, sender, card=card) as server:
+        yield Shared(server, admin_of(server), tmp_path)
+    card.release()
+
+
+def memory_of(generator: TextGenerator) -> int:
+    tensors = (*generator.model.parameters(), *generator.model.buffers())
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+async def test_a_sleeping_engine_frees_the_card_holds_requests_and_serves_the_same_weights_when_awake(
+    shared: Shared, generator: TextGenerator
+) -> None:
+    before = {name: tensor.clone() for name, tensor in generator.model.state_dict().items()}
+    assert not shared.lock.try_take(shared=False)
+    await shared.sleep()
+    assert memory_of(generator) == 0
+    assert shared.lock.try_take(shared=False)
+    state = await shared.admin.state()
+    assert (state["state"], state["version"]) == ("asleep", [1, 7])
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "+1=", "return_token_ids": True}
+        asked = asyncio.create_task(session.post(f"{shared.server.url}/v1/completions", json=body))
+        await until(lambda: shared.server.batcher.load > 0)
+        await shared.admin.post("wake", {})
+        assert not asked.done(), "it waits for the trainer"
+        shared.lock.release()
+        async with await asked as response:
+            assert (await response.json())["choices"][0]["weight_versions"] == [[0, 1, 7]]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in generator.model.state_dict().items())
+    assert not shared.lock.try_take(shared=False)
+
+
+async def test_weights_wake_an_engine_that_discarded_its_own(
+    shared: Shared, generator: TextGenerator, sender: Sender
+) -> None:
+    await shared.sleep(2)
+    assert memory_of(generator) == 0
+    assert shared.lock.try_take(shared=False)
+    await shared.sleep(2)  # renews the lease
+    shared.lock.release()
+    await shared.admin.post("pause", {})
+    answer = await shared.admin.post("receive", {"spec": {**SPEC, "version": [1, 8]}})
+    assert len(answer["canary"]["logprobs"]) == len(CANARY) - 1
+    state = (await shared.admin.post("commit", {"version": [1, 8]}))["state"]
+    assert (state["state"], state["version"]) == ("current", [1, 8])
+    assert torch.equal(named_weights(generator.model)["lm_head.weight"], sender.tensors["lm_head.weight"])
+
+
+async def test_an_engine_whose_trainer_is_gone_wakes_by_itself_without_the_weights_that_it_discarded(
+    shared: Shared,
+) -> None:
+    await shared.sleep(2, lease=0.2)
+    await until(lambda: shared.server.state.label == "dirty")
+    assert shared.server.state.version is None
+    await shared.sleep(1, lease=0.2)
+    await until(lambda: shared.server.state.label == "dirty")
+
+
+async def test_a_failed_transfer_to_a_sleeping_engine_leaves_it_awake_with_its_weights(
+    shared: Shared, sender: Sender
+) -> None:
+    await shared.sleep()
+    sender.error = RuntimeError("peer 2 is gone")
+    await shared.admin.post("pause", {})
+    with pytest.raises(ReceiveFailed, match="peer 2 is gone") as caught:
+        await shared.admin.post("receive", {"spec": SPEC})
+    assert not caught.value.touched
+    await shared.admin.post("resume", {})
+    await until(lambda: shared.server.state.label == "current")
+    assert shared.server.state.version == (1, 7)
+
+
+async def test_an_answer_under_way_ends_before_the_engine_sleeps(shared: Shared, generator: TextGenerator) -> None:
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "+1=", "return_token_ids": True, "n": 64}
+        asked = asyncio.create_task(session.post(f"{shared.server.url}/v1/completions", json=body))
+        await until(lambda: shared.server.batcher.load > 0)
+        while shared.server.state.label != "asleep":
+            with contextlib.suppress(EngineRefused):
+                await shared.sleep(timeout=0.01)
+        assert memory_of(generator) == 0
+        await shared.admin.post("wake", {})
+        async with await asked as response:
+            assert response.status == 200
+
+
+async def test_an_engine_with_a_card_of_its_own_does_not_sleep(admin: EngineAdmin) -> None:
+    with pytest.raises(EngineRefused, match=r"set synchronizer\.colocated"):
+        await admin.post("sleep", {})

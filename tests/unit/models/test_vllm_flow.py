@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import BUSY
 from trinity_mq.engines.vllm.flow import VllmBatcher
+from trinity_mq.engines.vllm.generator import VllmGenerator
 from trinity_mq.messages import Version
 from trinity_mq.models.recording.responses import experiences_of
 from trinity_mq.models.recording.sse import AnswerAssembler
@@ -58,6 +59,45 @@ class ScriptedVllm:
 
     def salts(self) -> list[str]:
         return [body["cache_salt"] for path, body in self.sent if path == api.GENERATE]
+
+
+class Commands:
+    """Stands for the client: remembers the commands in their order."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def post(self, path: str, body: Any = None, timeout: float | None = None, **query: str) -> dict[str, Any]:
+        self.sent.append(path)
+        return {}
+
+    async def command(self, path: str, body: Any, timeout: float) -> None:
+        self.sent.append(path)
+
+
+@pytest.mark.parametrize(("level", "sleeps"), [(1, True), (2, True), (1, False)])
+async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requests(level: Any, sleeps: bool) -> None:
+    client = Commands()
+    generator = VllmGenerator(
+        cast("Any", Letters()),
+        cast("Any", client),
+        vocabulary=9,
+        max_model_len=8,
+        pause_mode="abort",
+        give_up=lambda: None,
+        sleeps=sleeps,
+    )
+    await generator.sleep(level)
+    await generator.wake_weights()
+    await generator.apply({"version": [1, 2], "epoch": 1, "attempt": 1})
+    await generator.wake_cache()
+    await generator.wake_cache()
+    asleep = [f"/sleep?level={level}", "/wake_up?tags=weights"] if sleeps else []
+    awake = ["/wake_up?tags=kv_cache"] if sleeps else []
+    assert client.sent == [api.PAUSE, *asleep, api.PAUSE, api.FINISH_UPDATE, *awake, api.RESUME]
+    client.sent.clear()
+    await generator.apply({"version": [1, 3], "epoch": 1, "attempt": 2})
+    assert client.sent == [api.PAUSE, api.FINISH_UPDATE, api.RESUME]
 
 
 class Letters:

@@ -6,9 +6,12 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -18,9 +21,10 @@ from torch.distributed import (
 )
 
 from trinity_mq.config import load_config
+from trinity_mq.sync.channels import base
 from trinity_mq.sync.channels.base import ChannelError, ManifestEntry, Tensors
-from trinity_mq.sync.channels.buckets import dtype_of, packed, plan, prefetch
-from trinity_mq.sync.channels.collective.broadcast import Group, Receiver, Sender
+from trinity_mq.sync.channels.buckets import SpareBuffers, dtype_of, packed, plan, prefetch
+from trinity_mq.sync.channels.collective.broadcast import TRANSPORTS, Group, Receiver, Sender, Transport
 from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
@@ -292,6 +296,159 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     assert loop.time() - started < 4.0
     with pytest.raises(ChannelError, match="no rendezvous"):
         await sender.broadcast(FEW, FEW_MANIFEST, 2, 4, 2)
+
+
+async def test_a_broadcast_has_the_time_that_its_bytes_need_at_the_slowest_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(base, "SLOWEST_RATE", sum(tensor.nbytes for _, tensor in PAIR) / 10)
+    sender, receiver = Sender("127.0.0.1", 16, 0.5), Receiver()
+
+    def slow() -> Iterator[tuple[str, Tensor]]:
+        for entry in PAIR:
+            time.sleep(0.9)  # both together take longer than the base limit of 0.5 s and its second of grace
+            yield entry
+
+    spec = {**await few_spec(sender), "seconds": 10.5}
+    started = time.monotonic()
+    (arrived, _), _ = await asyncio.gather(
+        receiver.receive(spec, SpareBuffers()), sender.broadcast(cast("Tensors", slow()), PAIRS_MANIFEST, 1, 1, 2)
+    )
+    assert time.monotonic() - started > 1.5
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)
+
+
+class Work:
+    """A broadcast that ends as a test says."""
+
+    def __init__(self, end: Callable[[timedelta], None]) -> None:
+        self._end = end
+
+    def wait(self, timeout: timedelta) -> None:
+        self._end(timeout)
+
+
+class Communicator:
+    """A process group that moves nothing, in the place of NCCL's."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+        self.epochs = 0
+        self.end: Callable[[timedelta], None] = lambda timeout: None
+
+    def connect(self, store: object, rank: int, world: int, timeout: timedelta, device: torch.device) -> Communicator:
+        self.epochs += 1
+        return self
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> Work:
+        self.sent += [tensor.clone() for tensor in tensors]
+        return Work(self.end)
+
+
+class Sharded:
+    """A weight that a collective of the trainer's ranks gathers."""
+
+    def __init__(self, tensor: Tensor, read: list[str], name: str) -> None:
+        self._tensor, self._read, self._name = tensor, read, name
+
+    def full_tensor(self) -> Tensor:
+        self._read.append(self._name)
+        return self._tensor
+
+
+@pytest.fixture
+def communicator(monkeypatch: pytest.MonkeyPatch) -> Communicator:
+    made = Communicator()
+    monkeypatch.setitem(TRANSPORTS, "nccl", Transport(lambda: torch.device("cpu"), made.connect))
+    return made
+
+
+def alone(*, seconds: float = 20.0) -> CollectiveChannel:
+    """Return a channel over NCCL whose barrier needs nobody else."""
+    return CollectiveChannel("127.0.0.1", BUCKET, seconds, "nccl", MemoryChannel("127.0.0.1", BUCKET, seconds))
+
+
+async def test_sharded_weights_are_gathered_before_engines_pause_and_live_weights_are_read_at_the_broadcast(
+    communicator: Communicator,
+) -> None:
+    channel, read = alone(), list[str]()
+    sharded = cast("Tensors", [(name, Sharded(tensor, read, name)) for name, tensor in TENSORS])
+    await channel.offer((1, 1), sharded, MANIFEST)
+    assert read == [name for name, _ in TENSORS]
+    await channel.broadcast(sharded, MANIFEST, 1, 1, 1)
+    await channel.committed((1, 1), sharded, MANIFEST)
+    assert read == [name for name, _ in TENSORS], "no second gathering, in the order of the ranks' other collectives"
+    assert all(map(torch.equal, communicator.sent, packed(plan(MANIFEST, BUCKET), TENSORS)))
+    assert same((await pull(channel, WeightReceiver()))[1], TENSORS)
+    await channel.offer((1, 2), live := some_weights(2), MANIFEST)
+    communicator.sent.clear()
+    await channel.broadcast(live, MANIFEST, 1, 2, 1)
+    assert all(map(torch.equal, communicator.sent, packed(plan(MANIFEST, BUCKET), live)))
+    await channel.committed((1, 2), live, MANIFEST)
+    assert communicator.epochs == 1
+    await channel.close()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "raises"])
+async def test_a_communicator_that_fails_costs_one_deadline_and_is_not_used_again(
+    communicator: Communicator, fault: str
+) -> None:
+    channel, released = alone(seconds=0.5), threading.Event()
+
+    def fail(timeout: timedelta) -> None:
+        assert 0.5 <= timeout.total_seconds() < 1.0
+        if fault == "raises":
+            raise RuntimeError("NCCL watchdog: remote process exited")
+        released.wait(30)
+
+    communicator.end = fail
+    await channel.offer((1, 1), TENSORS, MANIFEST)
+    started = time.monotonic()
+    with pytest.raises(ChannelError, match="remote process exited" if fault == "raises" else "did not end within"):
+        await channel.broadcast(TENSORS, MANIFEST, 1, 1, 1)
+    assert time.monotonic() - started < 5.0
+    channel.abandon()
+    released.set()
+    communicator.end = lambda timeout: None
+    communicator.sent.clear()
+    await channel.offer((1, 1), TENSORS, MANIFEST)
+    await channel.broadcast(TENSORS, MANIFEST, 2, 2, 1)
+    assert communicator.epochs == 2
+    assert len(communicator.sent) == len(plan(MANIFEST, BUCKET))
+    await channel.close()
+
+
+async def test_an_engine_whose_communicator_fails_has_received_nothing_and_can_receive_again(
+    communicator: Communicator,
+) -> None:
+    sender, receiver = Sender("127.0.0.1", 16, 5.0, "nccl"), Receiver()
+
+    def fail(timeout: timedelta) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    communicator.end = fail
+    spec = await few_spec(sender)
+    ends = await asyncio.gather(
+        receiver.receive(spec, SpareBuffers()),
+        sender.broadcast(PAIR, PAIRS_MANIFEST, 1, 1, 2),
+        return_exceptions=True,
+    )
+    assert all(isinstance(end, ChannelError) and "closed by peer" in str(end) for end in ends), ends
+    communicator.end = lambda timeout: None
+    spec = await few_spec(sender, epoch=2)
+    (arrived, _), _ = await asyncio.gather(
+        receiver.receive(spec, SpareBuffers()), sender.broadcast(PAIR, PAIRS_MANIFEST, 2, 1, 2)
+    )
+    assert arrived.keys() == dict(PAIR).keys()
+
+
+def test_host_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    [bucket, *_] = plan(MANIFEST, BUCKET)
+    flat = SpareBuffers(pinned=True).take(bucket)
+    assert (flat.numel(), flat.device.type) == (bucket.num_elements, "cpu")
 
 
 def test_store_keeps_the_keys_of_one_barrier() -> None:

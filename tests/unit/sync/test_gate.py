@@ -56,7 +56,13 @@ async def each(feed: asyncio.Queue[SyncEvent], handle: Callable[[Any, Any], Awai
 class Gate:
     """One trainer, some engines."""
 
-    def __init__(self, engines: int = 1, timeout: float = 5.0, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        engines: int = 1,
+        timeout: float = 5.0,
+        ranks: tuple[int, ...] = (),
+        learner: FakeLearner | None = None,
+    ) -> None:
         self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
         self.channel = FakeChannel()
         self.no_evaluation = asyncio.Event()
@@ -65,7 +71,7 @@ class Gate:
             name="trainer-0",
             config=SyncConfig(sync_timeout=timeout),
             dtype="float32",
-            weights=FakeLearner(),
+            weights=learner or FakeLearner(),
             channel=self.channel,
             canary=(2, 3, 4),
             publish=self.wire.from_trainer,
@@ -411,7 +417,65 @@ def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None
     assert gate.keeper.metrics()["sync/transfer_ms"] == pytest.approx(1500.0, abs=20.0)
 
 
+class LargeModel(FakeLearner):
+    """Names 10 GB of weights, and has none."""
+
+    async def manifest(self) -> list[tuple[str, str, list[int]]]:
+        return [("embed", "bfloat16", [50_000, 50_000]), ("head", "float32", [1_250_000_000])]
+
+
+@pytest.mark.parametrize("by", ["broadcast", "fetch"])
+def test_a_large_model_has_the_time_that_its_bytes_need(by: str) -> None:
+    gate = Gate(2, learner=LargeModel())
+    slow = 180.0  # 10 GB at 56 MB/s
+    gate.channel.seconds, gate.engines[1].receive_seconds = (slow, slow) if by == "broadcast" else (0.01, slow)
+
+    async def act() -> float:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        return now()
+
+    assert gate.play(act) == pytest.approx(slow, abs=5.0)
+    assert gate.keeper.aborts == 0
+    report = gate.keeper.report()
+    assert (report.num_bytes, report.deadline) == (10_000_000_000, 5.0 + 10_000 / 50 * 2)
+
+
+def test_a_frozen_engine_costs_one_deadline_of_a_large_model_and_a_phase_without_bytes_stays_short() -> None:
+    gate = Gate(2, learner=LargeModel())
+    gate.engines[1].receive_seconds = 1e6
+
+    async def act() -> tuple[float, str]:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 0), 0))
+        await gate.keeper.changed.until(lambda: gate.keeper.aborts == 1)
+        seconds, trouble = now(), gate.keeper.trouble
+        gate.engines[1].receive_seconds = 1.0
+        await syncing
+        return seconds, trouble
+
+    seconds, trouble = gate.play(act, limit=2000)
+    assert seconds == pytest.approx(405.0, abs=10.0)
+    assert trouble == "applying: no answer from m1 in 405 s, the limit for 10,000 MB by fake"
+    assert gate.engines[0].served[0] == (1, 0)
+    machine = coordinator("a", timeout=10.0)
+    machine.start((1, 1), 1, LARGE, 1.0)
+    assert machine.next_deadline(1.0) <= 11.0
+    [_, failed] = machine.tick(11.0)
+    assert failed.reason == "preparing: no answer from a in 10 s"
+    machine.join("a", None, 12.0)
+    machine.start((1, 1), 1, LARGE, 12.0)
+    [go, _] = machine.ready(from_member("ready", machine, "a"), 13.0)
+    assert go.seconds == 50.0
+    machine.collective_done(machine.epoch, machine.attempt, 14.0)
+    assert not [command for command in machine.tick(15.0) if isinstance(command, Failed)]
+    machine.join("a", None, 55.0)
+    [_, _, failed] = machine.tick(64.0)
+    assert failed.reason == "applying: no answer from a in 50 s, the limit for 2,000 MB by memory"
+
+
 KEY = ((1, 1), 1, 1)
+LARGE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "bfloat16", [10**9])], rendezvous={"method": "memory"})
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
 
 

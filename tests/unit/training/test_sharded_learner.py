@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -24,7 +25,13 @@ from trinity_mq.config import Config
 from trinity_mq.config.model import LoraConfig
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, DeviceMemoryError, FatalError
-from trinity_mq.sync.channels.buckets import packed, plan
+from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.channels.buckets import packed, plan, split
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.collective.broadcast import TRANSPORTS, Backend
+from trinity_mq.sync.channels.collective.channel import CollectiveChannel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.receiver import WeightReceiver
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.state import flat, read_parts
 from trinity_mq.training.learner import TorchLearner
@@ -40,6 +47,7 @@ from trinity_mq.training.parallel.ranks import (
     world_size,
 )
 
+BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 WHOLE = ["grpo", "kl_cov", "mini_batches", "dpo", "ppo", "lora"]
 
 pytestmark = pytest.mark.timeout(240)  # two processes import torch and FSDP
@@ -185,6 +193,21 @@ async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
 
 
 @pytest.mark.extended
+async def test_a_sync_gathers_each_weight_once_whoever_reads_it(folder: Path, tmp_path: Path) -> None:
+    code, said = await run_ranks(folder, tmp_path / "out", "grpo", "lora", SYNCS="yes")
+    assert code == 0, said
+    ways = [[pull, backend] for pull in ("memory", "checkpoint") for backend in BACKENDS]
+    for case in ("grpo", "lora"):
+        syncs = json.loads((tmp_path / "out" / case / "syncs.json").read_text())
+        assert [sync["way"] for sync in syncs] == ways
+        for sync in syncs:
+            assert sync["arrived"], sync["way"]
+            assert sync["pulled"], sync["way"]
+            gathered = [name for names in sync["gathers"] for name in names]
+            assert sorted(gathered) == sorted(sync["names"]), sync["way"]
+            assert len(sync["gathers"]) < len(gathered), "block by block, not tensor by tensor"
+
+
 async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, opened: Opener, tmp_path: Path) -> None:
     learner = await opened(settings("ppo"))
     await train(learner, "ppo", 1, 2)
@@ -305,8 +328,59 @@ async def flats_of(learner: TorchLearner) -> list[torch.Tensor]:
     return await asyncio.to_thread(lambda: list(packed(buckets, weights)))
 
 
+class Noted(Ranks):
+    """Keeps what was gathered by command."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gathers: list[list[str]] = []
+
+    def announce(self, command: str, body: bytes = b"", **arguments: Any) -> None:
+        if command == "gather":
+            self.gathers.append(arguments["weights"])
+        super().announce(command, body, **arguments)
+
+
+async def sync_each_way(learner: TorchLearner, ranks: Noted, out: Path) -> list[dict[str, Any]]:
+    """Sync one version by each kind of pull and each backend, to one engine in this process."""
+    TRANSPORTS["nccl"] = TRANSPORTS["gloo"]  # the path of live weights on a device, without a GPU
+    manifest = await learner.manifest()
+    truth = zip(plan(manifest, 4096), await flats_of(learner), strict=True)
+    wanted = {name: tensor for bucket, flat in truth for name, tensor in split(bucket, flat)}
+    syncs = []
+    for pull in ("memory", "checkpoint"):
+        for attempt, backend in enumerate(BACKENDS, 1):
+            folder = str(out / f"{pull}-{backend}")
+            pulls = (
+                MemoryChannel("127.0.0.1", 4096, 30.0) if pull == "memory" else CheckpointChannel(folder, 4096, 30.0)
+            )
+            channel: Channel = CollectiveChannel("127.0.0.1", 4096, 30.0, backend, pulls)
+            ranks.gathers.clear()
+            where = await channel.offer((1, attempt), tensors := await learner.weights(), manifest)
+            spec = {**where, "manifest": manifest, "epoch": attempt, "attempt": attempt, "rank": 1, "world": 2}
+            arrived, _ = await asyncio.gather(
+                WeightReceiver().receive({**spec, "seconds": 30.0}),
+                channel.broadcast(tensors, manifest, attempt, attempt, 2),
+            )
+            await channel.committed((1, attempt), tensors, manifest)
+            source = await channel.catch_up_source()
+            assert source is not None
+            pulled = await WeightReceiver().receive({**source[1], "manifest": manifest, "seconds": 30.0})
+            syncs.append(
+                {
+                    "way": [pull, backend],
+                    "names": list(wanted),
+                    "gathers": list(ranks.gathers),
+                    "arrived": all(torch.equal(arrived[name], tensor) for name, tensor in wanted.items()),
+                    "pulled": all(torch.equal(pulled[name], tensor) for name, tensor in wanted.items()),
+                }
+            )
+            await channel.close()
+    return syncs
+
+
 async def lead(model: Path, out: Path, checkpoint: Path | None, cases: list[str]) -> None:
-    ranks = Ranks(0, WORLD, 60.0)
+    ranks = Noted(0, WORLD, 60.0)
     processes = RankProcesses(ranks)
     await processes.start()
     watching = asyncio.create_task(processes.watch())  # as beside a trainer: it tells who waits for a rank that is gone
@@ -318,7 +392,7 @@ async def lead(model: Path, out: Path, checkpoint: Path | None, cases: list[str]
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def lead_cases(ranks: Ranks, model: Path, out: Path, checkpoint: Path | None, cases: list[str]) -> None:
+async def lead_cases(ranks: Noted, model: Path, out: Path, checkpoint: Path | None, cases: list[str]) -> None:
     for case in cases:
         learner = TorchLearner(settings(case), model, None, ranks)
         (out / case).mkdir()
@@ -326,6 +400,12 @@ async def lead_cases(ranks: Ranks, model: Path, out: Path, checkpoint: Path | No
             with pytest.raises(DamagedCheckpointError):
                 await learner.open(Path(damaged))
         await learner.open(checkpoint)
+        if "SYNCS" in os.environ:
+            await learner.step(experiences(case, 1), 1)
+            syncs = await sync_each_way(learner, ranks, out / case)
+            (out / case / "syncs.json").write_text(json.dumps(syncs))
+            await learner.close()
+            continue
         metrics = await train(learner, case, 3 if checkpoint else 1, int(os.environ.get("LAST", "3")))
         flats = await flats_of(learner)
         torch.save(

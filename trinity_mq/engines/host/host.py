@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from tenacity import (
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest, free_gpus
+from trinity_mq.engines.state import PAUSE_LEASE
 from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
@@ -162,14 +164,15 @@ class EngineHost:
 
     # -- commands of the sync gate
 
-    async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
+    async def pause(self, timeout: float = 60.0, lease: float | None = None) -> None:
         """Start no more batch steps and wait for the running step. After ``lease`` seconds the engine resumes by
-        itself.
+        itself. None: twice ``timeout``, at least :data:`PAUSE_LEASE`.
 
         Raises:
             EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
             EngineLost: The engine did not answer.
         """
+        lease = lease or max(PAUSE_LEASE, 2 * timeout)
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
@@ -271,15 +274,27 @@ class EngineHost:
         if self.auxiliary is not None:
             command += ["--auxiliary", self.auxiliary.name]
             threads = self.auxiliary.num_threads
-        process = self._process = await EngineProcess.spawn(
-            command,
-            self.ready_file,
-            self.output,
-            environment={**self.environment, "OMP_NUM_THREADS": str(cpu_threads(self.config, threads))},
-            timeout=self._start_timeout,
-        )
+        async with self._card():
+            process = self._process = await EngineProcess.spawn(
+                command,
+                self.ready_file,
+                self.output,
+                environment={**self.environment, "OMP_NUM_THREADS": str(cpu_threads(self.config, threads))},
+                timeout=self._start_timeout,
+            )
         await self.refresh()
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
+
+    @contextlib.asynccontextmanager
+    async def _card(self) -> AsyncIterator[None]:
+        """Hold a card that is shared with the trainer while the engine starts; wait until the trainer returns it."""
+        lock = CardLock(self.run_dir)
+        if self.config.synchronizer.colocated and self.auxiliary is None:
+            await lock.take(shared=True)
+        try:
+            yield
+        finally:
+            lock.release()
 
     async def _run_until_death(self) -> None:
         """Start the engine unless it is alive, and watch it until it dies; raise EngineFailed if it died within one

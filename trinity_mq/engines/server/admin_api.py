@@ -11,10 +11,12 @@ from aiohttp import web
 from pydantic import Field, NonNegativeInt
 
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current
+from trinity_mq.engines.card import CARD_LEASE, SleepLevel
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.engines.server.http_server import EngineRequestBody, read_request
-from trinity_mq.engines.state import EngineState, StateError
+from trinity_mq.engines.server.sleeping import Sleeper
+from trinity_mq.engines.state import PAUSE_LEASE, EngineState, StateError
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.telemetry.trace import span
 
@@ -29,7 +31,7 @@ class PauseBody(EngineRequestBody):
 
     timeout: float = Field(default=60.0, gt=0)
     """Seconds that the running batch step has to end."""
-    lease: float = Field(default=120.0, gt=0)
+    lease: float = Field(default=PAUSE_LEASE, gt=0)
     """Seconds after which the engine resumes by itself if no further command comes."""
 
 
@@ -48,6 +50,16 @@ class CommitBody(EngineRequestBody):
     progress: NonNegativeInt = 0
 
 
+class SleepBody(EngineRequestBody):
+    """Body of ``/admin/sleep``."""
+
+    level: SleepLevel = 1
+    timeout: float = Field(default=30.0, gt=0)
+    """Seconds to wait for the running batch steps."""
+    lease: float = Field(default=CARD_LEASE, gt=0)
+    """Seconds after which the engine wakes by itself unless the request is repeated."""
+
+
 class AdminApi:
     """The commands of the sync gate, under ``/admin``."""
 
@@ -62,6 +74,8 @@ class AdminApi:
         """Create the routes. ``answer`` builds an answer from the engine's state and further fields."""
         self._batcher, self._state, self._generator = batcher, state, generator
         self._receiver, self._answer = receiver, answer
+        self.sleeper: Sleeper | None = None
+        """Puts the engine to sleep; None unless it shares its card with the trainer."""
         self._transfer: asyncio.Task[web.Response] | None = None
 
     async def pause(self, request: web.Request) -> web.Response:
@@ -80,6 +94,31 @@ class AdminApi:
             ) from None
         self._state.restart_pause_lease(body.lease)
         return self._answer()
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Leave the card to the trainer, and return when it is free."""
+        body = await read_request(request, SleepBody)
+        if self._state.receiving:
+            raise ApiError(409, "a transfer is in progress; repeat the request", code="busy")
+        if not await self._sleeper().sleep(body.level, body.lease, body.timeout):
+            raise ApiError(
+                504,
+                f"the running batch step did not end within {body.timeout:g} s; the engine goes on to sleep",
+                code="not_asleep",
+            )
+        return self._answer()
+
+    async def wake(self, request: web.Request) -> web.Response:
+        """Start to use the card again."""
+        self._sleeper().wake()
+        return self._answer()
+
+    def _sleeper(self) -> Sleeper:
+        if self.sleeper is None:
+            raise ApiError(
+                409, "this engine shares its card with nobody; set synchronizer.colocated", code="not_colocated"
+            )
+        return self.sleeper
 
     async def receive(self, request: web.Request) -> web.Response:
         """Receive new weights and apply them; they are served after a commit."""
@@ -102,6 +141,7 @@ class AdminApi:
                 409, "the transfer was aborted", code="receive_aborted", extra={"touched": self._touched()}
             ) from None
         finally:
+            await self._wake_cache()  # also after a transfer that failed
             self._state.receiving = False
             self._transfer = None
 
@@ -125,12 +165,15 @@ class AdminApi:
             with span("receive weights", batch, version=version, wait=True):
                 async with asyncio.timeout(body.timeout):
                     tensors = await self._receiver(body.spec)
+                    if self.sleeper is not None:
+                        await self.sleeper.wake_for_weights()
             arrived = loop.time()
             with span("apply weights", batch, version=version, threads=True):
                 checked = await self._batcher.call(lambda: self._generator.check(tensors))
                 self._state.touch(version)
                 touched = True
                 await self._batcher.call(lambda: self._generator.apply(checked))
+                await self._wake_cache()
             with span("score canary", batch, version=version, threads=True):
                 canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
         except Exception as error:
@@ -140,7 +183,14 @@ class AdminApi:
                 500, f"weights were not applied: {reason}", code="receive_failed", extra={"touched": touched}
             ) from error
         self._state.applied = True
+        # the commit follows once the slowest engine has its weights
+        self._state.restart_pause_lease(max(PAUSE_LEASE, 2 * body.timeout))
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
+
+    async def _wake_cache(self) -> None:
+        """Give an engine that woke for these weights its cache again."""
+        if self.sleeper is not None and not self._state.asleep:
+            await self._batcher.call(self._generator.wake_cache)
 
     async def _canary(self, tokens: list[int]) -> dict[str, Any]:
         """Return the canary's logprobs under the new weights."""

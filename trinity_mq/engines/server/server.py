@@ -10,10 +10,12 @@ from typing import Any
 
 from aiohttp import web
 
+from trinity_mq.engines.card import CardLock
 from trinity_mq.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.engines.server.admin_api import AdminApi, Receiver
 from trinity_mq.engines.server.http_server import HttpServer, admin_routes
 from trinity_mq.engines.server.openai.api import OpenAIApi
+from trinity_mq.engines.server.sleeping import Sleeper
 from trinity_mq.engines.state import EngineState
 
 MAX_BATCH_DELAY = 0.005
@@ -40,6 +42,8 @@ class ServerSettings:
     """Seconds for which concurrent requests are collected before a static batch starts."""
     pause_mode: PauseMode = "wait"
     lease: float = 60.0
+    card: CardLock | None = None
+    """Lock on the card that the engine shares with the trainer; None: the card is its own."""
     grace: float = 30.0
     """Seconds that the running batch step has to end after a request to stop. After the lease ran out it has none."""
 
@@ -72,6 +76,8 @@ class EngineServer(HttpServer):
         )
         self._settings = settings
         self._admin = AdminApi(self.batcher, self.state, generator, receiver, self.answer)
+        if settings.card is not None:
+            self._admin.sleeper = Sleeper(settings.card, self.state, self.batcher, generator, self.stop)
         self._openai = OpenAIApi(
             self.batcher,
             self.state,
@@ -113,6 +119,7 @@ class EngineServer(HttpServer):
         """Return the routes in addition to lease, state and shutdown."""
         admin = self._admin
         posts = {"pause": admin.pause, "receive": admin.receive, "commit": admin.commit, "resume": admin.resume}
+        posts |= {"sleep": admin.sleep, "wake": admin.wake}
         return [
             *self._openai.routes(),
             *admin_routes(self._settings.token, gets={"weight": admin.weight}, posts=posts),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.config import ModelConfig
+from trinity_mq.engines.card import SleepLevel
 from trinity_mq.engines.generation.request import (
     Completion,
     FinishReason,
@@ -27,6 +28,7 @@ from trinity_mq.engines.generation.request import (
 )
 from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.torch.parking import ParkedTensors
 from trinity_mq.engines.torch.sampling import Uniforms, choose, tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
@@ -57,6 +59,7 @@ class TextGenerator:
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
         """Size of the vocabulary; token ids are smaller."""
         self._cancelled = threading.Event()
+        self._parked, self._discarded = ParkedTensors(), ParkedTensors()
 
     @classmethod
     def build(cls, config: ModelConfig, folder: Path, *, num_threads: int) -> TextGenerator:
@@ -152,6 +155,23 @@ class TextGenerator:
     def apply(self, checked: Mapping[str, Tensor]) -> None:
         """Copy the tensors that :meth:`check` returned into the model."""
         copy_into(self.model, checked)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Free the memory of the weights. No batch step runs, so there is no cache."""
+        buffers = list(self.model.buffers())
+        if level == 2:
+            self._discarded.park(self.model.parameters(), keep=False)
+            self._parked.park(buffers)
+        else:
+            self._parked.park([*self.model.parameters(), *buffers])
+
+    def wake_weights(self) -> None:
+        """Give the weights their memory again. Discarded weights have arbitrary values until :meth:`apply`."""
+        self._discarded.unpark()
+        self._parked.unpark()
+
+    def wake_cache(self) -> None:
+        """Do nothing: each batch step makes its own cache."""
 
     def weight(self, name: str) -> bytes:
         """Return one weight as safetensors bytes.

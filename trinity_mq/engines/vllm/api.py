@@ -57,6 +57,7 @@ GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
 METRICS = "/metrics"
 PAUSE, RESUME = "/pause", "/resume"
+SLEEP, WAKE = "/sleep", "/wake_up"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

@@ -124,6 +124,8 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
         room = plan.room if plan else None
         fixed = auxiliary is not None
         command = api.server_command(folder, socket, model, rollout, max_model_len, cpu=cpu, room=room, fixed=fixed)
+        sleeps = config.synchronizer.colocated and not cpu and not fixed
+        command += ["--enable-sleep-mode"] if sleeps else []
         settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
@@ -148,6 +150,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
                     give_up=lambda: _kill(child),
                     home=home,
                     workers=job.tensor_parallel_size,
+                    sleeps=sleeps,
                 )
                 receive = refuse_transfer if fixed else generator.receive
 

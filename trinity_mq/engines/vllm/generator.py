@@ -11,6 +11,7 @@ import structlog
 
 from trinity_mq.config import ModelConfig
 from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.card import SleepLevel
 from trinity_mq.engines.generation.batch_step import PauseMode
 from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.engines.generation.text import TextCodec
@@ -42,6 +43,7 @@ class VllmGenerator:
         home: Path,
         workers: int = 1,
         recompute_cache: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """Create the generator.
 
@@ -55,7 +57,9 @@ class VllmGenerator:
             home: Private folder, for files of the workers.
             workers: Number of vLLM's workers, which each receive weights.
             recompute_cache: Whether requests that continue with new weights compute their cache anew.
+            sleeps: Whether vLLM was started with its sleep mode.
         """
+        self._sleeps = sleeps
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
@@ -66,6 +70,8 @@ class VllmGenerator:
         # without running requests there is nothing to compute anew, and the old cache is only waste
         self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
         self._salt = ""
+        self._asleep: set[str] = set()
+        """Parts of vLLM's memory on the card that are freed: ``weights``, ``kv_cache``."""
         self._adapter: str | None = None
         """Name of the adapter that answers, if weights are sent as adapters."""
 
@@ -122,7 +128,8 @@ class VllmGenerator:
                 await self._command(api.FINISH_UPDATE, {"weight_version": label})
                 self._is_open = False
             finally:
-                await self._command(api.RESUME)
+                if not self._asleep:  # otherwise requests would run without a cache
+                    await self._command(api.RESUME)
         except BaseException:
             self._give_up()
             raise
@@ -137,6 +144,33 @@ class VllmGenerator:
             answer = await self._command(api.GENERATE, body)
             scores.append(api.read_scores(answer, request.token_ids))
         return scores
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Free the memory of weights and cache. Running requests are treated by the pause mode, and lose their cache.
+        On a CPU vLLM cannot sleep; then it only pauses.
+        """
+        await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
+        if self._sleeps:
+            await self._client.command(f"{api.SLEEP}?level={level}", {}, COMMAND_TIMEOUT)
+        self._asleep = {"weights", "kv_cache"}
+
+    async def wake_weights(self) -> None:
+        """Give the weights their memory again. Weights that were discarded have arbitrary values until new weights are
+        applied.
+        """
+        await self._wake("weights")
+
+    async def wake_cache(self) -> None:
+        """Give the cache its memory again, and continue running requests."""
+        if "kv_cache" in self._asleep:
+            await self._wake("kv_cache")
+            await self._command(api.RESUME)
+
+    async def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            if self._sleeps:
+                await self._client.command(f"{api.WAKE}?tags={part}", {}, COMMAND_TIMEOUT)
+            self._asleep.discard(part)
 
     async def weight(self, name: str) -> bytes:
         """Refuse: vLLM stores weights fused and packed, not under the names of the checkpoint."""

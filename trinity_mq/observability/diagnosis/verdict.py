@@ -222,6 +222,9 @@ def _overdue_trainer(facts: ObservationIndex) -> Iterator[_Cause]:
         members = trainer.sync.members if trainer.sync else {}
         behind = sorted(name for name, member in members.items() if member.state and member.state != "current")
         evidence = tuple(f"engine {name} is {members[name].state}" for name in behind)
+        if trainer.sync and trainer.sync.num_bytes:
+            size, limit = trainer.sync.num_bytes / 1e6, duration_text(trainer.sync.deadline)
+            evidence += (f"{size:,.0f} MB are sent by {trainer.sync.method}; a transfer may take {limit}",)
         trouble = (
             (f"the last attempt was aborted: {trainer.sync.trouble}",) if trainer.sync and trainer.sync.trouble else ()
         )

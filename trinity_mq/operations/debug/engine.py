@@ -177,12 +177,13 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
 
 async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> None:
     """Send the weights to the engine as its trainer, with the engine as the only member."""
-    from trinity_mq.sync.channels.base import ChannelError
+    from trinity_mq.sync.channels.base import ChannelError, manifest_bytes, transfer_seconds
     from trinity_mq.sync.channels.collective.broadcast import Sender
 
     sync, world = config.synchronizer, 1 + config.engine_ranks
     sender = Sender("127.0.0.1", sync.bucket_bytes, sync.sync_timeout)
     manifest = policy.manifest()
+    seconds = transfer_seconds(sync.sync_timeout, manifest_bytes(manifest))
     try:
         spec = {
             **await sender.rendezvous(),
@@ -190,14 +191,14 @@ async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> Non
             "attempt": 0,
             "rank": 1,
             "world": world,
-            "seconds": sync.sync_timeout,
+            "seconds": seconds,
             "manifest": manifest,
             "canary": {},
         }
         await host.pause()
         async with asyncio.TaskGroup() as group:
             group.create_task(sender.broadcast(policy.weights(), manifest, 0, 0, world))
-            group.create_task(host.receive(spec, sync.sync_timeout + 5.0))
+            group.create_task(host.receive(spec, seconds + 5.0))
         await host.commit(VERSION, 0)
     except ExceptionGroup as failed:
         if failed.split((ChannelError, EngineError))[1] is not None:

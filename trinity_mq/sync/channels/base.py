@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
@@ -24,10 +26,44 @@ Tensors = list[tuple[str, "Tensor"]]
 CatchUpSource = tuple[Version, dict[str, Any], Manifest]
 """Offered version, its location (the rendezvous of ``prepare``), and its manifest."""
 
+SLOWEST_RATE = 50 * 10**6
+"""Slowest acceptable rate of a transfer in bytes per second: two fifths of a link of 1 Gbit/s, and an eighth of a disk.
+Deadlines of transfers allow for this rate in addition to ``synchronizer.sync_timeout``.
+"""
 FETCH_TRIES = 3
 """Maximum attempts to fetch one file or bucket."""
 STAGING_TRIES = 10
 """Factor on the limit of a phase for staging weights while the engines serve, because a disk may be slow."""
+
+
+_BITS = re.compile(r"[0-9]+")
+
+
+def manifest_bytes(manifest: Iterable[ManifestEntry]) -> int:
+    """Return the number of bytes of all tensors. The first number in a dtype's name is its size in bits; a dtype
+    without a number (``bool``) has 8 bits.
+    """
+    total = 0
+    for _, dtype, shape in manifest:
+        bits = _BITS.search(dtype)
+        total += math.prod(shape) * max(8, int(bits.group()) if bits else 8) // 8
+    return total
+
+
+def source_copies(method: str, members: int) -> int:
+    """Return how many times the source sends the weights to ``members`` engines.
+
+    A broadcast is a binomial tree, whose root sends to one engine per level. Otherwise every engine fetches from the
+    same server or disk.
+    """
+    return max(1, members.bit_length() if method == "collective" else members)
+
+
+def transfer_seconds(base: float, num_bytes: int, copies: int = 1) -> float:
+    """Return the deadline in seconds for moving ``num_bytes`` from one source ``copies`` times: ``base``, the limit of
+    a phase that moves no data, plus the duration at :data:`SLOWEST_RATE`.
+    """
+    return base + num_bytes * copies / SLOWEST_RATE
 
 
 class ChannelError(Exception):

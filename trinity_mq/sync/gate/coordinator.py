@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.sync.channels.base import manifest_bytes, source_copies, transfer_seconds
 from trinity_mq.sync.gate.records import (
     AbandonCollective,
     AttemptTimes,
@@ -61,8 +62,11 @@ class CatchUpFetches:
     _not_before: dict[str, float] = field(default_factory=dict)
 
     def begin(self, member: str, prepare: SyncEvent, now: float) -> SyncEvent:
-        """Start a member's fetch; return the event to send to it."""
-        self.under_way[member] = CatchUp(prepare, now + self.timeout, now + self.resend_interval)
+        """Start a member's fetch; return the event to send to it. Pause and fetch each have the deadline in
+        ``prepare``.
+        """
+        limit = max(self.timeout, 2 * (prepare.seconds or 0.0))
+        self.under_way[member] = CatchUp(prepare, now + limit, now + self.resend_interval)
         return prepare
 
     def may_begin(self, member: str, now: float) -> bool:
@@ -124,7 +128,7 @@ class Coordinator:
 
     name: str
     timeout: float
-    """Maximum duration of each phase in seconds."""
+    """Maximum duration in seconds of each phase that moves no weights. See :attr:`transfer_timeout` for the others."""
     lease: float
     """Seconds without a join after which a member counts as gone."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
@@ -141,6 +145,10 @@ class Coordinator:
     _catch_ups: CatchUpFetches = field(init=False)
     _tries: int = 0
     """Number of attempts, including catch-up fetches."""
+    num_bytes: int = 0
+    """Bytes of the weights of the current or last attempt."""
+    method: str = ""
+    """Channel of the weights of the current or last attempt."""
     _version: Version = (0, 0)
     _progress: int = 0
     _prepare: SyncEvent | None = None
@@ -151,6 +159,14 @@ class Coordinator:
     _committed_at: float = float("-inf")
     _deadline: float = 0.0
     _resend: float = 0.0
+
+    @property
+    def transfer_timeout(self) -> float:
+        """Maximum duration in seconds of the transfer, and of the phase after it, in which members that fetch by
+        themselves receive the weights.
+        """
+        receivers = len(self._taking_part) if self._prepare is None else world_size(self._prepare) - 1
+        return transfer_seconds(self.timeout, self.num_bytes, source_copies(self.method, receivers))
 
     def __post_init__(self) -> None:
         self._catch_ups = CatchUpFetches(2 * self.timeout, RESEND_INTERVAL)
@@ -241,6 +257,9 @@ class Coordinator:
             "attempt": self._tries,
             "members": [member],
             "pull": True,
+            "seconds": transfer_seconds(
+                self.timeout, manifest_bytes(prepare.manifest), len(self._catch_ups.under_way) + 1
+            ),
         }
         return [self._catch_ups.begin(member, prepare.model_copy(update=stamp), now)]
 
@@ -293,6 +312,7 @@ class Coordinator:
         self._applied.clear()
         self.phase = Phase.PREPARING
         self.phases = AttemptTimes(started=now, held=held)
+        self.num_bytes, self.method = manifest_bytes(prepare.manifest), str(prepare.rendezvous.get("method", ""))
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
         ranks = {name: self.members[name].ranks for name in self._taking_part if self.members[name].ranks > 1}
         fields = self._stamp("prepare") | {"members": list(self._taking_part), "ranks": ranks}
@@ -322,7 +342,7 @@ class Coordinator:
             return []
         self.phase = Phase.ENTERING
         self.phases.ready = now
-        self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
+        self._deadline, self._resend = now + self.transfer_timeout, now + RESEND_INTERVAL
         assert self._prepare is not None  # an attempt always has a prepare event
         return [self._go(), StartCollective(self._version, self.epoch, self.attempt, world_size(self._prepare))]
 
@@ -332,7 +352,7 @@ class Coordinator:
             return []
         self.phase = Phase.APPLYING
         self.phases.transferred = now
-        self._deadline = now + self.timeout
+        self._deadline = now + self.transfer_timeout
         return self._try_commit(now)
 
     def collective_failed(self, epoch: int, attempt: int, reason: str) -> list[Command]:
@@ -391,7 +411,7 @@ class Coordinator:
         if now >= self._deadline:
             missing = self._missing()
             late_members = ", ".join(missing) or "the collective"
-            reason = f"{self.phase.value}: no answer from {late_members} in {self.timeout:g} s"
+            reason = f"{self.phase.value}: no answer from {late_members} in {self._limit()}"
             return [*again, *self._fail(reason, missing)]
         if now >= self._resend and self.phase in {Phase.PREPARING, Phase.ENTERING} and self._prepare is not None:
             self._resend = now + RESEND_INTERVAL
@@ -421,7 +441,13 @@ class Coordinator:
 
     def _go(self) -> SyncEvent:
         assert self._prepare is not None
-        return _follow_up(self._prepare, "go")
+        return _follow_up(self._prepare, "go", seconds=self.transfer_timeout)
+
+    def _limit(self) -> str:
+        """Return the deadline of the current phase as text."""
+        if self.phase is Phase.PREPARING or not self.num_bytes:
+            return f"{self.timeout:g} s"
+        return f"{self.transfer_timeout:.0f} s, the limit for {self.num_bytes / 1e6:,.0f} MB by {self.method}"
 
     def _is_ours(self, event: SyncEvent) -> bool:
         # the version contains the trainer's generation, so answers to an earlier process of this trainer do not match

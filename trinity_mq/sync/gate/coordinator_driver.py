@@ -141,6 +141,9 @@ class CoordinatorDriver:
             pulls=machine.pulled,
             canary_failures=machine.canary_failures,
             quarantined=len(machine.quarantined()),
+            num_bytes=machine.num_bytes,
+            method=machine.method,
+            deadline=machine.transfer_timeout if machine.num_bytes else 0.0,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -174,6 +174,12 @@ def test_the_culprit_of_a_run_that_stands_still_and_nobody_where_it_moves(name: 
         assert any(line.startswith("but ") and culprit in line for line in found.evidence), "the suspect"
 
 
+def test_a_long_sync_names_its_bytes_and_its_deadline() -> None:
+    moved = {**PULLING, "num_bytes": 65_500_000_000, "method": "memory", "deadline": 1370.0}
+    found = seen(doing("the weight sync of version 1.7", 600.0, 0.1, sync=moved))
+    assert "65,500 MB are sent by memory; a transfer may take 23 min" in found.evidence
+
+
 def test_work_of_the_usual_duration_is_not_blamed() -> None:
     assert seen(doing("the train step on batch 41", 100.0, 60.0)).state == "moving"
     assert seen(sliced(26.0, 9.0)).state == "moving"

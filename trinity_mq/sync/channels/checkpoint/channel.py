@@ -14,6 +14,8 @@ from trinity_mq.sync.channels.base import (
     Manifest,
     Tensors,
     in_daemon_thread,
+    manifest_bytes,
+    transfer_seconds,
 )
 from trinity_mq.sync.channels.buckets import SpareBuffers, packed, plan, prefetch
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
@@ -39,6 +41,7 @@ class CheckpointChannel:
         self._root, self._bucket_bytes, self._seconds, self._keep = root, bucket_bytes, seconds, keep
         self._offered: CatchUpSource | None = None
         self._committed: CatchUpSource | None = None
+        self._spare = SpareBuffers(pinned=True)
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Write the files, unless they exist, and return their location."""
@@ -47,12 +50,12 @@ class CheckpointChannel:
             buckets = plan(manifest, self._bucket_bytes)
 
             def write() -> tuple[str, str]:
-                spare = SpareBuffers()
-                flats = prefetch(packed(buckets, tensors, empty=spare.take))
-                return self._files.write(version, buckets, flats, spare.put)
+                flats = prefetch(packed(buckets, tensors, empty=self._spare.take))
+                return self._files.write(version, buckets, flats, self._spare.put)
 
             try:
-                path, digest = await in_daemon_thread(write, self._seconds * STAGING_TRIES, "writing the weights")
+                seconds = transfer_seconds(self._seconds * STAGING_TRIES, manifest_bytes(manifest))
+                path, digest = await in_daemon_thread(write, seconds, "writing the weights")
             except ChannelError as error:
                 raise ChannelError(
                     f"version {version} cannot be written below {self._root}: {error}; check space and permissions "

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,7 +21,15 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors, in_daemon_thread
+from trinity_mq.sync.channels.base import (
+    ChannelError,
+    Manifest,
+    Tensors,
+    in_daemon_thread,
+    manifest_bytes,
+    source_copies,
+    transfer_seconds,
+)
 from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, entries_of, packed, plan, prefetch, split
 
 Backend = Literal["gloo", "nccl"]
@@ -44,6 +53,47 @@ def nccl_missing() -> str | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A backend of the broadcast."""
+
+    device: Callable[[], torch.device]
+    """Returns the device of the broadcast tensors; raises ChannelError if this process has no such device."""
+    connect: Callable[[Store, int, int, timedelta, torch.device], Any]
+    """Returns a process group for a store, rank, world, timeout and device."""
+
+
+def _cuda_device() -> torch.device:
+    if (missing := nccl_missing()) is not None:
+        raise ChannelError(missing)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _connect_nccl(store: Store, rank: int, world: int, timeout: timedelta, device: torch.device) -> Any:
+    # an absent peer must cause an error here after the timeout, not end the process
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    torch.cuda.set_device(device)  # set per thread
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001  # the only way to set it on a group of one's own
+    if hasattr(options, "config"):
+        # otherwise a thread that waits for an absent peer in ncclCommInitRank never returns
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout.total_seconds()))))
+        options.config.blocking = 0
+    group = dist.ProcessGroupNCCL(store, rank, world, options)
+    group.eager_connect_single_device(device)  # makes an unusable device fail here, not in the first broadcast
+    return group
+
+
+def _connect_gloo(store: Store, rank: int, world: int, timeout: timedelta, device: torch.device) -> Any:
+    return dist.ProcessGroupGloo(store, rank, world, timeout)
+
+
+TRANSPORTS: dict[Backend, Transport] = {
+    "gloo": Transport(lambda: torch.device("cpu"), _connect_gloo),
+    "nccl": Transport(_cuda_device, _connect_nccl),
+}
+
+
 class Group:
     """One epoch's process group, from the view of one rank."""
 
@@ -52,19 +102,18 @@ class Group:
     ) -> None:
         self.store, self.epoch, self.rank, self.world = store, epoch, rank, world
         self.timeout = timedelta(seconds=seconds)
-        self._backend = backend
+        """Limit of the barrier, and of a broadcast in addition to its duration at the slowest acceptable rate."""
+        self._transport = TRANSPORTS[backend]
         self._group: Any = None
         self._key: str | None = None
         """Key of this rank at the last barrier."""
+        self.is_abandoned = False
+        """Whether no further broadcast may begin. An abandoned thread may still wait for an earlier one."""
 
     @property
     def device(self) -> torch.device:
         """Device of the broadcast tensors. With several GPUs it is the GPU that this process uses."""
-        if self._backend == "gloo":
-            return torch.device("cpu")
-        if (missing := nccl_missing()) is not None:
-            raise ChannelError(missing)
-        return torch.device("cuda", torch.cuda.current_device())
+        return self._transport.device()
 
     def barrier(self, attempt: int) -> None:
         """Announce this rank and wait for all other ranks, or raise after the timeout.
@@ -85,11 +134,15 @@ class Group:
         Several broadcasts run concurrently, so the iterator is advanced before earlier tensors have been yielded.
         """
         if self._group is None:
-            self._group = self._new_process_group()
+            store = PrefixStore(f"pg/{self.epoch}", self.store)
+            self._group = self._transport.connect(store, self.rank, self.world, self.timeout, self.device)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
+        options.rootRank, options.rootTensor = 0, 0
         under_way: deque[tuple[Any, Tensor]] = deque()
         for flat in flats:
+            if self.is_abandoned:
+                raise ChannelError("the broadcast was abandoned")
+            options.timeout = self._limit(flat)
             under_way.append((self._group.broadcast([flat], options), flat))
             if len(under_way) == UNDER_WAY:
                 yield self._wait_for(*under_way.popleft())
@@ -97,21 +150,13 @@ class Group:
             yield self._wait_for(*under_way.popleft())
 
     def _wait_for(self, work: Any, flat: Tensor) -> Tensor:
-        work.wait(self.timeout)
+        work.wait(self._limit(flat))
         return flat
 
-    def _new_process_group(self) -> Any:
-        store, device = PrefixStore(f"pg/{self.epoch}", self.store), self.device
-        if device.type == "cpu":
-            return dist.ProcessGroupGloo(store, self.rank, self.world, self.timeout)
-        # an absent peer must cause an error here after the timeout, not end the process
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        torch.cuda.set_device(device)  # set per thread
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout  # noqa: SLF001  # the only way to set it on a group of one's own
-        group = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
-        group.eager_connect_single_device(device)  # makes an unusable device fail here, not in the first broadcast
-        return group
+    def _limit(self, flat: Tensor) -> timedelta:
+        """Return the limit of one broadcast, during which other broadcasts share the link."""
+        copies = UNDER_WAY * source_copies("collective", self.world - 1)
+        return timedelta(seconds=transfer_seconds(self.timeout.total_seconds(), flat.nbytes, copies))
 
 
 class Sender:
@@ -136,6 +181,7 @@ class Sender:
             "nonce": self._nonce,
             "bucket_bytes": self.bucket_bytes,
             "backend": self.backend,
+            "step_seconds": self.seconds,
         }
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
@@ -149,13 +195,14 @@ class Sender:
             for flat in group.broadcast(prefetch(packed(buckets, tensors, group.device, spare.take))):
                 spare.put(flat)
 
-        await self._meet(send, epoch, attempt, world)
+        await self._meet(send, manifest, epoch, attempt, world)
 
-    async def send(self, flats: Iterable[Tensor], epoch: int, attempt: int, world: int) -> None:
-        """Meet ``world - 1`` members at the barrier and send them flat buckets, on the device of the group.
+    async def send(self, flats: Iterable[Tensor], manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
+        """Meet ``world - 1`` members at the barrier and send them flat buckets from host memory.
 
         Args:
-            flats: Buckets of the manifest that the members know. The iterator may block until a bucket is ready.
+            flats: Buckets of the manifest. The iterator may block until a bucket is ready.
+            manifest: Manifest that the members know.
             epoch: A new epoch creates a new group.
             attempt: Identifies the barrier.
             world: Number of members plus the trainer.
@@ -165,12 +212,15 @@ class Sender:
         """
 
         def send(group: Group) -> None:
-            for _ in group.broadcast(flats):
+            device = group.device
+            for _ in group.broadcast(flat.to(device, non_blocking=True) for flat in flats):
                 pass
 
-        await self._meet(send, epoch, attempt, world)
+        await self._meet(send, manifest, epoch, attempt, world)
 
-    async def _meet(self, send: Callable[[Group], None], epoch: int, attempt: int, world: int) -> None:
+    async def _meet(
+        self, send: Callable[[Group], None], manifest: Manifest, epoch: int, attempt: int, world: int
+    ) -> None:
         if self._store is None:
             raise ChannelError("no rendezvous is open")
         if self._group is None or self._group.epoch != epoch:
@@ -181,14 +231,17 @@ class Sender:
             group.barrier(attempt)
             send(group)
 
+        limit = transfer_seconds(self.seconds, manifest_bytes(manifest), source_copies("collective", world - 1))
         try:
-            await in_daemon_thread(work, self.seconds + 1.0, "broadcast")
+            await in_daemon_thread(work, limit + 1.0, "broadcast")
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
         """Drop the group and the rendezvous; the next epoch creates both again."""
+        if self._group is not None:
+            self._group.is_abandoned = True
         self._group, self._store = None, None
 
     def _open(self) -> TCPStore:
@@ -206,7 +259,8 @@ class Receiver:
         """Return the broadcast tensors by name, and the buffers that they are views of. Buffers come from ``spare``.
         Tensors are on the CPU or, with NCCL and enough memory, on the device.
 
-        ``spec``: host, port, nonce, bucket_bytes, backend, epoch, attempt, rank, world, seconds, manifest.
+        ``spec``: host, port, nonce, bucket_bytes, backend, epoch, attempt, rank, world, seconds (of the whole
+        transfer), step_seconds (of the barrier and each broadcast), manifest.
 
         Raises:
             ChannelError: The barrier did not fill, a peer died, or the time limit passed. The model is unchanged.
@@ -244,10 +298,10 @@ def _received(
     group: Group | None, spec: dict[str, Any], spare: SpareBuffers, *, keep: bool = True
 ) -> tuple[Group, dict[str, Tensor], list[Tensor]]:
     if group is None:
-        limit = timedelta(seconds=float(spec["seconds"]))
-        store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, limit)
+        seconds = float(spec.get("step_seconds", spec["seconds"]))
+        store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, timedelta(seconds=seconds))
         rank, world, backend = int(spec["rank"]), int(spec["world"]), spec.get("backend", "gloo")
-        group = Group(store, int(spec["epoch"]), rank, world, float(spec["seconds"]), backend)
+        group = Group(store, int(spec["epoch"]), rank, world, seconds, backend)
     group.barrier(int(spec["attempt"]))
     buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
     stays = _fits_on_device(buckets, group.device)

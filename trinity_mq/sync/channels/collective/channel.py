@@ -16,6 +16,9 @@ class CollectiveChannel:
     """Broadcasts from a host copy. The copy starts with the offer, while engines still serve, and continues bucket by
     bucket during the broadcast. Members that missed the broadcast fetch from the same copy.
 
+    Sharded weights and merged adapters are read once, in the offer, because reading them is a collective of the
+    trainer's ranks. Broadcast, files and fetches then read the host copy.
+
     Args:
         host: Address of the rendezvous.
         bucket_bytes: Size of one broadcast.
@@ -34,31 +37,37 @@ class CollectiveChannel:
     ) -> None:
         self._sender = Sender(host, bucket_bytes, seconds, backend)
         self._pulls = pulls
+        self._memory = pulls if isinstance(pulls, MemoryChannel) else MemoryChannel(host, bucket_bytes, seconds)
+        """Holds the host copies. It serves them only if members fetch from memory."""
         self._copy: HostCopy | None = None
+        """Host copy to broadcast. None: broadcast the live weights."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Prepare the weights for catch-up fetches, and return the rendezvous."""
-        if isinstance(self._pulls, MemoryChannel):
-            self._copy = self._pulls.begin(version, tensors, manifest, digests=False)
-            if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
-                # gathering shards is a collective of the trainer's ranks, which must keep its order among their other
-                # collectives
-                self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
-        else:
+        self._copy = None
+        if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
+            self._copy = await self._memory.stage(version, tensors, manifest, digests=False)
+            tensors = self._copy.tensors()
+        elif self._pulls is self._memory:
+            copy = self._memory.begin(version, tensors, manifest, digests=False)
+            # with NCCL the live weights need no way over the host
+            self._copy = copy if self._sender.backend == "gloo" else None
+        if isinstance(self._pulls, CheckpointChannel):
             await self._pulls.offer(version, tensors, manifest)
         return await self._sender.rendezvous()
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Meet the members and send them the weights. With gloo and a host copy, send the copy. Otherwise pack the
-        tensors bucket by bucket, as for a transfer between GPUs.
-        """
-        if self._copy is not None and self._sender.backend == "gloo":
-            await self._sender.send(self._copy.stream(), epoch, attempt, world)
+        """Meet the members and send them the weights: the host copy, or the live weights packed bucket by bucket."""
+        if self._copy is not None:
+            await self._sender.send(self._copy.stream(), manifest, epoch, attempt, world)
         else:
             await self._sender.broadcast(tensors, manifest, epoch, attempt, world)
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
         await self._pulls.committed(version, tensors, manifest)
+        if self._pulls is not self._memory:
+            self._copy = None
+            self._memory.abandon()  # the next version fills the same buffers
 
     async def catch_up_source(self) -> CatchUpSource | None:
         return await self._pulls.catch_up_source()
@@ -66,9 +75,11 @@ class CollectiveChannel:
     def abandon(self) -> None:
         self._sender.abandon()
         self._copy = None
+        self._memory.abandon()
         self._pulls.abandon()
 
     async def close(self) -> None:
         self._sender.abandon()
         self._copy = None
+        await self._memory.close()
         await self._pulls.close()

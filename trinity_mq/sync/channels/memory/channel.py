@@ -23,6 +23,8 @@ from trinity_mq.sync.channels.base import (
     Tensors,
     in_daemon_thread,
     label,
+    manifest_bytes,
+    transfer_seconds,
 )
 from trinity_mq.sync.channels.buckets import SpareBuffers, raw
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
@@ -41,7 +43,7 @@ class MemoryChannel:
     def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
         self._server = WeightServer(host, seconds)
-        self._spare = SpareBuffers()
+        self._spare = SpareBuffers(pinned=True)
         self._committed: HostCopy | None = None
         self._offered: HostCopy | None = None
         self._filling: asyncio.Task[None] | None = None
@@ -75,7 +77,7 @@ class MemoryChannel:
 
     async def _fill(self, copy: HostCopy, tensors: Tensors, digests: bool) -> None:
         """Fill a copy, and record the outcome in the copy."""
-        seconds = self._seconds * STAGING_TRIES
+        seconds = transfer_seconds(self._seconds * STAGING_TRIES, manifest_bytes(copy.manifest))
         try:
             await in_daemon_thread(lambda: copy.take(tensors, digests=digests), seconds, "host copy")
         except ChannelError as error:
@@ -143,7 +145,8 @@ class WeightServer:
 
     Args:
         host: Address of this machine that engines can reach.
-        seconds: Limit for sending one bucket. A stalled reader does not hold memory forever.
+        seconds: Limit for sending one bucket, in addition to its duration at the slowest acceptable rate. A stalled
+            reader does not hold memory forever.
     """
 
     def __init__(self, host: str, seconds: float) -> None:
@@ -209,7 +212,8 @@ class WeightServer:
         copy = self._requested_copy(request)
         copy.readers += 1
         try:
-            digests = await in_daemon_thread(copy.digests, self._seconds, "checksums")
+            seconds = transfer_seconds(self._seconds, manifest_bytes(copy.manifest))
+            digests = await in_daemon_thread(copy.digests, seconds, "checksums")
         finally:
             copy.readers -= 1
         return web.json_response({"xxh3_128": digests})
@@ -225,7 +229,7 @@ class WeightServer:
         response.content_length = len(body)
         copy.readers += 1
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(transfer_seconds(self._seconds, len(body), max(1, copy.readers))):
                 await response.prepare(request)
                 for start in range(0, len(body), CHUNK_BYTES):
                     await response.write(body[start : start + CHUNK_BYTES])

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.base import ChannelError, Manifest
-from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, digest, packed, plan, raw
+from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors
+from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, digest, packed, plan, raw, split
 
 
 @dataclass(slots=True)
@@ -81,6 +81,10 @@ class HostCopy:
         """Raise ChannelError if the copy will never be complete."""
         if self._problem is not None:
             raise self._problem
+
+    def tensors(self) -> Tensors:
+        """Return the tensors of a complete copy in the order of the manifest, as views."""
+        return [pair for bucket, flat in zip(self.buckets, self.flats, strict=True) for pair in split(bucket, flat)]
 
     def stream(self) -> Iterator[Tensor]:
         """Yield the buckets in order, each as soon as it is filled; blocks.

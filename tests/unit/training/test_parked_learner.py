@@ -1,0 +1,50 @@
+"""A learner whose state leaves the device between steps learns what it would learn without leaving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.training.test_learner import Opener
+from tests.unit.training.test_sharded_learner import apart, comparable, experiences, flats_of, settings
+from trinity_mq.training.learner import TorchLearner
+
+
+def memory_of(learner: TorchLearner) -> int:
+    """Return the bytes of all tensors that last between two steps."""
+    models = [learner.policy.model]
+    models += [learner.reference.policy.model] if learner.reference and not learner.reference.is_shared else []
+    optimizers = [learner._opened[1]]  # its state is reached by no other way
+    if learner.critic is not None:
+        models.append(learner.critic.module)
+        optimizers.append(learner.critic.optimizer)
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    tensors += [tensor for model in models for tensor in (one.grad for one in model.parameters()) if tensor is not None]
+    tensors += [value for chosen in optimizers for state in chosen.state.values() for value in state.values()]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.parametrize("case", ["grpo", "ppo", "lora"])
+async def test_steps_between_which_the_state_leaves_the_device_are_the_same_bit_for_bit(
+    opened: Opener, tmp_path: Path, case: str
+) -> None:
+    stays, leaves = await opened(settings(case)), await opened(settings(case))
+    for step in (1, 2, 3):
+        wanted = await stays.step(experiences(case, step), step)
+        metrics = await leaves.step(experiences(case, step), step)
+        assert comparable(metrics) == comparable(wanted)
+        kept = {name: tensor.clone() for name, tensor in await leaves.host_weights()}
+        before = memory_of(leaves)
+        await leaves.leave_device()
+        assert memory_of(leaves) == 0 < before
+        assert [name for name, _, _ in await leaves.manifest()] == list(kept)
+        await leaves.return_to_device()
+        assert apart(await flats_of(leaves), await flats_of(stays)) == 0.0
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in await leaves.host_weights())
+    for learner, name in ((stays, "stays"), (leaves, "leaves")):
+        (tmp_path / name).mkdir()
+        await (await learner.stage())(tmp_path / name)
+    resumed = await opened(settings(case), checkpoint=tmp_path / "leaves")
+    assert apart(await flats_of(resumed), await flats_of(stays)) == 0.0

@@ -1,0 +1,137 @@
+"""Executes the engine's side of a card that it shares with the trainer; see :mod:`trinity_mq.engines.card`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+
+from trinity_mq.engines.card import (
+    CardLock,
+    Drain,
+    EngineCommand,
+    EngineStage,
+    EngineTurn,
+    FreeMemory,
+    Serve,
+    SleepLevel,
+    StopWaking,
+    TakeCard,
+)
+from trinity_mq.engines.state import EngineState
+
+log = structlog.get_logger(__name__)
+
+
+class Sleeper:
+    """Puts one engine to sleep, and wakes it. Use it on the event loop.
+
+    Args:
+        lock: Lock on the card, which the engine holds.
+        state: State of the engine.
+        batcher: Has the methods ``idle`` and ``call`` of the static batcher.
+        generator: Has the methods ``sleep(level)``, ``wake_weights()`` and ``wake_cache()``.
+        give_up: Ends the engine, which cannot wake; its host starts another.
+    """
+
+    def __init__(
+        self, lock: CardLock, state: EngineState, batcher: Any, generator: Any, give_up: Callable[[str], None]
+    ) -> None:
+        self.turn = EngineTurn()
+        self._lock, self._state, self._batcher, self._generator = lock, state, batcher, generator
+        self._give_up = give_up
+        self._lease = 0.0
+        self._serves = True
+        """Whether the engine serves as soon as it is awake. False: weights come first."""
+        self._draining: asyncio.Task[None] | None = None
+        self._waking: asyncio.Task[None] | None = None
+        state.before_resume = self._may_resume
+
+    async def sleep(self, level: SleepLevel, lease: float, timeout: float) -> bool:
+        """Handle the trainer's request for the card. Return whether the engine sleeps; the trainer repeats the request.
+
+        Args:
+            level: Treatment of the weights.
+            lease: Seconds after which the engine wakes by itself unless the request is repeated.
+            timeout: Seconds to wait for the running batch steps.
+        """
+        self._lease = lease
+        self._state.pause(lease)
+        self._perform(self.turn.sleep(level))
+        if self._draining is not None:
+            await asyncio.wait({self._draining}, timeout=timeout)
+        return self.turn.stage is EngineStage.ASLEEP
+
+    def wake(self) -> None:
+        """Start to wake, and serve when awake."""
+        self._serves = True
+        self._perform(self.turn.wake())
+
+    async def wake_for_weights(self) -> None:
+        """Return when the memory of the weights is filled again. The caller then loads new weights, and must call
+        ``wake_cache`` of the generator.
+        """
+        self._serves = False
+        self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
+        for task in (self._draining, self._waking):
+            if task is not None and not task.done():
+                await asyncio.shield(task)
+
+    def _may_resume(self) -> bool:
+        if self.turn.stage is not EngineStage.AWAKE:
+            self._serves = True
+            self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
+        return self.turn.stage is EngineStage.AWAKE
+
+    def _perform(self, commands: list[EngineCommand]) -> None:
+        for command in commands:
+            if isinstance(command, Drain) and (self._draining is None or self._draining.done()):
+                self._draining = asyncio.create_task(self._drain(), name="drain")
+            elif isinstance(command, TakeCard):
+                self._waking = asyncio.create_task(self._take_card(), name="wake")
+            elif isinstance(command, StopWaking) and self._waking is not None:
+                self._waking.cancel()
+            elif isinstance(command, Serve):
+                self._state.resume()
+
+    async def _drain(self) -> None:
+        """Wait for the running batch steps, then free the memory and release the lock."""
+        await self._batcher.idle()
+        for command in self.turn.drained():
+            assert isinstance(command, FreeMemory)
+            self._state.asleep = True
+            try:
+                await self._batcher.call(partial(self._generator.sleep, command.level))
+            except Exception as error:
+                log.exception("engine_cannot_sleep")
+                self._give_up(f"it could not free the memory of its card: {error}")
+                return
+            if command.level == 2:
+                self._state.touch()
+            self._lock.release()
+            self._state.restart_pause_lease(self._lease)
+            log.info("engine_sleeps", sleep_level=command.level)
+            self._perform(self.turn.freed())
+
+    async def _take_card(self) -> None:
+        """Take the lock, fill the memory, and serve unless new weights come first."""
+        await self._lock.take(shared=True)
+        if not self.turn.locked():
+            self._lock.release()
+            return
+        try:
+            await self._batcher.call(self._generator.wake_weights)
+            if self._serves:
+                await self._batcher.call(self._generator.wake_cache)
+        except Exception as error:
+            log.exception("engine_cannot_wake")
+            self._give_up(f"it could not fill the memory of its card: {error}")
+            return
+        self._state.asleep = False
+        commands = self.turn.woken()
+        if self._serves:
+            self._perform(commands)
+        log.info("engine_wakes", phase=self._state.phase)
