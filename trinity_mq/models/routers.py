@@ -85,7 +85,7 @@ class Routers:
         """Return the experts of the last pass, uint8 ``[rows, positions, layers, top_k]``."""
         layers = [layer for layer in self._chosen if layer is not None]
         assert len(layers) == self.layers, "every layer with a router takes part in a pass"
-        return torch.stack(layers, 1).unflatten(0, (rows, -1))
+        return torch.stack(layers, 1).view(rows, -1, self.layers, self.top_k)
 
     def _route(self, layer: int, experts: int, forward: Callable[..., Any], *arguments: Any, **names: Any) -> Any:
         prescribed = None if self._prescribed is None else self._prescribed[:, layer]
