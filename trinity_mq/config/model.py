@@ -11,8 +11,8 @@ from trinity_mq.config.base import Section
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3 with random weights and a tokenizer of single characters. Nothing is downloaded. The field names
-    are the names of a Hugging Face configuration.
+    """A small Qwen3, or Qwen3-MoE, with random weights and a tokenizer of single characters. Nothing is downloaded. The
+    field names are the names of a Hugging Face configuration.
     """
 
     characters: str = "0123456789+-=,"
@@ -27,6 +27,10 @@ class TinyModelConfig(Section):
     """Number of attention heads in a layer. Each head has its own keys and values."""
     head_dim: int = Field(default=32, ge=2)
     """Width of an attention head."""
+    num_experts: int = Field(default=0, ge=0)
+    """Number of experts in each layer, each of the width ``intermediate_size``. 0: no experts, a dense model."""
+    num_experts_per_tok: int = Field(default=2, ge=1)
+    """Number of experts that compute each token."""
     initializer_range: float = Field(default=0.05, gt=0)
     """Standard deviation of the random weights."""
     max_position_embeddings: int = Field(default=64, ge=8)
@@ -42,6 +46,15 @@ class TinyModelConfig(Section):
             problem = f"holds {''.join(repeated)!r} more than once" if repeated else "is empty"
             raise ValueError(f"the vocabulary {problem}; give each character once")
         return value
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> TinyModelConfig:
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise ValueError(
+                f"num_experts is {self.num_experts}, wanted 0 or at least num_experts_per_tok = "
+                f"{self.num_experts_per_tok}"
+            )
+        return self
 
 
 class LoraConfig(Section):
@@ -99,6 +112,11 @@ class ModelConfig(Section):
     """Device of trainer and engines. ``auto``: CUDA if available, otherwise the CPU."""
     lora: LoraConfig | None = None
     """Adapters to train instead of all weights. Null: all weights are trained."""
+    router_replay: bool = False
+    """Mixture-of-experts models: train each token through the experts that the engine used for it (arXiv 2510.11370).
+    Without this, near ties in a router choose other experts in the trainer, and the logprobs of trainer and engine
+    differ. Each token then takes a byte for each layer and expert, as prompt and as response. Streamed answers and
+    sessions of the gateway do not carry experts; the trainer's own routers choose for such tokens."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""
 

@@ -41,7 +41,9 @@ def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:
     """
     if config.tiny is None:
         return _existing(str(config.model_path))
-    recipe: dict[str, Any] = {"seed": seed, "tiny": config.tiny.model_dump(mode="json")}
+    dense = set() if config.tiny.num_experts else {"num_experts", "num_experts_per_tok"}
+    # release 0.2.0 writes a dense model's recipe without the keys of experts
+    recipe: dict[str, Any] = {"seed": seed, "tiny": config.tiny.model_dump(mode="json", exclude=dense)}
     if not folder.exists():
         part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
         try:
@@ -76,9 +78,9 @@ def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     if stored != recipe:
         new, old = {**recipe["tiny"], "seed": recipe["seed"]}, {**stored.get("tiny", {}), "seed": stored.get("seed")}
         differ = ", ".join(
-            f"{key}: {old.get(key)!r} in the folder, {new[key]!r} in the configuration"
-            for key in new
-            if old.get(key) != new[key]
+            f"{key}: {old.get(key)!r} in the folder, {new.get(key)!r} in the configuration"
+            for key in {**new, **old}
+            if old.get(key) != new.get(key)
         )
         raise ModelError(
             f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the "
@@ -87,10 +89,17 @@ def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
 
 
 def _architecture(tiny: TinyModelConfig) -> Any:
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
+    experts = {
+        "num_experts": tiny.num_experts,
+        "num_experts_per_tok": tiny.num_experts_per_tok,
+        "moe_intermediate_size": tiny.intermediate_size,
+        "norm_topk_prob": True,
+    }
     # Qwen3, not Qwen2: AutoTokenizer replaces the tokenizer of a qwen2 folder by its own, which loses characters.
-    return Qwen3Config(
+    return (Qwen3MoeConfig if tiny.num_experts else Qwen3Config)(
+        **(experts if tiny.num_experts else {}),
         vocab_size=len(tiny.characters) + 2,
         hidden_size=tiny.hidden_size,
         intermediate_size=tiny.intermediate_size,
@@ -151,7 +160,7 @@ def empty_model(config: ModelConfig) -> Any | None:
 
 def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_character_tokenizer(tiny.characters),
@@ -164,7 +173,7 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
     with _random_state, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(_architecture(tiny)).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(_architecture(tiny), dtype=torch.float32)
     with no_progress_bar():
         model.save_pretrained(folder)
     apply_umask(folder)

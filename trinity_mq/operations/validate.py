@@ -58,6 +58,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_devices,
         check_optimizer,
         check_lora,
+        check_router_replay,
         check_blob_store,
         check_checkpoints,
         check_trackers,
@@ -429,6 +430,22 @@ def check_lora(config: Config) -> list[str]:
 
         check_installed(config.model.lora)
         check_targets(config.model)
+    return []
+
+
+def check_router_replay(config: Config) -> list[str]:
+    """Check that the model has routers whose choices can be replayed.
+
+    Raises:
+        ModelError: It has none.
+    """
+    if config.model.router_replay:
+        from trinity_mq.models.model_folder import empty_model  # imports torch
+        from trinity_mq.models.routers import Routers
+
+        if (model := empty_model(config.model)) is not None:
+            routers = Routers(model)
+            return [f"router replay: {routers.layers} layers, {routers.top_k} experts for each token"]
     return []
 
 

@@ -818,6 +818,8 @@ class TorchLearner:
                     log.warning("optimizer_step_skipped", reason=reason, step=step_number, grad_norm=norm)
         with span("sum up the step"):
             metrics_of_step = tally.metrics() | token_metrics(tokens, weights) | {"data/reuse_mean": used / len(batch)}
+            if policy.replays_experts:
+                metrics_of_step["mismatch/replayed_frac"] = tokens.replayed
         if critic is None:
             return metrics_of_step
         critic.steps += critic_tally.has_learned

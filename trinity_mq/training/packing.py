@@ -29,6 +29,7 @@ from trinity_mq.experience import (
 )
 from trinity_mq.experience.ragged import Indexes, Ragged
 from trinity_mq.experience.rules import DPO, ENGINE
+from trinity_mq.models.routers import UNKNOWN
 from trinity_mq.training.parallel.division import divide, pad
 
 KEPT = 0.25
@@ -200,6 +201,10 @@ class MicroBatch:
     """int64 ``[prefixes]``: number of these positions that each prefix has."""
     prefix_of: Tensor | None = None
     """int64 ``[rows]``: index of each row's prefix."""
+    experts: Tensor | None = None
+    """int16 ``[rows, positions, layers, top-k]``: experts that the engine chose for the tokens of ``input_ids``; -1 for
+    tokens without experts and padding. None: no experience has experts.
+    """
 
     @property
     def tokens(self) -> int:
@@ -283,11 +288,19 @@ class StepTokens:
     """``[tokens, ...]`` each: see :attr:`MicroBatch.custom`."""
     engines: Mapping[str, Tensor]
     """bool ``[tokens]`` each: see :attr:`MicroBatch.engines`."""
+    experts: Tensor | None = None
+    """int16 ``[len(ids), layers, top-k]``: experts of each token of ``ids``; see :attr:`MicroBatch.experts`."""
 
     @property
     def tokens(self) -> int:
         """Number of trained tokens."""
         return self.position.shape[0]
+
+    @property
+    def replayed(self) -> float:
+        """Fraction of the tokens that the model reads for which the engine's experts are known."""
+        read = int((self.lengths - 1).sum())
+        return 0.0 if self.experts is None or not read else float((self.experts[:, 0, 0] != UNKNOWN).sum()) / read
 
     def experiences(self, roles: Collection[int]) -> Indexes:
         """Return the indexes of the experiences whose sequences have one of these roles, ascending."""
@@ -388,9 +401,13 @@ class StepTokens:
             begin = lengths.cumsum() - lengths
             where = torch.from_numpy(np.repeat(starts - begin, lengths) + np.arange(int(lengths.sum())))
             input_ids = self.ids[where][None] if len(where) else torch.zeros(1, 1, dtype=torch.int64)
+            experts = None if self.experts is None else self.experts[where][None]
+            if experts is not None and not len(where):
+                experts = experts.new_full((1, 1, *experts.shape[2:]), UNKNOWN)
             rows, columns = torch.zeros_like(part), torch.from_numpy(begin)[part] + position - 1
         else:
-            input_ids = self._padded(starts, lengths)
+            input_ids = _padded(self.ids, starts, lengths, 0)
+            experts = None if self.experts is None else _padded(self.experts, starts, lengths, UNKNOWN)
             rows, columns = part, position - 1
         return MicroBatch(
             input_ids=input_ids,
@@ -406,6 +423,7 @@ class StepTokens:
             custom={name: column[index] for name, column in self.custom.items()},
             engines={name: column[index] for name, column in self.engines.items()},
             longest_packed=int(lengths.max(initial=1)) if packed and len(sequences) else 0,
+            experts=experts,
             **{name: column[index] for name, column in self.columns.items()},
             **({} if prefixes is None else self._prefix_rows(sequences, prefixes)),
         )
@@ -415,16 +433,19 @@ class StepTokens:
         _, chosen, number = np.unique(prefixes.number[sequences], return_index=True, return_inverse=True)
         lengths = prefixes.lengths[sequences[chosen]]
         return {
-            "prefixes": self._padded(self.starts[sequences[chosen]], lengths),
+            "prefixes": _padded(self.ids, self.starts[sequences[chosen]], lengths, 0),
             "prefix_lengths": torch.from_numpy(lengths),
             "prefix_of": torch.from_numpy(number),
         }
 
-    def _padded(self, starts: Indexes, lengths: Indexes) -> Tensor:
-        """Return rows of tokens, padded with 0 on the right, int64 ``[rows, longest]``."""
-        places = np.arange(int(lengths.max(initial=1)))
-        where = torch.from_numpy(np.minimum(starts[:, None] + places, len(self.ids) - 1))
-        return torch.where(torch.from_numpy(places < lengths[:, None]), self.ids[where], 0)
+
+def _padded(values: Tensor, starts: Indexes, lengths: Indexes, padding: int) -> Tensor:
+    """Return rows of a column of all tokens, padded on the right, ``[rows, longest, ...]``."""
+    places = np.arange(int(lengths.max(initial=1)))
+    where = torch.from_numpy(np.minimum(starts[:, None] + places, len(values) - 1))
+    rows = values[where]
+    rows[torch.from_numpy(places >= lengths[:, None])] = padding
+    return rows
 
 
 def split(size: int, count: int, seed: str) -> list[list[int]]:
@@ -640,7 +661,28 @@ def _flat(
             for name, column in (gather_custom_fields(answers.select(chosen)) if len(chosen) else {}).items()
         },
         engines=_by_engine(answers, sampled, trained),
+        experts=_experts(answers, lengths),
     )
+
+
+def _experts(answers: ExperienceBatch, lengths: Indexes) -> Tensor | None:
+    """Return the experts of all tokens, int16 ``[tokens, layers, top-k]``, :data:`UNKNOWN` where an answer has none;
+    None if no answer has experts.
+
+    Args:
+        answers: One sequence each.
+        lengths: ``[sequences]``: tokens of each sequence.
+    """
+    recorded = np.maximum(answers.lengths("routed_experts"), 0)
+    there = np.flatnonzero(recorded)
+    if not len(there):
+        return None
+    column = answers.select(there).dense("routed_experts")
+    starts = (lengths.cumsum() - lengths)[there]
+    counts = recorded[there]
+    where = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
+    experts = torch.full((int(lengths.sum()), *column.shape[1:]), UNKNOWN, dtype=torch.int16)
+    return experts.index_copy_(0, torch.from_numpy(where), column.to(torch.int16))
 
 
 def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dict[str, Tensor]:

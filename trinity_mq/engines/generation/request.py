@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from trinity_mq.messages import Version
 
@@ -39,6 +40,22 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """The experts that a mixture-of-experts model chose for each token of a prompt and its response, except the last
+    token, which the model has not read.
+    """
+
+    shape: tuple[int, int, int]
+    """Tokens, layers with a router, experts per token."""
+    data: bytes
+    """Numbers of the experts, one byte each, in the order of the shape."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the form in an answer: ``shape``, and ``data`` in base64."""
+        return {"shape": list(self.shape), "data": base64.b64encode(self.data).decode()}
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled response."""
 
@@ -53,6 +70,8 @@ class Completion:
     """``(first token, generation, step)`` of each run of tokens, if weights may change during sampling."""
     stopped_by: str | None = None
     """The stop string before which the text is cut."""
+    routed_experts: RoutedExperts | None = None
+    """Set if the engine reports the experts of its model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from trinity_mq.engines.generation.request import (
     FinishReason,
     GenerationListener,
     GenerationRequest,
+    RoutedExperts,
     ScoreRequest,
     Token,
 )
@@ -32,6 +33,7 @@ from trinity_mq.engines.torch.parking import ParkedTensors
 from trinity_mq.engines.torch.sampling import Uniforms, choose, tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.routers import Routers
 from trinity_mq.runtime.gpu_memory import release_cached_memory
 
 SCORE_TOKENS = 1 << 14
@@ -50,9 +52,11 @@ complete.
 class TextGenerator:
     """Generates batches of requests, each batch in one call."""
 
-    def __init__(self, model: Any, codec: TextCodec, *, max_model_len: int) -> None:
+    def __init__(self, model: Any, codec: TextCodec, *, max_model_len: int, routers: Routers | None = None) -> None:
         self.model = model.eval()
         self.codec = codec
+        self._routers = routers
+        """Set if completions carry the experts of their tokens."""
         self.device: torch.device = next(model.parameters()).device
         self.max_model_len = max_model_len
         """Maximum tokens of prompt and response together."""
@@ -84,7 +88,8 @@ class TextGenerator:
                 f"{folder} does not hold a causal language model: {' '.join(str(error).split())}"
             ) from error
         longest = getattr(described.get_text_config(), "max_position_embeddings", None) or config.max_model_len
-        return cls(model, codec, max_model_len=min(config.max_model_len, longest))
+        routers = Routers(model) if config.router_replay else None
+        return cls(model, codec, max_model_len=min(config.max_model_len, longest), routers=routers)
 
     def generate(
         self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
@@ -104,6 +109,7 @@ class TextGenerator:
             stop_watch=StopStrings(stops, self.codec.decode) if any(stops) else None,
             row_listener=None if listener is None else RowListener(requests, listener, self.device),
             cancelled=self._cancelled.is_set,
+            routers=self._routers,
         )
         release_cached_memory()
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]
@@ -113,7 +119,12 @@ class TextGenerator:
         completions = iter(
             [
                 Completion(
-                    row.token_ids, row.logprobs, cut(text, stop), row.finish_reason, stopped_by=stop_in(text, stop)
+                    row.token_ids,
+                    row.logprobs,
+                    cut(text, stop),
+                    row.finish_reason,
+                    stopped_by=stop_in(text, stop),
+                    routed_experts=row.routed_experts,
                 )
                 for row, text, stop in zip(sampled, texts, stops, strict=True)
             ]
@@ -227,7 +238,7 @@ def auxiliary_generator(name: str, config: ModelConfig, folder: Path, *, num_thr
     """
     from transformers import AutoModelForCausalLM
 
-    generator = TextGenerator.build(config, folder, num_threads=num_threads)
+    generator = TextGenerator.build(config.model_copy(update={"router_replay": False}), folder, num_threads=num_threads)
     try:
         saved = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         generator.apply(generator.check(named_weights(saved)))
@@ -301,12 +312,14 @@ class SampledRow:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
 
 
 class _Recorder:
     """Sampled tokens of all rows, one column per step."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device, experts: _ExpertRecorder | None = None) -> None:
+        self.experts = experts
         self._rows, self._device = rows, device
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
@@ -322,11 +335,44 @@ class _Recorder:
 
     def finished(self) -> list[SampledRow]:
         tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
-        ends = zip(self.lengths.tolist(), self.stopped.tolist(), strict=True)
+        lengths = self.lengths.tolist()
+        ends = zip(lengths, self.stopped.tolist(), strict=True)
+        experts = [None] * self._rows if self.experts is None else self.experts.of(lengths)
         return [
-            SampledRow(row[:length], values[:length], "stop" if stopped else "length")
-            for row, values, (length, stopped) in zip(tokens, logprobs, ends, strict=True)
+            SampledRow(row[:length], values[:length], "stop" if stopped else "length", routed_experts)
+            for row, values, (length, stopped), routed_experts in zip(tokens, logprobs, ends, experts, strict=True)
         ]
+
+
+class _ExpertRecorder:
+    """The experts of prompts and sampled tokens.
+
+    Args:
+        routers: The model's routers, which have just read the prompts.
+        requests: The requests of the batch.
+    """
+
+    def __init__(self, routers: Routers, requests: Sequence[GenerationRequest]) -> None:
+        chosen = routers.chosen(len(requests)).cpu()  # prompts are padded on the left
+        prompts = [row[len(row) - len(request.prompt) :] for row, request in zip(chosen, requests, strict=True)]
+        self._routers = routers
+        self._prompts = [prompt for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.n)]
+        self._steps: list[Tensor] = []
+
+    def add(self, rows: _Rows, sequences: int) -> None:
+        """Record the experts of the tokens that the model has just read, one in each of the cached ``sequences``."""
+        chosen = self._routers.chosen(sequences)[:, 0][rows.sequence]
+        column = chosen.new_zeros(len(self._prompts), *chosen.shape[1:])
+        self._steps.append(column.index_copy_(0, rows.ids, chosen).cpu())
+
+    def of(self, lengths: Sequence[int]) -> list[RoutedExperts]:
+        """Return the experts of each row with ``lengths`` sampled tokens; the model has not read its last token."""
+        steps = torch.stack(self._steps, 1) if self._steps else None
+        rows = [
+            prompt if steps is None else torch.cat([prompt, steps[row, : max(length - 1, 0)]])
+            for row, (prompt, length) in enumerate(zip(self._prompts, lengths, strict=True))
+        ]
+        return [RoutedExperts((row.shape[0], row.shape[1], row.shape[2]), row.numpy().tobytes()) for row in rows]
 
 
 @dataclass(slots=True)
@@ -421,12 +467,14 @@ def decode(
     row_listener: RowListener | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     share: bool = True,
+    routers: Routers | None = None,
 ) -> list[SampledRow]:
     """Return the sampled tokens of each row; request i has ``n`` rows, requests in order.
 
     Rows without a waiting caller by ``row_listener`` end at once, with an empty result. The listener may also let the
     model's weights change between two steps; cache entries computed under the old weights stay. ``share``: rows of a
-    request share one sequence as long as they have sampled the same tokens.
+    request share one sequence as long as they have sampled the same tokens. ``routers``: routers of the model, if the
+    rows carry the experts of their tokens.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.
@@ -436,13 +484,14 @@ def decode(
     counts = [request.n for request in requests]
     cache = DynamicCache(config=model.config)
     rows, sequences, logits = _prefill(model, cache, requests, pad_id, device)
+    experts = None if routers is None else _ExpertRecorder(routers, requests)
     cached, vocabulary = _Cached(cache, rows, sequences), logits.shape[-1]
     if not share or len(rows.ids) == len(requests):
         logits = logits[rows.sequence]
         cached.divide()
     stop_table, stop_sets = _stop_table(requests, vocabulary, device)
     uniforms = Uniforms([request.seed for request in requests], counts, device)
-    recorder = _Recorder(sum(counts), device)
+    recorder = _Recorder(sum(counts), device, experts)
     step = 0
     while True:
         if cancelled():
@@ -472,6 +521,8 @@ def decode(
             row_listener.between(step)
         sequences.mask = torch.cat([sequences.mask, sequences.mask.new_ones(len(next_tokens), 1)], dim=1)
         logits = _forward(model, cache, next_tokens[:, None], sequences.mask, sequences.positions[:, None])
+        if experts is not None:
+            experts.add(rows, len(next_tokens))
         sequences.positions = sequences.positions + 1
 
 

@@ -64,7 +64,20 @@ def _merged(turns: list[Experience]) -> Experience:
         temperature=first.temperature,
         info={**last.info, "turns": len(turns)},
         metrics=last.metrics,
+        routed_experts=_routed_experts(turns),
     )
+
+
+def _routed_experts(turns: list[Experience]) -> Tensor | None:
+    """Return the experts of all tokens, each from the first turn that read the token; None if a turn has none."""
+    parts: list[Tensor] = []
+    size = 0
+    for turn in turns:
+        if turn.routed_experts is None:
+            return None
+        parts.append(turn.routed_experts[size:])
+        size = len(turn.routed_experts)
+    return torch.cat(parts)
 
 
 def _present(column: Tensor | None) -> Tensor:

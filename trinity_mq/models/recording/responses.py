@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,7 +81,30 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
         truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
         versions=_versions(choice, answer),
         temperature=temperature or 1.0,
+        routed_experts=_routed_experts(choice, len(prompt) + len(response) - 1),
     )
+
+
+def _routed_experts(choice: Mapping[str, Any], tokens: int) -> Tensor | None:
+    """Return the experts of a choice, uint8 ``[tokens, layers, top-k]``; None if the engine does not report them.
+
+    Raises:
+        EngineRefused: The value does not describe the experts of ``tokens`` tokens.
+    """
+    if (value := choice.get("routed_experts")) is None:
+        return None
+    try:
+        shape, data = tuple(map(int, value["shape"])), bytearray(base64.b64decode(value["data"], validate=True))
+        if len(shape) != 3 or shape[0] != tokens or min(shape) < 1 or math.prod(shape) != len(data):
+            raise ValueError(f"shape {list(shape)} with {len(data)} bytes")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise EngineRefused(
+            f"the server's answer has routed_experts that cannot be read ({error}), wanted the shape [{tokens}, "
+            "layers, experts per token] and as many bytes in base64",
+            200,
+            "routed_experts",
+        ) from error
+    return torch.frombuffer(data, dtype=torch.uint8).view(shape)
 
 
 def _tensor(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -241,7 +265,7 @@ def experiences_from_columns(answer: Mapping[str, Any], temperature: float) -> l
         ids, choice_logprobs = choice.get("token_ids"), numbers(choice)
         if type(ids) is not list or type(choice_logprobs) is not list or not ids or len(ids) != len(choice_logprobs):
             return None
-        if choice.get("prompt_token_ids") is not None or "prompt_text" in choice:
+        if choice.get("prompt_token_ids") is not None or "prompt_text" in choice or "routed_experts" in choice:
             return None
         responses.append(ids)
         logprobs.append(choice_logprobs)

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselines, head_scores, token_logprobs
 from trinity_mq.config.agents import TrainerConfig
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.models.errors import ModelError
+from trinity_mq.models.routers import Routers
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import apply_umask
 from trinity_mq.sync.channels.buckets import total_digest
@@ -127,6 +129,10 @@ class Policy:
             self._scorer = TokenScorer(self.model, probe=probe)
         except ValueError as error:
             raise LearnerError(f"the model in {folder} cannot be trained: {error}") from error
+        try:
+            self._routers = Routers(self.model) if config.router_replay else None
+        except ModelError as error:
+            raise LearnerError(str(error)) from error
         if self._scorer.after is None:
             log.info("logits_not_chunked", model=type(self.model).__name__, reason="unknown operation after its head")
         trainer = trainer or TrainerConfig(packing="padded", share_prefixes=False)
@@ -201,6 +207,11 @@ class Policy:
         """All parameters, tied parameters once."""
         return list(self.model.parameters())
 
+    @property
+    def replays_experts(self) -> bool:
+        """Whether tokens pass through the experts that the engine chose for them."""
+        return self._routers is not None
+
     def _use_packing(self, packing: Packing, probe: Any) -> bool:
         """Prepare the model for packed rows if they are requested, and return whether it supports them.
 
@@ -240,6 +251,8 @@ class Policy:
         """Return whether rows may share prefixes. If sharing is requested but not possible, log the reason."""
         if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or self.recomputes:
             return False
+        if self._routers is not None:  # experts are prescribed for whole sequences
+            return False
         with self._autocast():
             problem = prefix_problem(self.model, self._dtype)
         if problem is not None:
@@ -263,6 +276,8 @@ class Policy:
         return scores.logprob, scores.entropy, scores.entropy_baseline
 
     def _scores(self, batch: MicroBatch, *, entropy_gradient: bool, with_baseline: bool = False) -> Scores:
+        if self._routers is not None:
+            self._routers.prescribe(batch.experts)
         with self._autocast():
             scores: Scores = self._scorer(
                 model_inputs(self.model, batch),
@@ -282,6 +297,8 @@ class Policy:
         ids = torch.tensor([list(tokens)], device=self.device)
         columns = torch.arange(len(tokens) - 1, device=self.device)
         places, heat = (torch.zeros_like(columns), columns), torch.ones(len(columns), device=self.device)
+        if self._routers is not None:
+            self._routers.prescribe(None)
         with self._autocast():
             scores = self._scorer({"input_ids": ids[:, :-1]}, places, ids[0, 1:], heat, entropy_gradient=False)
         logprobs: list[float] = scores.logprob.tolist()

@@ -115,6 +115,8 @@ def _additions(completion: Completion, body: SamplingBody, version: Version) -> 
     extensions: dict[str, Any] = {"stop_reason": completion.stopped_by} if completion.stopped_by else {}
     if not body.return_token_ids:
         return extensions
+    if completion.routed_experts is not None:
+        extensions["routed_experts"] = completion.routed_experts.as_json()
     return extensions | {
         "token_ids": completion.token_ids,
         "token_logprobs": completion.logprobs,
