@@ -89,7 +89,7 @@ def _trainer(spec: ProcessSpec, config: Config, layout: NodeLayout, host: str) -
         "max-restarts": 0,
     }
     torchrun = [f"--{name}={value}" for name, value in options.items()]
-    argv = (python, "-m", "trinity_mq.launch.torchrun", *torchrun, "-m", module, *words)
+    argv = (python, "-m", "trinity_mq.launch.torchrun", str(config.path), *torchrun, "-m", module, *words)
     return replace(spec, name=f"{spec.name}-node{layout.trainers.index(host)}", argv=argv)
 
 

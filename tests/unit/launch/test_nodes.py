@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from trinity_mq.cli.main import argument_parser
 from trinity_mq.config import Config, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.launch.nodes import NodeLayout, node_processes, run_node
+from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.process import mark_run_over
 
 ROOT = Path(__file__).parents[3]
 TARGET = ("run.yaml", "name=x", "seed=3")
@@ -38,8 +41,8 @@ def test_each_host_starts_its_part() -> None:
     }
     [trainer] = commands("b").values()
     rendezvous = ["--nnodes=2", "--nproc-per-node=8", "--node-rank=1", "--master-addr=a", "--master-port=29400"]
-    assert trainer[:8] == ["-m", "trinity_mq.launch.torchrun", *rendezvous, "--max-restarts=0"]
-    told = argument_parser().parse_args(trainer[10:])
+    assert trainer[:9] == ["-m", "trinity_mq.launch.torchrun", "/nonexistent", *rendezvous, "--max-restarts=0"]
+    told = argument_parser().parse_args(trainer[11:])
     assert (told.command, told.id, told.target) == ("trainer", "trainer-0", "run.yaml")
     assert told.overrides == ["name=x", "seed=3", "synchronizer.host=a"]
     explorer = argument_parser().parse_args(commands("c")["explorer-0"][2:])
@@ -74,6 +77,33 @@ def test_what_cannot_work_is_refused(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(CommandError, match=words):
         asyncio.run(run_node(config(broker=broker), TARGET, layout, host, print))
+
+
+ENDS = "import os, sys, time; {}"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_over", "status"),
+    [("sys.exit(0)", True, 0), ("sys.exit(0)", False, EXIT_RESTART), ("sys.exit(3)", True, 1)],
+)
+def test_ranks_that_rank_0_ended_before_the_end_of_the_run_are_started_again(
+    tmp_path: Path, code: str, is_over: bool, status: int
+) -> None:
+    """Torchrun calls a rank that ends with 0 a success. Its machine would wait for ever."""
+    (tmp_path / "rank.py").write_text(ENDS.format(code))
+    if is_over:
+        mark_run_over(tmp_path)
+    options = ["--nnodes=1", "--nproc-per-node=1", "--master-port=0", "--max-restarts=0", "-m", "rank"]
+    run = "from trinity_mq.launch import torchrun; torchrun.MARK_SECONDS = 0.2; raise SystemExit(torchrun.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", run, str(tmp_path), *options],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
 
 
 SRUN = """#!/usr/bin/env bash
