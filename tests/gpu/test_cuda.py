@@ -16,7 +16,7 @@ from trinity_mq.models import ensure_model_folder
 from trinity_mq.sync.gate.canary import LIMITS
 from trinity_mq.training.learner import TorchLearner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test compiles flex attention
 
 CANARY = [2, 3, 4, 5, 6, 7]
 

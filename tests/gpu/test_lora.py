@@ -16,7 +16,7 @@ from tests.unit.training.test_lora import TOKENS, with_lora
 from trinity_mq.config import Config
 from trinity_mq.training.learner import TorchLearner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test compiles flex attention
 
 BITS = [
     None,

@@ -16,7 +16,7 @@ from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test compiles flex attention
 
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 BUCKET = 4096

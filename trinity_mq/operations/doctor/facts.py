@@ -12,8 +12,10 @@ import email.utils
 import json
 import operator
 import os
+import re
 import secrets
 import shutil
+import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -324,11 +326,45 @@ def ask_machine(folder: Path) -> DoctorFacts:
         **{engine: _installed(row.packages) for engine, row in ENGINES.items() if row.packages},
         torch=ask_torch(),
         has_gpu_devices=has_gpu_devices(),
+        driver=driver_version(Path("/proc/driver/nvidia/version")),
+        vllm_refusal=_vllm_refusal(),
+        compiler=find_compiler(),
+        python_headers=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         folder=folder,
         folder_free=shutil.disk_usage(existing).free,
         folder_is_writable=os.access(existing, os.W_OK),
         checkpoint_bytes=sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()) if saved else 0,
     )
+
+
+def driver_version(path: Path) -> str | None:
+    """Return the version of the NVIDIA driver, such as ``580.65.06``, from the kernel module's description in ``path``;
+    None: no driver.
+    """
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    version = re.search(r"\s(\d+(?:\.\d+)+)\s", text)
+    return None if version is None else version[1]
+
+
+def find_compiler() -> str | None:
+    """Return the C compiler that Triton calls: ``CC``, else gcc, else clang; None: none is installed."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _vllm_refusal() -> str:
+    """Return why the installed vLLM cannot be used; empty: its version is supported."""
+    from trinity_mq.engines.vllm.api import checked_version
+    from trinity_mq.models.errors import ModelError
+
+    try:
+        checked_version()
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _installed(names: Sequence[str]) -> dict[str, str]:

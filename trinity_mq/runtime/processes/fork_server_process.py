@@ -16,6 +16,16 @@ from pathlib import Path
 from typing import Self
 
 _PR_SET_CHILD_SUBREAPER = 36
+_ENVIRONMENT = {
+    # forking fails if a library starts a thread pool at its import
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # With flash-attn installed, transformers looks for GPUs at its import. A look through the CUDA runtime would
+    # prevent the use of CUDA in every forked process; a look through NVML does not.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""Variables of the server only. Each forked process has the environment of its request."""
 
 
 class ForkServer:
@@ -79,8 +89,7 @@ def _start_server(path: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # forking fails if a library starts a thread pool at its import
-            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env=os.environ | _ENVIRONMENT,
             start_new_session=True,
             pass_fds=(listener.fileno(),),
         )
