@@ -79,7 +79,9 @@ MODEL_FOLDER = "model"
 """Subfolder of a checkpoint that ``transformers`` can load."""
 
 GATHER_BYTES = 256 * 2**20
-"""Maximum bytes of the weights that a single command gathers for a weight sync, and that rank 0 holds meanwhile."""
+"""Maximum bytes of the weights that a single command gathers for a weight sync. Rank 0 holds them until they are
+read.
+"""
 AFTER_AN_ERROR = 30.0
 """Seconds that a rank waits for the next announcement of rank 0 after a failed command."""
 
