@@ -9,7 +9,7 @@ trainer holds it alone from before its state comes to the card until that has le
 process that dies, so no order of deaths leaves the card taken. Requests only ask the holder to release it:
 
 - The trainer repeats ``sleep`` until it has the lock. Each request also renews the lease of engines that sleep already.
-- An engine drains once: requests that come meanwhile wait, so that the trainer gets the card when the running requests
+- An engine drains once: later requests wait, so that the trainer gets the card when the running requests
   have ended, as ``synchronizer.pause_mode`` says.
 - An engine wakes by ``wake``, by weights that arrive, or when its lease ends because the trainer is gone. It first
   takes the lock, so that it waits for a trainer that is alive.

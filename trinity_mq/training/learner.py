@@ -94,7 +94,9 @@ MODEL_FOLDER = "model"
 """Subfolder of a checkpoint that ``transformers`` can load."""
 
 GATHER_BYTES = 256 * 2**20
-"""Maximum bytes of the weights that one command gathers for a weight sync, and that rank 0 holds meanwhile."""
+"""Maximum bytes of the weights that a single command gathers for a weight sync. Rank 0 holds them until they are
+read.
+"""
 AFTER_AN_ERROR = 30.0
 """Seconds that a rank waits for the next announcement of rank 0 after a failed command."""
 
@@ -270,7 +272,7 @@ class TorchLearner:
 
     async def leave_device(self) -> None:
         """Move weights, optimizer state, reference and critic to host memory, and free the memory of the device.
-        Gradients are dropped: the next step computes them anew. Until :meth:`return_to_device`, only
+        Gradients are dropped: the next step computes them again. Until :meth:`return_to_device`, only
         :meth:`manifest` may be called.
         """
         await self._run(lambda: self._parked.park(self._device_tensors()))

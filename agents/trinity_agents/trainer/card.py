@@ -36,7 +36,7 @@ from trinity_mq.training.learner import Learner
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT = 5.0
-"""Seconds that one request to sleep waits for an engine's running requests. The trainer repeats it."""
+"""Seconds for which a request to sleep waits for an engine's running requests. The trainer repeats it."""
 
 
 class MovableLearner(Learner, Protocol):

@@ -192,7 +192,7 @@ class TrainLoop:
         folder, histories = self.folder / "checkpoints", self.folder / "history"
         settings = self.config.trainer
         self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
-        # these writers also read the live model, which must not leave the card meanwhile
+        # these writers also read the live model, so the model must stay on the card
         reads_model = self.config.model.lora is not None or settings.export == "every"
         in_background = settings.async_save and not (self._card and reads_model)
         self.saver = CheckpointSaver(self.store, self.learner, in_background=in_background)

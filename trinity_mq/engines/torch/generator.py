@@ -168,7 +168,7 @@ class TextGenerator:
         copy_into(self.model, checked)
 
     def sleep(self, level: SleepLevel) -> None:
-        """Free the memory of the weights. No batch step runs, so there is no cache."""
+        """Free the memory of the weights. A cache exists only during a batch step."""
         buffers = list(self.model.buffers())
         if level == 2:
             self._discarded.park(self.model.parameters(), keep=False)

@@ -162,8 +162,8 @@ class Coordinator:
 
     @property
     def transfer_timeout(self) -> float:
-        """Maximum duration in seconds of the transfer, and of the phase after it, in which members that fetch by
-        themselves receive the weights.
+        """Maximum duration in seconds of the transfer, and of the phase after it. Members that fetch by themselves
+        receive the weights during that phase.
         """
         receivers = len(self._taking_part) if self._prepare is None else world_size(self._prepare) - 1
         return transfer_seconds(self.timeout, self.num_bytes, source_copies(self.method, receivers))
