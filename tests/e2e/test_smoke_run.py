@@ -58,3 +58,30 @@ async def test_it_learns_and_leaves_behind_what_it_promises(tmp_path: Path) -> N
         code, output = await again.ended(30.0)
     assert code == 0
     assert len(run.metrics()) == len(again.metrics())
+
+
+async def test_each_process_gets_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight GPUs are pretended, so that everything computes on the CPU. /proc shows forked processes the environment of
+    their parent, so each process reports its own in its first line.
+    """
+    monkeypatch.setenv("TRINITY_MQ_PRETEND_GPUS", "8")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    short = ("buffer.total_steps=2", "explorer.eval_on_startup=false", "buffer.eval_tasksets=[]")
+    judge = "explorer.auxiliary_models=[{name: judge, model: {tiny: {}}}]"
+    several = ("trainer.nproc=2", "explorer.rollout_model.engine_num=2", "runner.num_runners=1", judge)
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", [*short, *several]) as run:
+        code, output = await run.ended(300.0)
+    assert code == 0, output
+    first = {log.stem: json.loads(log.read_text().splitlines()[0]) for log in (run.run_dir / "logs").glob("*.jsonl")}
+    assert {name: line.get("devices") for name, line in first.items() if name != "supervisor"} == {
+        "trainer-0": ["0", "1"],
+        "trainer-0-rank-1": ["0", "1"],
+        "explorer-0-engine": ["2"],
+        "explorer-0-engine-1": ["3"],
+        "explorer-0-auxiliary-judge": ["4"],
+        "explorer-0": [],
+        "runner-0": [],
+        "operator-0": [],
+    }
+    assert first["trainer-0-rank-1"]["device"] == 1, "the second of these GPUs"
+    assert "GPUs: trainer-0 on 0,1; explorer-0-engine on 2; explorer-0-engine-1 on 3" in " ".join(output.split())

@@ -107,8 +107,8 @@ def new_weights(folder: Path, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def started_engine(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
-    rollout = {"engine": "vllm", "lease": 3600.0, "max_batch_sequences": 64}
+def started_engine(model: ModelConfig, run_dir: Path, mode: str, size: int = 1) -> Iterator[Started]:
+    rollout = {"engine": "vllm", "lease": 3600.0, "max_batch_sequences": 64, "tensor_parallel_size": size}
     rollout["vllm"] = {"kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
     data = {"model": model.model_dump(), "run_dir": str(run_dir), "explorer": {"rollout_model": rollout}}
     config = Config.model_validate({**data, "synchronizer": {"pause_mode": mode}})
@@ -149,6 +149,13 @@ def waiting_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started
 
 
 @pytest.fixture(scope="session")
+def split_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """An engine of two workers that hold half of the model each."""
+    base = tmp_path_factory.mktemp("split")
+    yield from started_engine(untied(base / "model"), base / "run", "keep", 2)
+
+
+@pytest.fixture(scope="session")
 def keeping_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     base = tmp_path_factory.mktemp("tied")
     yield from started_engine(_tied(base / "model"), base / "run", "keep")
@@ -186,7 +193,7 @@ class Engine:
             "epoch": self.epoch,
             "attempt": 1,
             "rank": 1,
-            "world": 2,
+            "world": 1 + self.started.config.engine_ranks,
             "seconds": seconds,
             "manifest": manifest_of(tensors_of(model).items()),
             "canary": {"tokens": CANARY},
@@ -199,7 +206,7 @@ class Engine:
         tensors = list(tensors_of(model).items())
         async with asyncio.TaskGroup() as group:
             receiving = group.create_task(self.host.receive(spec))
-            group.create_task(self.sender.broadcast(tensors, spec["manifest"], self.epoch, 1, 2))
+            group.create_task(self.sender.broadcast(tensors, spec["manifest"], self.epoch, 1, spec["world"]))
         logprobs: list[float] = receiving.result()["logprobs"]
         return logprobs
 

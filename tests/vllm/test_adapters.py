@@ -47,7 +47,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """Its output layer is tied to the embeddings, and of what vLLM packs in one layer not all have adapters."""
+    """Its output layer is tied to the embeddings, of what vLLM packs in one layer not all have adapters, and two workers
+    hold half of it each.
+    """
     base = tmp_path_factory.mktemp("llama")
     model, folder = untied(base / "model"), base / "model"
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -58,7 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     torch.manual_seed(2)
     LlamaForCausalLM(config).save_pretrained(folder)
     lora = {"r": 8, "rslora": True, "target_modules": ["q_proj", "v_proj", "gate_proj"]}
-    yield from started_engine(_with_lora(model, **lora), base / "run", "keep")
+    yield from started_engine(_with_lora(model, **lora), base / "run", "keep", 2)
 
 
 @pytest.fixture

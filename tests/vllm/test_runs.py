@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
 from tests.e2e.test_debug_workflow import command, ended, left
 from tests.e2e.test_smollm2 import NEEDS_MODEL, run_steps
@@ -104,6 +105,55 @@ async def test_a_run_learns_with_adapters_that_engine_and_trainer_agree_on(tmp_p
     log = (tmp_path / "run" / "logs" / "explorer-0-engine.jsonl").read_text().splitlines()
     committed = [json.loads(line)["version"][1] for line in log if '"weights_committed"' in line]
     assert sorted(set(committed)) == list(range(LORA_STEPS + 1)), "every version of the run went through the gate"
+
+
+SPLIT_STEPS = 12
+TEACHER = {"name": "teacher", "engine": "vllm", "vllm": {"kv_cache_memory_bytes": 2**25}}
+PLACES = {
+    "collective": ("smoke-vllm.yaml", ("explorer.rollout_model.engine_num=2",)),
+    "checkpoint": ("smoke-vllm.yaml", ()),
+    "memory": ("distill.yaml", ("model.tiny.head_dim=32",)),
+}
+"""The example of each run, and what is special in it: several engines, and a teacher on vLLM."""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("method", PLACES)
+async def test_a_run_whose_engines_are_split_agrees_with_its_trainer_after_every_sync(
+    method: str, tmp_path: Path
+) -> None:
+    example, special = PLACES[method]
+    settings = [
+        f"synchronizer.sync_method={method}",
+        "synchronizer.sync_offset=0",
+        f"buffer.total_steps={SPLIT_STEPS}",
+        f"explorer.eval_interval={SPLIT_STEPS}",
+        "explorer.rollout_model.engine=vllm",
+        "explorer.rollout_model.tensor_parallel_size=2",
+        "explorer.rollout_model.vllm.kv_cache_memory_bytes=33554432",
+        *special,
+    ]
+    if method == "memory":
+        model = yaml.safe_load((EXAMPLES / "smoke-vllm.yaml").read_text())["model"]
+        settings.append(f"explorer.auxiliary_models={json.dumps([{**TEACHER, 'model': model}])}")
+    async with LocalRun(EXAMPLES / example, tmp_path / "run", tuple(settings)) as run:
+        code, output = await run.ended(1400.0)
+    assert code == 0, output
+    differences = dict(run.values("rollout/rollout_vs_train_logprob_diff/max"))
+    assert list(differences) == list(range(1, SPLIT_STEPS + 1))
+    assert max(differences.values()) <= AGREE
+    assert max(count for _, count in run.values("sync/aborts")) == 0, "each sync's canary agreed at the first try"
+    engines = sorted(path.name.split(".")[0] for path in (tmp_path / "run" / "engines").glob("*-engine*.config.json"))
+    assert len(engines) == (2 if method == "collective" else 1)
+    for engine in engines:
+        committed = {line["version"][1] for line in logged(run, engine, "weights_committed")}
+        assert committed >= {SPLIT_STEPS}, "the final weights came to all"
+        assert len(committed) == SPLIT_STEPS + 1 or len(engines) > 1, "every version went through the gate"
+        assert logged(run, engine, "engine_done")[-1]["sequences"] > 0
+    if method == "memory":
+        [asked] = logged(run, "explorer-0-auxiliary-teacher", "engine_done")
+        assert asked["sequences"] >= SPLIT_STEPS * 16 * 8, "it has scored every response"
 
 
 STEP_WISE_STEPS = 30

@@ -27,7 +27,7 @@ PROMPT = [3, 7, 2, 9]
 CLOSE = 1e-4
 
 
-@pytest.fixture(params=["waiting_engine", "keeping_engine"], ids=["untied", "tied"])
+@pytest.fixture(params=["waiting_engine", "keeping_engine", "split_engine"], ids=["untied", "tied", "split"])
 def started(request: pytest.FixtureRequest) -> Started:
     chosen: Started = request.getfixturevalue(request.param)
     return chosen
@@ -142,28 +142,36 @@ async def under_way(engine: Engine) -> None:
     await until(busy)
 
 
+@pytest.mark.parametrize("fixture", ["waiting_engine", "split_engine"], ids=["untied", "split"])
 @pytest.mark.parametrize("method", ["memory", "checkpoint"])
-async def test_weights_that_are_fetched_replace_all(waiting: Engine, tmp_path: Path, method: str) -> None:
+async def test_weights_that_are_fetched_replace_all(
+    request: pytest.FixtureRequest, tmp_path: Path, fixture: str, method: str
+) -> None:
+    async with adopted(request.getfixturevalue(fixture)) as engine:
+        await fetched_weights_replace_all(engine, tmp_path, method)
+
+
+async def fetched_weights_replace_all(engine: Engine, folder: Path, method: str) -> None:
     channel: Channel = (
-        MemoryChannel("127.0.0.1", 2**16, 30.0) if method == "memory" else CheckpointChannel(str(tmp_path), 2**16, 30.0)
+        MemoryChannel("127.0.0.1", 2**16, 30.0) if method == "memory" else CheckpointChannel(str(folder), 2**16, 30.0)
     )
     for step in (1, 2):
-        model, version = new_weights(waiting.started.folder, 100 + step), (8, step)
+        model, version = new_weights(engine.started.folder, 100 + step), (8, step)
         tensors = list(named_weights(model).items())
         entries = manifest_of(tensors)
         where = await channel.offer(version, tensors, entries)
-        await waiting.host.pause()
-        canary = torch.tensor((await waiting.host.receive(waiting.spec(model, version, where)))["logprobs"])
-        await waiting.host.commit(version, step)
+        await engine.host.pause()
+        canary = torch.tensor((await engine.host.receive(engine.spec(model, version, where)))["logprobs"])
+        await engine.host.commit(version, step)
         await channel.committed(version, tensors, entries)
         torch.testing.assert_close(canary, reference(model, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
         found = await channel.catch_up_source()
         assert found is not None
-        await waiting.host.pause()
-        pulled = torch.tensor((await waiting.host.receive(waiting.spec(model, version, found[1])))["logprobs"])
-        await waiting.host.commit(version, step)
+        await engine.host.pause()
+        pulled = torch.tensor((await engine.host.receive(engine.spec(model, version, found[1])))["logprobs"])
+        await engine.host.commit(version, step)
         torch.testing.assert_close(pulled, canary)
-        assert waiting.host.snapshot.version == version
+        assert engine.host.snapshot.version == version
     await channel.close()
 
 
@@ -183,9 +191,43 @@ async def test_damaged_weights_leave_the_old_ones_serving(waiting: Engine) -> No
     await channel.close()
 
 
+async def restarted(engine: Engine) -> None:
+    """Return when the host has started the engine again; it has no weights then."""
+    again = asyncio.Event()
+    engine.host.on_change = lambda: again.set() if engine.host.snapshot.alive else None
+    keeping = asyncio.create_task(engine.host.keep())
+    await again.wait()
+    keeping.cancel()
+    assert engine.host.snapshot.state == "empty"
+
+
+def workers(host: EngineHost) -> list[psutil.Process]:
+    return [process for process in processes(host) if process.name().startswith("VLLM::Worker")]
+
+
+async def test_a_worker_that_hangs_or_dies_ends_vllm_and_the_engine_takes_weights_again(split_engine: Started) -> None:
+    async with adopted(split_engine) as engine:
+        model = new_weights(split_engine.folder, 130)
+        await engine.sync(model, (10, 1))
+        family = processes(engine.host)
+        workers(engine.host)[1].suspend()
+        await engine.host.pause()
+        spec = engine.spec(model, (10, 2), await engine.sender.rendezvous(), seconds=1.0)
+        with pytest.raises(ReceiveFailed, match="did not answer") as failed:
+            await engine.host.receive({**spec, "epoch": 97})
+        assert not failed.value.touched
+        assert await ended(family) == []
+        await restarted(engine)
+        canary = torch.tensor(await engine.sync(model, (10, 3)))
+        torch.testing.assert_close(canary, reference(model, CANARY[:1], CANARY[1:]), atol=CLOSE, rtol=0)
+        family = processes(engine.host)
+        workers(engine.host)[0].kill()
+        assert await ended(family) == []
+
+
 async def test_weights_that_do_not_fit_end_vllm_and_its_engine_and_the_host_begins_anew(aborting: Engine) -> None:
     """What went in half-way cannot be repaired: vLLM would try the same tensors again at the next sync."""
-    host, again = aborting.host, asyncio.Event()
+    host = aborting.host
     good, bad = (new_weights(aborting.started.folder, seed) for seed in (81, 82))
     bad.model.norm.weight = torch.nn.Parameter(torch.ones(3))
     await aborting.sync(good, (7, 1))
@@ -198,15 +240,9 @@ async def test_weights_that_do_not_fit_end_vllm_and_its_engine_and_the_host_begi
     assert isinstance(refused, ReceiveFailed)
     assert refused.touched
     assert await ended(family) == []
-    host.on_change = lambda: again.set() if host.snapshot.alive else None
-    keeping = asyncio.create_task(host.keep())
-    try:
-        await again.wait()
-        assert host.snapshot.state == "empty"
-        canary = torch.tensor(await aborting.sync(good, (7, 3)))
-        torch.testing.assert_close(canary, reference(good, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
-    finally:
-        keeping.cancel()
+    await restarted(aborting)
+    canary = torch.tensor(await aborting.sync(good, (7, 3)))
+    torch.testing.assert_close(canary, reference(good, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
 
 
 async def test_an_engine_that_is_killed_leaves_no_process_of_vllm_behind(aborting: Engine) -> None:

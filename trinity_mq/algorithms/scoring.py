@@ -5,6 +5,8 @@ the hidden states before a model's head, so that the logits of all tokens never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +19,23 @@ CHUNK = {"cpu": 2**22, "cuda": 2**26}
 """Maximum number of logits in a chunk, by device. A chunk holds two to three float32 tensors of this size. On a GPU,
 smaller chunks would make a large head wait for its weight.
 """
+_pretended: ContextVar[str | None] = ContextVar("pretended", default=None)
+
+
+@contextmanager
+def pretended_device(kind: str) -> Iterator[None]:
+    """Compute heads in the ``with`` block as on a device of this kind, whatever the device of their tensors. Only for
+    tensors without data (``FakeTensorMode``), whose memory is measured.
+    """
+    token = _pretended.set(kind)
+    try:
+        yield
+    finally:
+        _pretended.reset(token)
+
+
+def _device(tensor: Tensor) -> str:
+    return _pretended.get() or tensor.device.type
 
 
 class Scores(NamedTuple):
@@ -118,7 +137,7 @@ def head_scores(
         chunk: Maximum number of logits at a time; None: ``CHUNK`` of the device.
     """
     after = after or HeadOperation()
-    chunk = chunk or CHUNK.get(hidden.device.type, CHUNK["cuda"])
+    chunk = chunk or CHUNK.get(_device(hidden), CHUNK["cuda"])
     if type(head) is nn.Linear:
         settings = _Settings(after, entropy_gradient, with_baseline, max(1, chunk // head.out_features))
         apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LinearScores.apply
@@ -256,12 +275,12 @@ def _operand(factor: Tensor, dtype: torch.dtype) -> Tensor:
     the rounded factor is widened again there.
     """
     rounded = factor.to(dtype)
-    return rounded if rounded.is_cuda else _precise(rounded)
+    return rounded if _device(rounded) == "cuda" else _precise(rounded)
 
 
 def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a gradient as a factor for products with operands of ``dtype``."""
-    return gradient.to(dtype) if gradient.is_cuda else gradient
+    return gradient.to(dtype) if _device(gradient) == "cuda" else gradient
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

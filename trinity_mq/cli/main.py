@@ -39,6 +39,7 @@ COMMAND_GROUPS = (
                 "answer agents through a gateway and train on what they did; run, with mode=serve",
             ),
             ("validate", "validate:validate", "check a configuration and its tasksets, start nothing"),
+            ("plan", "plan:plan", "show the GPU of each process and its estimated memory, start nothing"),
             ("submit", "submit:submit", "publish a task to a run"),
             ("review", "review", "show the runs that wait for a person's verdict, and give verdicts"),
         ),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 NEXT: Mapping[str, str] = {
     "validate": "trinity-mq run {target}",
+    "plan": "trinity-mq run {target}",
     "submit": "trinity-mq status {target}{broker}",
     "list": "trinity-mq status NAME, trinity-mq dash NAME",
     "status": "trinity-mq why {target}{broker}: what does the run wait for? After its end: report, inspect, audit",

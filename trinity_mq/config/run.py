@@ -28,6 +28,7 @@ from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.devices import DevicesConfig, device_problems
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
@@ -104,6 +105,7 @@ class Config(Section):
     operator: OperatorsConfig = Field(default_factory=OperatorsConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     synchronizer: SyncConfig = Field(default_factory=SyncConfig)
+    devices: DevicesConfig = Field(default_factory=DevicesConfig)
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
@@ -358,6 +360,14 @@ class Config(Section):
         return self
 
     @_section_check
+    def _devices(self) -> Config:
+        on_gpus = self.model.device != "cpu"
+        problems = list(device_problems(self.devices, self.trainer, self.explorer, computes_on_gpus=on_gpus))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @_section_check
     def _lora(self) -> Config:
         lora, engine = self.model.lora, self.explorer.rollout_model.engine
         if lora is None:
@@ -395,6 +405,14 @@ class Config(Section):
     def leader(self) -> str:
         """Name of the agent whose end is the end of the run: the first in starting order."""
         return f"{next(iter(self.agent_counts))}-0"
+
+    @property
+    def engine_ranks(self) -> int:
+        """Number of ranks of a policy engine in a broadcast of weights."""
+        rollout, lora = self.explorer.rollout_model, self.model.lora
+        takes_adapter = lora is not None and lora.sync == "adapter"
+        by_device = engine_row(rollout.engine).receives_on_each_device and not takes_adapter
+        return rollout.tensor_parallel_size if by_device else 1
 
     @property
     def sharding_obstacle(self) -> str | None:

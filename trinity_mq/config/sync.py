@@ -95,6 +95,11 @@ class SyncConfig(Section):
             return self.pull
         return "memory" if self.sync_method == "collective" else self.sync_method
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether the weights are broadcast between GPUs."""
+        return self.sync_method == "collective" and self.backend == "nccl"
+
     @model_validator(mode="after")
     def _one_source(self) -> SyncConfig:
         if self.pull is not None and self.sync_method not in {"collective", self.pull}:

@@ -47,7 +47,8 @@ def _limit(cgroup: Path) -> float:
 
 
 def computing_processes(config: Config) -> int:
-    """Return the number of trainer processes and engines of the run."""
+    """Return the number of trainer processes, and of devices of engines, of the run."""
     explorer = config.explorer
-    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models if engine_row(model.engine).computes_here)
-    return config.trainer.nproc + explorer.rollout_model.engine_num + auxiliary
+    here = [model for model in explorer.auxiliary_models if engine_row(model.engine).computes_here]
+    engines = sum(model.engine_num * model.tensor_parallel_size for model in (explorer.rollout_model, *here))
+    return config.trainer.nproc + engines

@@ -40,7 +40,7 @@ OURS = frozenset(
 
 
 class VllmConfig(Section):
-    """Settings of vLLM's server, used if ``explorer.rollout_model.engine`` is vllm. The server uses one device."""
+    """Settings of vLLM's server, used if ``explorer.rollout_model.engine`` is vllm."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU the rest of ``gpu_memory_utilization``."""

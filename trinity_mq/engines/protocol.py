@@ -51,8 +51,13 @@ class EngineJob:
 
     @property
     def num_threads(self) -> int:
-        """Number of CPU threads of the engine."""
+        """Number of CPU threads of the engine on each of its devices."""
         return cpu_threads(self.config, (self.auxiliary or self.config.explorer.rollout_model).num_threads)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of devices among which the engine splits the model."""
+        return (self.auxiliary or self.config.explorer.rollout_model).tensor_parallel_size
 
     def folder(self) -> Path:
         """Return the folder of the served model. A small model is generated first."""
@@ -113,6 +118,8 @@ class Engine(ABC):
 
         A server of the policy starts without weights, and takes them through the admin routes. A server of an auxiliary
         model serves the weights of the model folder as version 0.0.
+
+        An engine that uses one device refuses a larger :attr:`EngineJob.tensor_parallel_size`.
 
         Raises:
             ModelError: No engine can run with this model. The host does not try again.

@@ -18,6 +18,7 @@ from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
@@ -27,6 +28,7 @@ from trinity_mq.observability.run_state import STILL_SHOWN, RunState
 from trinity_mq.observability.trackers.process import TrackerProcess
 from trinity_mq.roles import RoleRow, row_of
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.placement import Placement, place_run
 from trinity_mq.runtime.process import trim_memory_periodically
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, start_command, start_forked
@@ -157,8 +159,13 @@ class RunSession:
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
         server = self._fork_server
+        report = await asyncio.to_thread(free_gpus, self._folder.path)
+        placement = place_run(self._config, report.gpus)
+        if report.gpus:
+            self._add_news(str(placement))
+        agent_url = None if self._url_from_file else url
         self._supervisor = supervisor = Supervisor(
-            agents(self._config, self._folder.config_file, None if self._url_from_file else url, server),
+            agents(self._config, self._folder.config_file, agent_url, server, placement),
             config=self._config.supervisor,
             log_dir=self._folder.logs,
             on_event=self._on_event,
@@ -280,10 +287,14 @@ class RunSession:
 
 
 def agents(
-    config: Config, config_file: Path, url: str | None, fork_server: ForkServer | None = None
+    config: Config,
+    config_file: Path,
+    url: str | None,
+    fork_server: ForkServer | None = None,
+    placement: Placement | None = None,
 ) -> list[ProcessSpec]:
-    """Return the processes of a run. Without ``url`` they read the broker's address from a file, as this process
-    does.
+    """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` they read the broker's
+    address from a file, as this process does.
     """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
     return [
@@ -291,7 +302,11 @@ def agents(
             name=f"{role}-{n}",
             role=role,
             argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", f"{role}-{n}"),
-            env={**forking, **_environment(config, row_of(role), url)},
+            env={
+                **forking,
+                **({} if placement is None else placement.agent_environment(f"{role}-{n}")),
+                **_environment(config, row_of(role), url),
+            },
             starts_anew=bool(_role_setting(config, row_of(role).env, {})),
         )
         for role, count in config.agent_counts.items()

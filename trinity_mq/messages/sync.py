@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,8 @@ class SyncEvent(Message):
     """Attempt at this version; it identifies late answers to an aborted attempt."""
     members: list[str] = Field(default_factory=list)
     """prepare, commit: the addressed members in rank order (rank 0 is the coordinator)."""
+    ranks: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """join, prepare: number of ranks of each member that has several in the broadcast, such as one on each device."""
     manifest: list[tuple[str, str, list[int]]] = Field(default_factory=list)
     """prepare: ``(name, dtype, shape)`` of every tensor, in sending order."""
     rendezvous: dict[str, Any] = Field(default_factory=dict)

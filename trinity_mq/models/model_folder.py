@@ -107,20 +107,39 @@ def _architecture(tiny: TinyModelConfig) -> Any:
     )
 
 
-def empty_model(config: ModelConfig) -> Any | None:
-    """Return the model without memory for its weights; None if its architecture is not available on this machine."""
-    import torch
+def model_without_weights(config: ModelConfig, **arguments: Any) -> Any:
+    """Return the model of an architecture, whose weights are empty or random; only ``config.json`` is read.
+
+    Args:
+        config: The model.
+        arguments: Arguments of ``from_config``, such as ``dtype``.
+
+    Raises:
+        ModelError: The architecture is not available on this machine; the message is one line with the reason.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     remote = {"trust_remote_code": config.trust_remote_code}
+    folder = None if config.tiny is not None else local_model_folder(str(config.model_path))
+    if config.tiny is None and folder is None:
+        raise ModelError(f"model {config.model_path} is a hub id and not downloaded yet, so its size is not known")
     try:
-        folder = None if config.tiny is not None else local_model_folder(str(config.model_path))
-        if config.tiny is None and folder is None:
-            return None
         architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
+        model = AutoModelForCausalLM.from_config(architecture, **remote, **arguments)
+        model.tie_weights()  # not done where the weights are not initialised
+        return model
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"model {config.model_path}: {' '.join(str(error).split())}") from error
+
+
+def empty_model(config: ModelConfig) -> Any | None:
+    """Return the model without memory for its weights; None if its architecture is not available on this machine."""
+    import torch
+
+    try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(architecture, **remote)
-    except (ModelError, OSError, ValueError, ImportError):  # the caller that loads the model reports the fault
+            return model_without_weights(config)
+    except ModelError:  # the caller that loads the model reports the fault
         return None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,11 +17,16 @@ from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
+from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.engines.protocol import create_engine
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, local_model_folder
+from trinity_mq.operations.memory import estimate_memory
+from trinity_mq.operations.plan import RunPlan
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError, describe_error
+from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu
+from trinity_mq.runtime.placement import place_run, run_needs
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
@@ -92,11 +98,10 @@ def _user_code_errors(subject: str, *explained: type[Exception]) -> Iterator[Non
 
 def imports_torch(config: Config) -> bool:
     """Return whether :func:`check_all` must import torch for this configuration."""
-    on_devices = config.model.device == "cuda" or _is_over_nccl(config)
     needed = (
         bool(config.operator.operators)
         or bool(_custom_pieces(config))
-        or on_devices
+        or needs_cuda(config)
         or _needs_optional_optimizer(config)
         or bool(config.model.lora)
     )
@@ -125,8 +130,9 @@ def _needs_optional_optimizer(config: Config) -> bool:
     return config.algorithm.optimizer.optimizer_type in {"adamw_8bit", "muon"}
 
 
-def _is_over_nccl(config: Config) -> bool:
-    return config.synchronizer.sync_method == "collective" and config.synchronizer.backend == "nccl"
+def needs_cuda(config: Config) -> bool:
+    """Return whether the run cannot work without CUDA."""
+    return config.model.device == "cuda" or config.synchronizer.uses_nccl
 
 
 def check_tasksets(config: Config) -> list[str]:
@@ -345,27 +351,47 @@ def _check_without_template(config: Config, model: str) -> list[str]:
 
 
 def check_devices(config: Config) -> list[str]:
-    """Look for the devices and the software that engines, trainer and weight sync need on this machine.
+    """Look for the devices and the software that engines, trainer and weight sync need on this machine. If it has GPUs,
+    return a line on the GPUs of each process.
 
     Raises:
-        ConfigError: A required device does not exist, or NCCL cannot be used.
+        ConfigError: A required device does not exist, its memory does not suffice, or NCCL cannot be used.
+        PlacementError: There are too few GPUs.
         ModelError: The software of an engine is not installed, or its version is not supported.
         UnknownNameError: An engine cannot be imported.
     """
     explorer = config.explorer
     for name in dict.fromkeys([explorer.rollout_model.engine, *(model.engine for model in explorer.auxiliary_models)]):
         create_engine(name).check()
-    over_nccl = _is_over_nccl(config)
-    if config.model.device != "cuda" and not over_nccl:
+    gpus = list(free_gpus(config.path).gpus) if run_needs(config) else []
+    if needs_cuda(config) and PRETEND_VARIABLE not in os.environ:
+        seen_by_torch = _check_cuda(config)
+        gpus = gpus or seen_by_torch
+    placement = place_run(config, gpus)
+    if not gpus:
         return []
+    if any(gpu.total is None for gpu in gpus):
+        return [str(placement)]
+    plan = RunPlan(config, placement, estimate_memory(config, "cuda"))
+    if problems := plan.problems:
+        raise ConfigError("\n".join(problems))
+    return [str(placement)]
+
+
+def _check_cuda(config: Config) -> list[Gpu]:
+    """Look for CUDA and NCCL with torch, for a configuration that requires them, and return the GPUs that torch sees.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
     import torch
     from torch import distributed
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.model.device == "cuda" and not count:
         raise ConfigError("model.device is cuda, and torch sees no CUDA device here; use model.device=auto or cpu")
-    if not over_nccl:
-        return []
+    if not config.synchronizer.uses_nccl:
+        return [Gpu(entry=str(number)) for number in range(count)]
     missing = {
         "model.device is cpu": config.model.device == "cpu",
         "torch sees no GPU here": not count,
@@ -376,9 +402,7 @@ def check_devices(config: Config) -> list[str]:
             f"synchronizer.backend is nccl, which sends weights between GPUs, and {reason}; use "
             "synchronizer.backend=gloo"
         )
-    members = 1 + config.explorer.rollout_model.engine_num
-    warning = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
-    return [warning] if count < members else []
+    return [Gpu(entry=str(number)) for number in range(count)]
 
 
 def check_optimizer(config: Config) -> list[str]:

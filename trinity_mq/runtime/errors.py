@@ -27,6 +27,10 @@ class FatalError(Exception):
     """The run cannot continue, and a restart would fail in the same way. The message is one line for people."""
 
 
+class DeviceMemoryError(FatalError):
+    """The device of a process has too little memory for its work; the message names the settings that help."""
+
+
 class RestartRequested(Exception):
     """Raised so that a new process replaces a process that cannot continue."""
 

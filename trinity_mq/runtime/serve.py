@@ -38,6 +38,7 @@ from trinity_mq.runtime.errors import (
     first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
+from trinity_mq.runtime.gpus import visible_devices
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     call_when_parent_ends,
@@ -97,6 +98,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     setup_logging(
         role, agent_id, config.path, config.monitor.log_level, run=config.name, max_bytes=config.monitor.log_max_bytes
     )
+    log.info("process_starts", devices=visible_devices())
     monitor = config.monitor
     start_trace(role, agent_id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace)
     supervised = parent is not None

@@ -7,9 +7,9 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,8 @@ from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import DeviceMemoryError, FatalError, RestartRequested
+from trinity_mq.runtime.gpu_memory import release_cached_memory, shares_gpu
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
@@ -49,6 +50,16 @@ from trinity_mq.training.checkpoints.state import (
 )
 from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
 from trinity_mq.training.guard import Guard
+from trinity_mq.training.memory.device import (
+    PassLimit,
+    card_of,
+    choose_limit,
+    describe_lack,
+    measure_trained,
+    remedies,
+    stored_limit,
+)
+from trinity_mq.training.memory.estimate import Device, Measured, estimate
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import PAIRED, SAMPLED, StepTokens, mask_nonfinite_logprobs, split, train_tokens
@@ -147,6 +158,12 @@ class TorchLearner:
         self.critic: Critic | None = None
         """Critic, if the advantage estimator needs it."""
         self._memory = Memory()
+        self._measured: dict[str, Measured] | None = None
+        """Measured memory of the trained models; None until it is needed."""
+        self._pass_limit: PassLimit | None = None
+        """Size of a pass that was chosen for the GPU; None if it is configured."""
+        self._has_trained = False
+        """Whether this process has made a train step."""
         self._copies = HostCopies()
         self._guard = Guard(config.trainer.guard)
         threads = cpu_threads(config, config.trainer.num_threads)
@@ -203,7 +220,7 @@ class TorchLearner:
         def traced() -> dict[str, float]:
             with span("train step", threads=True):
                 body = batch.encode() if self._ranks.world > 1 else b""
-                with self._ranks.command("step", body, number=step_number):
+                with self._command("step", body, number=step_number):
                     return self._step(batch, step_number)
 
         return await self._lead("train step", traced)
@@ -284,13 +301,66 @@ class TorchLearner:
             raise LearnerError("the learner holds no model: call open() first")
         return self._loaded
 
+    @contextmanager
+    def _command(self, name: str, body: bytes = b"", **arguments: Any) -> Iterator[None]:
+        """Announce a command and run rank 0's part of it in the ``with`` block."""
+        with self._ranks.command(name, body, **arguments), self._memory_advice(name):
+            yield
+
+    @contextmanager
+    def _memory_advice(self, what: str) -> Iterator[None]:
+        """Turn a lack of memory of the device in the ``with`` block into an error that names the settings that help.
+
+        Raises:
+            DeviceMemoryError: No train step of this process has succeeded, so the same step would fail again.
+            RestartRequested: Earlier steps succeeded. The memory may be fragmented, or used by another process.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            device = select_device(self._config.model.device)
+            tokens = self._config.trainer.first_max_tokens if self._loaded is None else self.policy.division.max_tokens
+            measured, shared, kind = self._measure(device), shares_gpu(), _kind(device)
+            value = estimate(self._config, kind, measured, tokens)
+            advice = remedies(self._config, kind, measured, tokens, shared=shared)
+            text = describe_lack(what, error, card_of(device), value, advice, is_first=not self._has_trained)
+            raise (RestartRequested(text) if self._has_trained else DeviceMemoryError(text)) from error
+
+    def _measure(self, device: torch.device) -> dict[str, Measured]:
+        """Return the measured memory of the trained models."""
+        if self._measured is None:
+            self._measured = measure_trained(self._config, _kind(device))
+        return self._measured
+
+    def _limit_passes(self, facts: Mapping[str, Any]) -> None:
+        """Choose the size of a pass for the GPU, if it is not configured; the same on all ranks.
+
+        Args:
+            facts: Facts of the policy in the checkpoint. Its limit is used again on the same kind of GPU, because the
+                division into passes changes the rounding of a step.
+        """
+        card = card_of(self.policy.device)
+        if self._config.trainer.max_tokens_per_micro_batch != "auto" or card is None:
+            return
+        limit = stored_limit(facts, card)
+        if limit is None:
+            measured = self._measure(self.policy.device)
+            limit = choose_limit(self._config, card, measured, shared=shares_gpu())
+        tokens = min(self._ranks.gather(limit.tokens))
+        self._pass_limit = replace(limit, tokens=tokens)
+        log.info("pass_size_chosen", tokens=tokens, reason=limit.reason)
+        for policy in (self.policy, *([] if self.reference is None else [self.reference.policy])):
+            policy.limit_passes(tokens)
+        if self.critic is not None:
+            self.critic.division = replace(self.critic.division, max_tokens=tokens)
+
     def _lead_open(self, checkpoint: Path | None) -> None:
         if self._ranks.world > 1 and (why := self._config.sharding_obstacle):
             raise LearnerError(f"the trainer was started with {self._ranks.world} processes, but {why}")
         self._ranks.connect_store()
         place = None if checkpoint is None else str(checkpoint.absolute())
         try:
-            with self._ranks.command("open", checkpoint=place):
+            with self._command("open", checkpoint=place):
                 self._open(checkpoint)
         except FailedElsewhereError as error:
             if error.error == DamagedCheckpointError.__name__:
@@ -298,7 +368,7 @@ class TorchLearner:
             raise
 
     def _copy(self) -> Parts:
-        with self._ranks.command("copy"):
+        with self._command("copy"):
             return self._copies.take(self._parts())
 
     def _lead_weights(self) -> list[tuple[str, Tensor]]:
@@ -307,7 +377,7 @@ class TorchLearner:
             return policy.weights()
 
         def gather(name: str) -> Tensor:
-            with self._ranks.together("gathering"), self._ranks.command("gather", weight=name):
+            with self._ranks.together("gathering"), self._command("gather", weight=name):
                 return gathered(policy.weight(name))
 
         # gather on the learner's thread, because all rank commands run there
@@ -319,7 +389,7 @@ class TorchLearner:
         self._ranks.close()
 
     def _lead_canary(self, tokens: list[int]) -> list[float]:
-        with self._ranks.command("canary", tokens=tokens):
+        with self._command("canary", tokens=tokens):
             return self.policy.sequence_logprobs(tokens)
 
     def follow(self) -> None:
@@ -330,14 +400,22 @@ class TorchLearner:
 
         Raises:
             RankError: Another rank is gone.
+            DeviceMemoryError: A device has too little memory, and a restart does not help.
+            RestartRequested: This rank's device had too little memory, and a restart may help.
         """
         self._ranks.connect_store()
         patience = math.inf
         while (command := self._ranks.next(patience)).name != "end":
             patience = math.inf
             try:
-                with self._ranks.together(command.name), self._ranks.voting(command.name):
+                with (
+                    self._ranks.together(command.name),
+                    self._ranks.voting(command.name),
+                    self._memory_advice(command.name),
+                ):
                     self._execute(command)
+            except DeviceMemoryError:
+                raise
             except FatalError as error:
                 log.warning("rank_command_failed", command=command.name, reason=str(error))
                 patience = AFTER_AN_ERROR
@@ -389,6 +467,7 @@ class TorchLearner:
         self._loaded, self._memory = (policy, optimizer), Memory()
         if checkpoint is not None:
             self._restore(checkpoint)
+        self._limit_passes(facts.get("policy", {}))
         self._guard = Guard(self._config.trainer.guard, self._memory.guard)
 
     def _take_weights(self, checkpoint: Path | None) -> None:
@@ -435,7 +514,8 @@ class TorchLearner:
     def _parts(self) -> Parts:
         """Return everything that a checkpoint needs, as live tensors."""
         policy, optimizer = self._opened
-        parts = {"policy": StatePart(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
+        facts = {} if self._pass_limit is None else self._pass_limit.facts()
+        parts = {"policy": StatePart(policy.state(), facts), "optimizer": optimizer_part(optimizer, policy.model)}
         parts["memory"] = StatePart(facts=asdict(self._memory))
         if self.reference is not None:
             parts["reference"] = self.reference.part()
@@ -471,6 +551,8 @@ class TorchLearner:
             if self.reference is not None:
                 self.reference.follow(self.policy, step_number)
         self._memory = replace(self._memory, guard=self._guard.state())
+        self._has_trained = True
+        release_cached_memory()
         return (
             metrics
             | watch.metrics()
@@ -536,7 +618,7 @@ class TorchLearner:
                     with watch.part("score"):
                         scored = before if not has_moved and before is not None else None
                         scored = scored or score(policy, batches, tokens.tokens, needed)
-                        most = self._config.trainer.max_tokens_per_micro_batch
+                        most = policy.division.max_tokens
                         everything = tokens.micro_batches(part, most, reduction)
                         extra |= compared(everything, scored, columns, config, f"{purpose}/{number}")
                 applied, metrics = optimizer_step(
@@ -585,6 +667,10 @@ class TorchLearner:
             batches = policy.division.of(tokens, tokens.experiences({SAMPLED, PAIRED}))
             columns["ref"] = self.reference.logprobs(batches, tokens.tokens)
         return columns, before
+
+
+def _kind(device: torch.device) -> Device:
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 class _Gathered:

@@ -37,7 +37,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         LearnerError: A required package is not installed.
     """
     check_installed(config)
-    matrices, others = _division(model, config)
+    matrices, others = divide_parameters(model, config)
     groups = _by_decay(others, config)
     match config.optimizer_type:
         case "muon":
@@ -81,7 +81,7 @@ def _eight_bit() -> Any:
 Named = list[tuple[str, nn.Parameter]]
 
 
-def _division(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
+def divide_parameters(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
     """Return the parameters for Muon and all other parameters. With another optimizer the first list is empty.
 
     Muon updates the matrices whose rows and columns are both hidden features. Embeddings and the head (possibly the

@@ -26,6 +26,7 @@ from trinity_mq.engines.protocol import EngineJob, create_engine
 from trinity_mq.models.errors import EngineFailed
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.runtime.event_loop import run_on_fast_loop
+from trinity_mq.runtime.gpus import visible_devices
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.telemetry import flush_trace, setup_logging, start_trace
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
             run=config.name,
             max_bytes=config.monitor.log_max_bytes,
         )
+        log.info("process_starts", devices=visible_devices())
         monitor = config.monitor
         if options.auxiliary is None:
             start_trace(
@@ -105,7 +107,7 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
         def ready(url: str) -> None:
             state = server.snapshot()
             fields = {"token": token, **{name: state[name] for name in ("name", "model_path", "fingerprint")}}
-            digest = engine_digest(config, auxiliary)
+            digest = engine_digest(config, auxiliary, visible_devices())
             write_ready(options.ready_file, options.ready_fd, id=options.id, url=url, digest=digest, **fields)
             log.info("engine_ready", engine=options.id, url=url, model=state["name"])
 

@@ -205,8 +205,7 @@ class Explorer(Agent):
             master_port: Port of the sender's TCPStore.
             state_dict_meta: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
         """
-        sync = self.config.synchronizer
-        await receive_broadcast(self.engines, sync, master_address, master_port, state_dict_meta or ())
+        await receive_broadcast(self.engines, self.config, master_address, master_port, state_dict_meta or ())
 
     async def get_weight(self, name: str) -> Tensor:
         """Return one weight of the first engine, as a CPU tensor."""

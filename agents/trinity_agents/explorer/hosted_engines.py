@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.config import SyncConfig
+from trinity_mq.config import Config
 from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, TrainerStatus, Version
 from trinity_mq.models.engine_selection import announced_model
 from trinity_mq.models.inference import ModelRole
@@ -61,6 +61,7 @@ class HostedEngines:
             engine=engine,
             publish=self._publish,
             last_commit=lambda: self._committed(engine.snapshot.id),
+            ranks=self._agent.config.engine_ranks,
         )
         member.on_commit = self._handle_commit
         member.changed = self.changed
@@ -267,24 +268,25 @@ class HostedEngines:
 
 
 async def receive_broadcast(
-    engines: Sequence[EngineHost | Any], sync: SyncConfig, address: str, port: int, tensors: Sequence[Any]
+    engines: Sequence[EngineHost | Any], config: Config, address: str, port: int, tensors: Sequence[Any]
 ) -> None:
     """Connect every engine to rank 0 at ``address:port`` and receive one broadcast of ``tensors``, without the gate.
 
     Args:
-        engines: Hosts of engines, which get the ranks from 1.
-        sync: Bucket size and timeout.
+        engines: Hosts of engines, which get the ranks from 1, one after the other.
+        config: Configuration of the run.
         address: Address of the sender's TCPStore.
         port: Port of the sender's TCPStore.
         tensors: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
     """
+    sync, ranks = config.synchronizer, config.engine_ranks
     spec = {
         "host": address,
         "port": port,
         "bucket_bytes": sync.bucket_bytes,
         "epoch": 0,
         "attempt": 0,
-        "world": len(engines) + 1,
+        "world": ranks * len(engines) + 1,
         "seconds": sync.sync_timeout,
         "manifest": list(tensors),
         "canary": {},
@@ -295,5 +297,5 @@ async def receive_broadcast(
         await engine.receive({**spec, "rank": rank}, sync.sync_timeout + 5.0)
 
     async with asyncio.TaskGroup() as group:
-        for rank, engine in enumerate(engines, start=1):
-            group.create_task(receive(rank, engine))
+        for number, engine in enumerate(engines):
+            group.create_task(receive(1 + ranks * number, engine))

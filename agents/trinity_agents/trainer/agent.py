@@ -9,6 +9,7 @@ Waits for: the next batch, an engine that needs weights, and at the end the expl
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, DeviceMemoryError, RestartRequested
+from trinity_mq.runtime.gpus import visible_devices
+from trinity_mq.runtime.placement import trainer_environment
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     ensure_trainer_id,
@@ -45,7 +48,15 @@ from trinity_mq.sync.gate.canary import FIRST_IDS, canary_tokens
 from trinity_mq.telemetry import MetricsWriter, setup_logging
 from trinity_mq.training.checkpoints.benchmarked import select_checkpoints
 from trinity_mq.training.learner import Learner, TorchLearner
-from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank, world_size
+from trinity_mq.training.parallel.ranks import (
+    RankProcesses,
+    Ranks,
+    begin_follower,
+    is_started_by_torchrun,
+    own_device,
+    own_rank,
+    world_size,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -161,6 +172,8 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
     world = world_size(config.trainer.nproc)
     if own_rank():
         return run_follower_rank(config, agent_id, world)
+    if not is_started_by_torchrun():  # torchrun's processes choose a GPU by their local rank
+        os.environ.update(trainer_environment(config, agent_id))
 
     def build(bus: Bus, topology: Topology) -> Agent:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
@@ -217,6 +230,7 @@ def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
         run=config.name,
         max_bytes=config.monitor.log_max_bytes,
     )
+    log.info("process_starts", devices=visible_devices(), device=own_device(0))
     add_plugins(config.plugin_dirs)
     model = ensure_model_folder(config.model, config.path / "model", config.seed)
     total = config.train_steps
@@ -225,7 +239,10 @@ def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
     learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:
         learner.follow()
-    except RankError as error:
+    except DeviceMemoryError as error:
+        log.error("rank_ends", rank=rank, reason=str(error))
+        return EXIT_FATAL
+    except RestartRequested as error:
         log.warning("rank_ends", rank=rank, reason=str(error))
         return EXIT_RESTART
     return 0

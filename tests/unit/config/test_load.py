@@ -259,6 +259,7 @@ def test_each_row_is_true(key: str, row: RemovedKey) -> None:
 
 
 HERE, ELSEWHERE = "{name: j, model: {tiny: {}}, engine_num: 2}", "{name: j, engine: external, url: 'http://h/v1'}"
+SPLIT = "{name: j, engine: vllm, model: {tiny: {}}, tensor_parallel_size: 2}"
 
 
 def config(*overrides: str) -> Config:
@@ -274,6 +275,8 @@ def config(*overrides: str) -> Config:
         (16, "trainer.nproc=2", 5),
         (16, "explorer.rollout_model.engine_num=3", 4),
         (16, f"explorer.auxiliary_models=[{HERE}]", 4),
+        (16, "explorer.rollout_model={engine: vllm, engine_num: 2, tensor_parallel_size: 2}", 3),
+        (16, f"explorer.auxiliary_models=[{SPLIT}]", 4),
         (8, f"explorer.auxiliary_models=[{ELSEWHERE}]", 4),
         (2, "explorer.rollout_model.engine_num=8", 1),
     ],
@@ -281,6 +284,18 @@ def config(*overrides: str) -> Config:
 def test_trainer_and_engines_share_the_cores(cores: int, override: str, expected: int) -> None:
     assert cpu_threads(config(override), "auto", cores) == expected
     assert cpu_threads(config(override), 7) == 7
+
+
+@pytest.mark.parametrize(
+    "place", ["explorer.rollout_model={{{}}}", "explorer.auxiliary_models=[{{name: j, model: {{tiny: {{}}}}, {}}}]"]
+)
+def test_only_some_engines_split_a_model(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"size is 2, and the engine transformers does not.*engine to vllm"):
+        config(place.format("tensor_parallel_size: 2"))
+    for engine in ("vllm", "my.Engine"):
+        assert config(place.format(f"engine: {engine}, tensor_parallel_size: 2"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        config(place.format("engine: vllm, tensor_parallel_size: 0"))
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])

@@ -53,6 +53,13 @@ def important(found: Migration) -> set[str]:
     return {one.key for one in found.left_out if one.matters}
 
 
+def test_a_model_is_not_split_by_another_engine() -> None:
+    engine = {"rollout_model": {"engine_type": "sglang", "tensor_parallel_size": 4}}
+    found, config = checked({**LEAST, "explorer": engine})
+    assert config.explorer.rollout_model.tensor_parallel_size == 1
+    assert {f"explorer.rollout_model.{key}" for key in engine["rollout_model"]} <= important(found)
+
+
 def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_TASKSET_PATH", raising=False)
     monkeypatch.setenv("TRINITY_MODEL_PATH", "my/model")

@@ -235,7 +235,7 @@ class World:
         codec: Any = Letters()
         sizes = {"vocabulary": 9, "pause_mode": mode}
         self.generator = adapters.AdapterGenerator(
-            self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, **sizes
+            self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, home=home, **sizes
         )
         self.flow = VllmBatcher(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
         self.tensors = some_tensors()
@@ -482,8 +482,18 @@ def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
     assert options["--max-model-len"] == "65"
     assert {"--skip-tokenizer-init", "--enforce-eager", "--seed=3"} <= set(command)
     assert options["--distributed-executor-backend"].endswith("UniProcExecutor")  # one process less
+    assert (options["--tensor-parallel-size"], options["--load-format"]) == ("1", "dummy")
     assert "--kv-cache-memory-bytes" in command
     assert "--gpu-memory-utilization" not in command
+
+
+def test_a_model_that_is_split_has_a_process_for_each_device_and_fixed_weights_are_read() -> None:
+    rollout = RolloutModelConfig(engine="vllm", tensor_parallel_size=2)
+    model = ModelConfig(tiny=TinyModelConfig())
+    command = api.server_command(Path("/m"), Path("/s"), model, rollout, 64, cpu=True, fixed=True)
+    options = dict(pairwise(command))
+    assert (options["--tensor-parallel-size"], options["--load-format"]) == ("2", "auto")
+    assert {"--distributed-executor-backend", "--weight-transfer-config", "--enable-lora"}.isdisjoint(command)
 
 
 def test_scores_are_tempered_over_the_whole_vocabulary() -> None:

@@ -236,6 +236,32 @@ def test_bad_ones(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "more", "code", "words"),
+    [
+        ("8", [], 0, "GPUs: trainer-0 on 0,1,2,3; explorer-0-engine on 4; explorer-0-engine-1 on 5"),
+        ("5", [], 2, "4 ranks and 4 engines of 1 GPU need 8 GPUs apart, 5 are here: set explorer.rollout_model"),
+        ("5", ["synchronizer.backend=nccl"], 2, "need 8 GPUs apart, 5 are here"),
+        ("0", [], 0, "is valid"),
+        ("5", ["model.device=cpu"], 0, "is valid"),
+    ],
+)
+def test_processes_that_do_not_fit_on_the_gpus_are_refused(
+    own: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    count: str,
+    more: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setenv("TRINITY_MQ_PRETEND_GPUS", count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = with_own(own, trainer="{nproc: 4}", explorer="{rollout_model: {engine_num: 4}}")
+    assert main(["validate", config, *more]) == code
+    assert words in "".join(capsys.readouterr())
+
+
 def test_a_file_that_holds_no_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", write(tmp_path, "[]")]) == 2
     assert "holds a list" in capsys.readouterr().err

@@ -22,12 +22,15 @@ from trinity_mq.runtime.processes.forking import ForkedProcess, NotForkedError, 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 PROGRAM = """
-import heavy, json, os, sys, threading
+import ctypes, heavy, json, os, sys, threading
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
 if __name__ == "__main__":
     print(json.dumps({
         "argv": sys.argv[1:], "orig": sys.orig_argv[1:], "cwd": os.getcwd(), "sid": os.getsid(0), "pid": os.getpid(),
         "ppid": os.getppid(), "env": dict(os.environ), "imported_by": heavy.PID, "random": heavy.random.random(),
         "tasks": len(os.listdir("/proc/self/task")), "name": __name__, "stdin": sys.stdin.read(),
+        "in_c": (getenv(b"WITH") or b"").decode(),
     }))
     print("an error", file=sys.stderr)
     sys.exit(7)
@@ -88,6 +91,7 @@ async def test_it_is_what_its_command_line_makes_it(server: ForkServer, folder: 
     assert {name: value for name, value in seen["env"].items() if name != "PWD"} == {
         name: value for name, value in environment(WITH="value").items() if name != "PWD"
     }
+    assert seen["in_c"] == "value", "libraries in C such as CUDA see it too"
     assert seen["tasks"] == 1
     assert seen["imported_by"] == server.pid, "nothing was imported anew"
     await (await started(server, folder / "other", "program")).wait()

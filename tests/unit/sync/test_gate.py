@@ -56,7 +56,7 @@ async def each(feed: asyncio.Queue[SyncEvent], handle: Callable[[Any, Any], Awai
 class Gate:
     """One trainer, some engines."""
 
-    def __init__(self, engines: int = 1, timeout: float = 5.0) -> None:
+    def __init__(self, engines: int = 1, timeout: float = 5.0, ranks: tuple[int, ...] = ()) -> None:
         self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
         self.channel = FakeChannel()
         self.no_evaluation = asyncio.Event()
@@ -73,15 +73,19 @@ class Gate:
         )
         self.committed: Version | None = None
         self.commits: list[tuple[Version | None, int]] = []
-        self.members = [self._member(n, engine) for n, engine in enumerate(self.engines)]
+        self.members = [
+            self._member(n, engine, count)
+            for n, (engine, count) in enumerate(zip(self.engines, ranks or [1] * engines, strict=True))
+        ]
 
-    def _member(self, n: int, engine: FakeEngine) -> MemberDriver:
+    def _member(self, n: int, engine: FakeEngine, ranks: int) -> MemberDriver:
         member = MemberDriver(
             name=f"m{n}",
             lease=15.0,
             engine=engine,
             publish=self.wire.from_member,
             last_commit=lambda: self._given(f"m{n}"),
+            ranks=ranks,
         )
         member.on_commit = lambda version, progress: self.commits.append((version, progress))
         member.engine_up(None, None)
@@ -270,6 +274,39 @@ def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
 
     run_virtually(main(), limit=60)
     assert received == []
+
+
+class NotingEngine(FakeEngine):
+    """Notes the place in the broadcast that it is told."""
+
+    place = (0, 0)
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        self.place = spec["rank"], spec["world"]
+        return await super().receive(spec, timeout)
+
+
+def test_an_engine_has_as_many_ranks_as_it_joined_with() -> None:
+    gate, worlds = Gate(3, ranks=(1, 2, 1)), []
+    engines = [NotingEngine(f"e{n}") for n in range(3)]
+    for member, engine in zip(gate.members, engines, strict=True):
+        member._engine = engine
+
+    class NotingChannel(FakeChannel):
+        async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
+            worlds.append(world)
+
+    gate.keeper._channel = NotingChannel()
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 3)
+        await gate.keeper.sync((1, 0), 0)
+
+    gate.play(act)
+    assert [engine.place for engine in engines] == [(1, 5), (2, 5), (4, 5)]
+    assert worlds == [5]
+    [prepare] = [event for event in gate.wire.said if event.verb == "prepare"]
+    assert prepare.ranks == {"m1": 2}, "a release without ranks reads the others as before"
 
 
 class StaleEngine(FakeEngine):

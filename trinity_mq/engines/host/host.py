@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from trinity_mq.config.engines import engine_row
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.admin_client import EngineAdmin
 from trinity_mq.engines.host.process import ENGINE_COMMAND, EngineProcess
-from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
+from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest, free_gpus
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
+from trinity_mq.runtime.gpus import visible_devices
+from trinity_mq.runtime.placement import engine_environments, engine_names
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.runtime.processes.exit_reasons import describe_exit_code, exit_reason, read_output_tail
 
@@ -64,12 +67,15 @@ class EngineHost:
         on_change: Callable[[], None] = lambda: None,
         command: Sequence[str] | None = None,
         start_timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.id, self.auxiliary = config, engine_id, auxiliary
         self.run_dir = run_dir.resolve()
         self.snapshot = EngineSnapshot(engine_id)
         self.on_change = on_change
         self._command = command or ENGINE_COMMAND
+        self.environment = environment or {}
+        """Environment variables of the engine in addition to the environment of this process."""
         self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
@@ -228,7 +234,8 @@ class EngineHost:
         process = self._process = EngineProcess(ready, None)
         try:
             state = await self._admin().state(ADOPT_TIMEOUT)
-            if ready.digest == engine_digest(self.config, self.auxiliary):
+            devices = visible_devices({**os.environ, **self.environment})
+            if ready.digest == engine_digest(self.config, self.auxiliary, devices):
                 await self._command_engine("lease", {"seconds": self._lease})
                 # paused by the earlier host for a sync whose end nobody would report to it
                 if state["state"] == "paused":
@@ -261,7 +268,7 @@ class EngineHost:
             command,
             self.ready_file,
             self.output,
-            num_threads=cpu_threads(self.config, threads),
+            environment={**self.environment, "OMP_NUM_THREADS": str(cpu_threads(self.config, threads))},
             timeout=self._start_timeout,
         )
         await self.refresh()
@@ -337,28 +344,28 @@ class EngineHost:
 
 
 def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
-    rollout = config.explorer.rollout_model
-    section = getattr(rollout, engine_row(rollout.engine).settings, None) if auxiliary is None else None
+    model = auxiliary or config.explorer.rollout_model
+    section = getattr(model, engine_row(model.engine).settings, None)
     return START_TIMEOUT if section is None else float(section.start_timeout)
 
 
 def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:
     """Return the hosts of an agent's policy engines."""
-    number = config.explorer.rollout_model.engine_num
-    return [EngineHost(config, config.path, name) for name in _names(f"{agent_id}-engine", number)]
+    environment = engine_environments(config, agent_id, lambda: free_gpus(config.path).gpus, auxiliary=False)
+    return [
+        EngineHost(config, config.path, name, environment=environment(name))
+        for name in engine_names(f"{agent_id}-engine", config.explorer.rollout_model.engine_num)
+    ]
 
 
 def auxiliary_hosts(config: Config, agent_id: str) -> list[EngineHost]:
     """Return the hosts of an agent's auxiliary engines."""
+    environment = engine_environments(config, agent_id, lambda: free_gpus(config.path).gpus, auxiliary=True)
     return [
-        EngineHost(config, config.path, name, auxiliary=model)
+        EngineHost(config, config.path, name, auxiliary=model, environment=environment(name))
         for model in config.explorer.auxiliary_models
-        for name in _names(f"{agent_id}-auxiliary-{model.name}", model.engine_num)
+        for name in engine_names(f"{agent_id}-auxiliary-{model.name}", model.engine_num)
     ]
-
-
-def _names(first: str, number: int) -> list[str]:
-    return [first, *(f"{first}-{n}" for n in range(1, number))]
 
 
 def _log_restart(state: RetryCallState) -> None:

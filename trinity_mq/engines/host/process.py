@@ -9,7 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -39,9 +39,16 @@ class EngineProcess:
 
     @classmethod
     async def spawn(
-        cls, command: Sequence[str], ready_file: Path, output: Path, *, num_threads: int, timeout: float
+        cls,
+        command: Sequence[str],
+        ready_file: Path,
+        output: Path,
+        *,
+        environment: Mapping[str, str],
+        timeout: float,
     ) -> EngineProcess:
-        """Start ``command`` and return when it has written ``ready_file``.
+        """Start ``command``, with ``environment`` added to the environment of this process, and return when it has
+        written ``ready_file``.
 
         Raises:
             ModelError: The process ended with the report that a restart does not help.
@@ -52,7 +59,7 @@ class EngineProcess:
         reader, writer = os.pipe()
         try:
             with output.open("ab") as out:
-                started = await _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
+                started = await _start([*command, "--ready-file", str(ready_file)], out, writer, environment)
         except OSError as error:
             os.close(reader)
             raise EngineFailed(f"the engine cannot be started: {error}") from error
@@ -117,14 +124,14 @@ class _Started:
         return None if self.child is None else self.child.wait()
 
 
-async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> _Started:
+async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, environment: Mapping[str, str]) -> _Started:
     """Start an engine, with a fork server if one runs.
 
     Raises:
         OSError: The engine cannot be started.
     """
     command = [*command, "--ready-fd", str(ready_fd)]
-    env = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)}
+    env = {**os.environ, TOKEN_VARIABLE: secrets.token_hex(16), **environment}
     if (address := os.environ.get(ADDRESS_VARIABLE)) and is_forkable(command):
         try:
             pid = await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.release import VERSION
+from trinity_mq.runtime.gpus import GpuReport, visible_gpus
 from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
@@ -90,12 +92,27 @@ def refuse(path: Path, fd: int | None) -> None:
         os.write(fd, FATAL)
 
 
-def engine_digest(config: Config, auxiliary: AuxiliaryModelConfig | None = None) -> str:
-    """Return a digest of the engine's settings and the release. An engine with another digest must not be adopted."""
+def free_gpus(run_dir: Path) -> GpuReport:
+    """Return the visible GPUs. While engines of the run live, for example after a crash of their host, the free memory
+    is unknown, so that their GPUs do not count as filled by others.
+    """
+    report = visible_gpus()
+    ready = (ReadyFile.read(path) for path in (run_dir / "engines").glob("*.ready.json"))
+    if any(file is not None and file.lives() for file in ready):
+        return replace(report, gpus=[replace(gpu, free=None) for gpu in report.gpus])
+    return report
+
+
+def engine_digest(
+    config: Config, auxiliary: AuxiliaryModelConfig | None = None, devices: Sequence[str] | None = None
+) -> str:
+    """Return a digest of the engine's settings, its GPUs and the release. An engine with another digest must not be
+    adopted.
+    """
     rollout = config.explorer.rollout_model.model_dump(mode="json", exclude={"engine_num"})
     parts = {"model": config.model.model_dump(mode="json"), "rollout_model": rollout, "seed": config.seed}
     if auxiliary is not None:
         parts = {"auxiliary": auxiliary.model_dump(mode="json", exclude={"engine_num"}), "seed": config.seed}
         parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences")}
-    parts["release"] = VERSION
+    parts |= {"devices": devices, "release": VERSION}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -30,6 +30,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.torch.sampling import Uniforms, choose, tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
+from trinity_mq.runtime.gpu_memory import release_cached_memory
 
 SCORE_TOKENS = 1 << 14
 """Maximum padded tokens scored in one forward pass."""
@@ -101,6 +102,7 @@ class TextGenerator:
             row_listener=None if listener is None else RowListener(requests, listener, self.device),
             cancelled=self._cancelled.is_set,
         )
+        release_cached_memory()
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]
         texts = self.codec.decode(
             [without_stop_token(row.token_ids, ends) for row, ends in zip(sampled, stop_ids, strict=True)]

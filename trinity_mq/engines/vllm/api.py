@@ -32,7 +32,8 @@ LEASH = "TRINITY_MQ_VLLM_LEASH"
 CPU_KV_CACHE = 256 * 1024**2
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the process of vLLM's core, as on one GPU, without another process. The executor is given by its
-path, because on a CPU vLLM overrules ``uni`` in order to bind threads to cores, which we do not want.
+path, because on a CPU vLLM overrules ``uni`` in order to bind threads to cores, which we do not want. A model split
+among several devices has a process for each, which vLLM chooses by itself.
 """
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can reserve memory; an adapter may have a lower rank."""
@@ -115,9 +116,10 @@ def server_command(
     *,
     cpu: bool,
     room: AdapterRoom | None = None,
+    fixed: bool = False,
 ) -> list[str]:
-    """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters it loads the folder's
-    weights, else random weights.
+    """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters, or ``fixed`` weights,
+    it loads the folder's weights, else random weights, which a sync replaces.
 
     Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
     prompt of that length can be scored.
@@ -130,14 +132,15 @@ def server_command(
         "dtype": model.dtype,
         "max-model-len": max_model_len + 1,
         "max-num-seqs": rollout.max_batch_sequences,
-        "load-format": "auto" if room else "dummy",
+        "load-format": "auto" if room or fixed else "dummy",
+        "tensor-parallel-size": rollout.tensor_parallel_size,
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": -1,
         "generation-config": "vllm",
     }
-    if room is None:
+    if room is None and not fixed:
         options["weight-transfer-config"] = f'{{"backend":"{BACKEND}"}}'
-    else:
+    if room:
         options |= {"max-lora-rank": room.rank, "max-loras": room.adapters}
         options["max-cpu-loras"] = room.adapters + SPARE_ADAPTERS
         options["scheduling-policy"] = "priority"
@@ -146,7 +149,7 @@ def server_command(
         options["kv-cache-memory-bytes"] = cache
     else:
         options["gpu-memory-utilization"] = settings.gpu_memory_utilization
-    if cpu:
+    if cpu and rollout.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = CPU_EXECUTOR
     flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
     flags += ["enforce-eager"] if settings.enforce_eager else []
@@ -334,8 +337,39 @@ def error_text(status: int, body: Any) -> str:
 
 # -- worker side, in vLLM's own processes
 
-Receive = Callable[[dict[str, Any]], dict[str, Any]]
-"""Takes the spec of a transfer, blocks until all tensors have arrived, and returns them by name."""
+Receive = Callable[[dict[str, Any], Any], dict[str, Any]]
+"""Takes the spec of a transfer and the :class:`Peers` (None: there is one worker), blocks until all tensors have
+arrived, and returns them by name.
+"""
+
+
+class Peers:
+    """The workers among which a model is split, in this worker's process."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value that worker 0 gave."""
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group().broadcast_object(value, src=0)
+
+    def barrier(self) -> None:
+        """Return when all workers have called this."""
+        from vllm.distributed import get_tp_group
+
+        get_tp_group().barrier()
+
+
+def update_body(spec: Mapping[str, Any], report: Path) -> dict[str, Any]:
+    """Return the body of :data:`UPDATE`. Each worker writes into :func:`report_file` why it received no weights."""
+    return {"update_info": {"spec": dict(spec), "report": str(report)}}
+
+
+def report_file(report: Path | str, worker: int) -> Path:
+    """Return the file of a worker, which is empty if the worker has received all weights."""
+    return Path(f"{report}.{worker}")
 
 
 def install(receive: Receive) -> None:
@@ -353,7 +387,8 @@ def install(receive: Receive) -> None:
 def _backend(receive: Receive) -> type[Any]:
     """Return the backend class. An update receives all tensors without touching the model, and its finish loads them.
 
-    Therefore an interrupted transfer has touched nothing.
+    Therefore an interrupted transfer has touched nothing. An update does not raise: after an exception of one worker
+    vLLM leaves the answers of the others unread, and takes them for answers to its next command.
     """
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -368,6 +403,7 @@ def _backend(receive: Receive) -> type[Any]:
     @dataclass
     class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
         spec: dict[str, Any] = field(default_factory=dict)
+        report: str = ""
 
     class Backend(WeightTransferEngine):  # type: ignore[misc]
         init_info_cls, update_info_cls = Init, Update
@@ -385,7 +421,14 @@ def _backend(receive: Receive) -> type[Any]:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Any) -> None:
-            self._arrived = receive(update_info.spec)
+            worker, problem = self.parallel_config.rank, ""
+            self._arrived = None
+            peers = Peers(worker) if self.parallel_config.tensor_parallel_size > 1 else None
+            try:
+                self._arrived = receive({**update_info.spec, "rank": update_info.spec["rank"] + worker}, peers)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            report_file(update_info.report, worker).write_text(problem)
 
         def finish_weight_update(self) -> None:
             arrived, self._arrived = self._arrived, None

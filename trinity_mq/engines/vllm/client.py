@@ -20,6 +20,10 @@ vLLM's server closes connections on which a command has failed, and the next req
 """
 
 
+class VllmSilent(ApiError):
+    """vLLM did not answer in time."""
+
+
 class VllmClient:
     """Requests and commands to vLLM. Use it as an async context manager."""
 
@@ -53,7 +57,8 @@ class VllmClient:
 
         Raises:
             ApiError: 503 if the server is gone. 500 if it answered another status than 200 (the message holds its
-                text), or did not answer within ``timeout`` seconds.
+                text).
+            VllmSilent: It did not answer within ``timeout`` seconds.
         """
         return _checked(*await self._posted(path, body, timeout, **query))
 
@@ -71,7 +76,8 @@ class VllmClient:
             async with self._open_session().post(HOST + path, json=body or {}, params=query, timeout=limit) as response:
                 return response.status, await response.read()
         except TimeoutError as error:
-            raise _failed(f"vLLM did not answer {path} within {timeout or 0:g} s") from error
+            message = f"vLLM did not answer {path} within {timeout or 0:g} s"
+            raise VllmSilent(500, message, code="generation_failed") from error
         except (aiohttp.ClientError, OSError) as error:
             raise stopping() from error
 

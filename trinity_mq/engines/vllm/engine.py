@@ -11,10 +11,12 @@ import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
+from trinity_mq.engines.generation.batch_step import PauseMode
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE
 from trinity_mq.engines.protocol import Engine, EngineJob
@@ -23,6 +25,9 @@ from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.models.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from trinity_mq.engines.server.server import EngineServer
 
 log = structlog.get_logger(__name__)
 
@@ -75,15 +80,17 @@ class VllmEngine(Engine):
         """Run vLLM's server, and stop the yielded server when vLLM ends by itself; the host then restarts both."""
         folder = job.folder()
         async with _vllm_server(job, folder) as (server, child), asyncio.TaskGroup() as group:
+            if job.auxiliary is not None:
+                server.state.serve_fixed_weights()
             watching = group.create_task(_stop_with(child, server.stop), name="vllm")
             yield server
             watching.cancel()
 
 
 @contextlib.asynccontextmanager
-async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[HttpServer, Process]]:
-    """Run vLLM's server during the block. Its weights come from ``folder`` if the sync sends adapters; otherwise they
-    are random.
+async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[EngineServer, Process]]:
+    """Run vLLM's server during the block. Its weights come from ``folder`` for an auxiliary model, or if the sync sends
+    adapters; otherwise they are random.
 
     The receiver of ``job`` receives adapters; full weights are received by vLLM's workers.
 
@@ -91,26 +98,32 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
         ModelError: vLLM is not installed, has another version, or does not support this model or adapters on it.
         EngineFailed: vLLM did not start.
     """
-    from trinity_mq.engines.torch.generator import choose_device
+    from trinity_mq.engines.torch.generator import choose_device, refuse_transfer
     from trinity_mq.engines.vllm.adapters import AdapterGenerator, VllmAdapters, adapter_plan
     from trinity_mq.engines.vllm.flow import VllmBatcher
     from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
 
     version = api.checked_version()
     config = job.config
-    rollout = config.explorer.rollout_model
-    mode = config.synchronizer.effective_pause_mode
-    cpu = choose_device(config.model.device) == "cpu"
-    codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
-    vocabulary, max_model_len = model_limits(config.model, folder)
-    plan = adapter_plan(config, folder, cpu=cpu)
+    auxiliary, model, rollout = job.auxiliary, job.model, config.explorer.rollout_model
+    mode: PauseMode = "wait"
+    if auxiliary is None:
+        mode = config.synchronizer.effective_pause_mode
+    else:
+        same = {"vllm": auxiliary.vllm, "tensor_parallel_size": auxiliary.tensor_parallel_size}
+        rollout = rollout.model_copy(update=same)
+    cpu = choose_device(model.device) == "cpu"
+    codec = TextCodec.load(folder, trust_remote_code=model.trust_remote_code)
+    vocabulary, max_model_len = model_limits(model, folder, job.tensor_parallel_size)
+    plan = adapter_plan(config, folder, cpu=cpu) if auxiliary is None else None
     log.info("vllm_starts", version=version, model=str(folder))
     # a private folder, because access to the socket gives control of the server; its path must be short
     home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
     socket = home / "http.sock"
     try:
         room = plan.room if plan else None
-        command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
+        fixed = auxiliary is not None
+        command = api.server_command(folder, socket, model, rollout, max_model_len, cpu=cpu, room=room, fixed=fixed)
         settings = api.server_environment(rollout, job.num_threads, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
@@ -132,7 +145,10 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
                     max_model_len=max_model_len,
                     pause_mode=mode,
                     give_up=lambda: _kill(child),
+                    home=home,
+                    workers=job.tensor_parallel_size,
                 )
+                receive = refuse_transfer if fixed else generator.receive
 
                 def batcher(state: EngineState) -> VllmBatcher:
                     return VllmBatcher(
@@ -145,7 +161,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Http
                         adapters=adapters,
                     )
 
-                yield job.server(generator, folder, generator.receive, batcher), child
+                yield job.server(generator, folder, receive, batcher), child
         finally:
             await _stop(child)
     finally:

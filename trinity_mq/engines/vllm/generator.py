@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from trinity_mq.config import ModelConfig
 from trinity_mq.engines.api_errors import ApiError
@@ -13,9 +16,11 @@ from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import ModelError
+
+log = structlog.get_logger(__name__)
 
 COMMAND_TIMEOUT = 120.0
 
@@ -34,11 +39,28 @@ class VllmGenerator:
         max_model_len: int,
         pause_mode: PauseMode,
         give_up: Callable[[], None],
+        home: Path,
+        workers: int = 1,
     ) -> None:
-        """Create the generator. ``give_up`` ends vLLM, whose model cannot be repaired after a partial weight update."""
+        """Create the generator.
+
+        Args:
+            codec: Tokenizer of the model.
+            client: Client of vLLM's server.
+            vocabulary: Size of the vocabulary.
+            max_model_len: Maximum length of a sequence in tokens.
+            pause_mode: Treatment of running requests when new weights come.
+            give_up: Ends vLLM, whose model cannot be repaired after a partial weight update.
+            home: Private folder, for files of the workers.
+            workers: Number of vLLM's workers, which each receive weights.
+        """
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
+        self._report, self._workers = home / "update", workers
+        self._is_open = False
+        """Whether vLLM waits for an update, or for its finish."""
+        self._updating: asyncio.Task[None] | None = None
         self._salt = ""
         self._adapter: str | None = None
         """Name of the adapter that answers, if weights are sent as adapters."""
@@ -49,17 +71,32 @@ class VllmGenerator:
         Raises:
             ApiError: The weights did not arrive.
         """
-        try:
-            await self._command(api.START_UPDATE)
-        except ApiError:
-            # an interrupted update is still open: an invalid body makes vLLM drop it
-            try:
-                await self._command(api.UPDATE, {"update_info": {"given_up": True}})
-            except ApiError:
-                await self._command(api.START_UPDATE)
-        seconds = 2 * float(spec["seconds"]) + 10.0
-        await self._client.post(api.UPDATE, {"update_info": {"spec": spec}}, timeout=seconds)
+        if self._updating is not None:  # of an attempt that was aborted
+            await asyncio.wait({self._updating})
+        self._updating = asyncio.create_task(self._update(spec), name="update")
+        self._updating.add_done_callback(_log_failure)
+        # it continues after an abort of the attempt, as vLLM's workers do
+        await asyncio.shield(self._updating)
         return spec
+
+    async def _update(self, spec: dict[str, Any]) -> None:
+        """Have the workers receive. If vLLM does not answer, a worker hangs in a transfer: end vLLM, which its host
+        then restarts.
+        """
+        seconds = 2 * float(spec["seconds"]) + 10.0
+        try:
+            if not self._is_open:
+                await self._client.post(api.START_UPDATE, timeout=seconds)
+                self._is_open = True
+            reports = [api.report_file(self._report, worker) for worker in range(self._workers)]
+            await self._client.post(api.UPDATE, api.update_body(spec, self._report), timeout=seconds)
+            problems = {file.read_text() for file in reports} - {""}
+        except VllmSilent as error:
+            log.warning("vllm_hangs", reason=str(error))
+            self._give_up()
+            raise
+        if problems:
+            raise ApiError(500, "; ".join(sorted(problems)), code="generation_failed")
 
     async def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the spec. vLLM reports unfit tensors when it loads them, and the canary checks the result."""
@@ -78,6 +115,7 @@ class VllmGenerator:
             await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
             try:
                 await self._command(api.FINISH_UPDATE, {"weight_version": label})
+                self._is_open = False
             finally:
                 await self._command(api.RESUME)
         except BaseException:
@@ -108,17 +146,23 @@ class VllmGenerator:
         return await self._client.post(path, body, timeout=COMMAND_TIMEOUT, **query)
 
 
+def _log_failure(update: asyncio.Task[None]) -> None:
+    """Log why an update failed, which nobody else may read after an abort."""
+    if not update.cancelled() and (error := update.exception()) is not None:
+        log.info("update_failed", reason=str(error))
+
+
 def version_of(spec: Mapping[str, Any]) -> Version | None:
     """Return the version of a transfer, or None for a transfer without a gate."""
     named = spec.get("version")
     return None if named is None else (named[0], named[1])
 
 
-def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
+def model_limits(config: ModelConfig, folder: Path, devices: int = 1) -> tuple[int, int]:
     """Return the size of the vocabulary and the maximum sequence length in tokens.
 
     Raises:
-        ModelError: The folder does not describe a model.
+        ModelError: The folder does not describe a model, or the model cannot be split among ``devices``.
     """
     from transformers import AutoConfig
 
@@ -126,5 +170,11 @@ def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{folder} does not describe a model: {' '.join(str(error).split())}") from error
+    heads = getattr(described, "num_attention_heads", None) or devices
+    if heads % devices:
+        raise ModelError(
+            f"tensor_parallel_size is {devices}, and the model in {folder} has {heads} attention heads, which vLLM "
+            f"cannot divide among {devices} devices: choose a divisor of {heads}"
+        )
     longest = getattr(described, "max_position_embeddings", None) or config.max_model_len
     return int(described.vocab_size), min(config.max_model_len, longest)

@@ -180,7 +180,7 @@ async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> Non
     from trinity_mq.sync.channels.base import ChannelError
     from trinity_mq.sync.channels.collective.broadcast import Sender
 
-    sync = config.synchronizer
+    sync, world = config.synchronizer, 1 + config.engine_ranks
     sender = Sender("127.0.0.1", sync.bucket_bytes, sync.sync_timeout)
     manifest = policy.manifest()
     try:
@@ -189,14 +189,14 @@ async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> Non
             "epoch": 0,
             "attempt": 0,
             "rank": 1,
-            "world": 2,
+            "world": world,
             "seconds": sync.sync_timeout,
             "manifest": manifest,
             "canary": {},
         }
         await host.pause()
         async with asyncio.TaskGroup() as group:
-            group.create_task(sender.broadcast(policy.weights(), manifest, 0, 0, 2))
+            group.create_task(sender.broadcast(policy.weights(), manifest, 0, 0, world))
             group.create_task(host.receive(spec, sync.sync_timeout + 5.0))
         await host.commit(VERSION, 0)
     except ExceptionGroup as failed:

@@ -15,8 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,9 +34,11 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
 from trinity_mq.config.engines import ENGINES
+from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.local_broker.node_files import NodeError
 from trinity_mq.messages import DecodeError, Heartbeat, decode
 from trinity_mq.observability.report.text import newest_checkpoint
+from trinity_mq.runtime.gpus import ask_torch, has_gpu_devices
 from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL
 from trinity_mq.runtime.process import is_run_over
 
@@ -47,7 +47,6 @@ Ctl = Callable[..., Awaitable[str]]
 ANSWER_SECONDS = 10.0
 HEARING_SECONDS = 1.5 * HEARTBEAT_INTERVAL
 """Seconds within which each living agent sends a heartbeat."""
-TORCH_SECONDS = 90.0
 API_PATHS = {
     "nodes": "/api/nodes",
     "policies": "/api/policies/{vhost}",
@@ -315,16 +314,6 @@ async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
     facts.missing(f"the broker knows no permission of user {facts['user']!r} on {facts['vhost']!r}", "permissions")
 
 
-TORCH_REPORT = """
-import json, torch
-report = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
-if report["available"]:
-    numbers = range(torch.cuda.device_count())
-    report["gpus"] = [[torch.cuda.get_device_name(n), *torch.cuda.mem_get_info(n)] for n in numbers]
-print(json.dumps(report))
-"""
-
-
 def ask_machine(folder: Path) -> DoctorFacts:
     """Return the facts about this machine. The call takes seconds.
 
@@ -337,7 +326,8 @@ def ask_machine(folder: Path) -> DoctorFacts:
     return DoctorFacts(
         **{engine: _installed(row.packages) for engine, row in ENGINES.items() if row.packages},
         torch=ask_torch(),
-        has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
+        has_gpu_devices=has_gpu_devices(),
+        gpus=free_gpus(folder),
         driver=driver_version(Path("/proc/driver/nvidia/version")),
         vllm_refusal=_vllm_refusal(),
         compiler=find_compiler(),
@@ -381,18 +371,3 @@ def _vllm_refusal() -> str:
 
 def _installed(names: Sequence[str]) -> dict[str, str]:
     return {package.name: package.version for name in names for package in distributions(name=name)}
-
-
-def ask_torch() -> Any:
-    """Return torch's report on itself and its GPUs, else the reason for a missing report.
-
-    Torch runs in a separate process, because a GPU driver may hang.
-    """
-    argv = [sys.executable, "-c", TORCH_REPORT]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TORCH_SECONDS, check=False)
-        return json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return f"torch did not start and look for GPUs in {TORCH_SECONDS:g} s: see whether `nvidia-smi` answers"
-    except ValueError:
-        return " ".join(done.stderr.decode(errors="replace").split()[-40:]) or f"exit code {done.returncode}"

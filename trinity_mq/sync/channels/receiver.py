@@ -11,6 +11,7 @@ from trinity_mq.sync.channels.buckets import SpareBuffers
 from trinity_mq.sync.channels.checkpoint import fetch as checkpoint_fetch
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.memory import fetch as memory_fetch
+from trinity_mq.sync.channels.shared import Workers, receive_shared
 
 METHODS = ("collective", "checkpoint", "memory")
 
@@ -46,12 +47,30 @@ class WeightReceiver:
         self._spare = SpareBuffers(flats)
         return tensors
 
-    def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Receive in this thread into new memory, for a process without an event loop; see :meth:`receive`."""
+    def receive_blocking(self, spec: dict[str, Any], workers: Workers | None = None) -> dict[str, Tensor]:
+        """Receive in this thread into new memory, for a process without an event loop; see :meth:`receive`.
+
+        The ``workers`` of an engine share one copy in host memory. Files are mapped anyway, and with NCCL each worker
+        has its own copy, on its device if there is room.
+        """
         method = _method_of(spec)
+        is_shared = method == "memory" or (method == "collective" and spec.get("backend", "gloo") == "gloo")
+        if workers is None or not is_shared:
+            return self._receive_into(method, spec, SpareBuffers())
+        keep = workers.number == 0
+        return receive_shared(
+            spec,
+            workers,
+            lambda spare: self._receive_into(method, spec, spare, keep=keep),
+            all_join=method == "collective",
+        )
+
+    def _receive_into(
+        self, method: str, spec: dict[str, Any], spare: SpareBuffers, *, keep: bool = True
+    ) -> dict[str, Tensor]:
         if method == "collective":
-            return self._collective.receive_blocking(spec)
-        return _fetch(method, spec, SpareBuffers())[0]
+            return self._collective.receive_blocking(spec, spare, keep=keep)
+        return _fetch(method, spec, spare)[0]
 
 
 def _fetch(method: str, spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:

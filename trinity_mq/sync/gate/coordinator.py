@@ -31,6 +31,7 @@ from trinity_mq.sync.gate.records import (
     Phase,
     StartCollective,
     key_of,
+    world_size,
 )
 
 FIRST_PAUSE = 1.0
@@ -157,16 +158,23 @@ class Coordinator:
     # -- members
 
     def join(
-        self, member: str, version: Version | None, now: float, *, lease: float | None = None, life: str = ""
+        self,
+        member: str,
+        version: Version | None,
+        now: float,
+        *,
+        lease: float | None = None,
+        life: str = "",
+        ranks: int = 1,
     ) -> list[Command]:
-        """Handle join: a member is alive and reports its version."""
+        """Handle join: a member is alive and reports its version. ``ranks``: number of its ranks in a broadcast."""
         previous = self.members.get(member)
         reborn = previous is not None and previous.life != life
         if not reborn and version != self.committed and self._has_just_committed(member, now):
             version = self.committed  # the member sent this before it received our commit
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()  # possibly a restarted process, which has never been in this group
-        entry = self.members[member] = MemberRecord(now + (lease or self.lease), version, life)
+        entry = self.members[member] = MemberRecord(now + (lease or self.lease), version, life, ranks)
         if previous is not None and not reborn:
             entry.quarantined, entry.given = previous.quarantined, previous.given
         if not reborn:
@@ -286,7 +294,9 @@ class Coordinator:
         self.phase = Phase.PREPARING
         self.phases = AttemptTimes(started=now, held=held)
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
-        self._prepare = prepare.model_copy(update=self._stamp("prepare") | {"members": list(self._taking_part)})
+        ranks = {name: self.members[name].ranks for name in self._taking_part if self.members[name].ranks > 1}
+        fields = self._stamp("prepare") | {"members": list(self._taking_part), "ranks": ranks}
+        self._prepare = prepare.model_copy(update=fields)
         return [self._prepare]
 
     def commit_progress(self, progress: int) -> list[Command]:
@@ -313,7 +323,8 @@ class Coordinator:
         self.phase = Phase.ENTERING
         self.phases.ready = now
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
-        return [self._go(), StartCollective(self._version, self.epoch, self.attempt, self._taking_part)]
+        assert self._prepare is not None  # an attempt always has a prepare event
+        return [self._go(), StartCollective(self._version, self.epoch, self.attempt, world_size(self._prepare))]
 
     def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
         """Handle the end of our side of the broadcast."""

@@ -282,7 +282,12 @@ class CoordinatorDriver:
                 # the host sees the difference in our heartbeat, and exits
                 log.error("fingerprint_differs", member=message.sender, theirs=theirs, ours=self.fingerprint)
                 return
-            self._enqueue(machine.join(message.sender, message.version, now, lease=message.seconds, life=message.life))
+            ranks = message.ranks.get(message.sender, 1)
+            self._enqueue(
+                machine.join(
+                    message.sender, message.version, now, lease=message.seconds, life=message.life, ranks=ranks
+                )
+            )
             self._last.resumed(message)
         elif message.verb == "leave":
             self._enqueue(machine.leave(message.sender, now, life=message.life))
@@ -322,7 +327,7 @@ class CoordinatorDriver:
     async def _collective(self, start: StartCollective) -> None:
         try:
             tensors, manifest = self._in_transfer
-            await self._channel.broadcast(tensors, manifest, start.epoch, start.attempt, len(start.members) + 1)
+            await self._channel.broadcast(tensors, manifest, start.epoch, start.attempt, start.world)
         except Exception as error:
             self._enqueue(self.machine.collective_failed(start.epoch, start.attempt, str(error)))
         else:

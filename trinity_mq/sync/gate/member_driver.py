@@ -15,7 +15,7 @@ from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member import Command, Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
-from trinity_mq.sync.gate.records import Key
+from trinity_mq.sync.gate.records import Key, first_rank, world_size
 from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
@@ -58,9 +58,10 @@ class MemberDriver:
         engine: EnginePort,
         publish: Callable[[SyncEvent], Awaitable[None]],
         last_commit: Callable[[], Key | None],
+        ranks: int = 1,
     ) -> None:
         """Create the driver. ``last_commit`` returns the version last committed at this engine, and its attempt, from
-        the trainer's heartbeat.
+        the trainer's heartbeat. ``ranks``: number of ranks of the engine in a broadcast.
         """
         self.machine = Member(name)
         self.lease = lease
@@ -71,6 +72,7 @@ class MemberDriver:
         self.changed = Notifier()
         """Notified when stage or version may have changed."""
         self._engine, self._publish, self._last_commit = engine, publish, last_commit
+        self._ranks = ranks
         self._batch: int | str | None = None
         """The batch that made the weights of the current attempt, for traces."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
@@ -200,8 +202,8 @@ class MemberDriver:
             "version": None if prepare.version is None else list(prepare.version),
             "epoch": prepare.epoch,
             "attempt": prepare.attempt,
-            "rank": prepare.members.index(self.machine.name) + 1,
-            "world": len(prepare.members) + 1,
+            "rank": first_rank(prepare, self.machine.name),
+            "world": world_size(prepare),
             "seconds": command.seconds,
             "manifest": prepare.manifest,
             "canary": prepare.canary,
@@ -237,6 +239,7 @@ class MemberDriver:
             life=machine.life,
             version=machine.version,
             seconds=self.lease,
+            ranks={} if self._ranks == 1 else {machine.name: self._ranks},
             detail=detail,
         )
 

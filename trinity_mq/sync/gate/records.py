@@ -28,6 +28,21 @@ def key_of(event: SyncEvent) -> Key:
     return (event.version, event.epoch, event.attempt)
 
 
+def first_rank(prepare: SyncEvent, member: str) -> int:
+    """Return the first rank of a member in the broadcast of an attempt. Its other ranks follow; the trainer has rank 0.
+
+    Raises:
+        ValueError: The member does not take part.
+    """
+    before = prepare.members[: prepare.members.index(member)]
+    return 1 + sum(prepare.ranks.get(name, 1) for name in before)
+
+
+def world_size(prepare: SyncEvent) -> int:
+    """Return the number of ranks in the broadcast of an attempt, including the trainer's."""
+    return 1 + sum(prepare.ranks.get(name, 1) for name in prepare.members)
+
+
 @dataclass(slots=True)
 class AttemptTimes:
     """Times of one attempt, in seconds of the coordinator's clock. Members measure their durations with their own
@@ -98,6 +113,8 @@ class MemberRecord:
     """Version that the member reports. None if it holds no trustworthy weights."""
     life: str = ""
     """Id of the member's engine process."""
+    ranks: int = 1
+    """Number of the member's ranks in a broadcast."""
     quarantined: bool = False
     """Whether the canary showed other weights than the engine was sent. The member takes part again once the canary
     passes.
@@ -121,7 +138,8 @@ class StartCollective:
     version: Version
     epoch: int
     attempt: int
-    members: tuple[str, ...]
+    world: int
+    """Number of ranks, including the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -110,12 +111,12 @@ class Policy:
         if self._scorer.after is None:
             log.info("logits_not_chunked", model=type(model).__name__, reason="unknown operation after its head")
         trainer, self.ranks = trainer or TrainerConfig(packing="padded", share_prefixes=False), ranks or Ranks()
-        if trainer.gradient_checkpointing:
-            checkpoint_blocks(self.model)
+        self.recomputes = self._use_checkpointing(trainer)
+        """Whether the backward pass recomputes blocks."""
         self.packs = self._use_packing(trainer.packing)
         """Whether the micro-batches of the policy are packed rows."""
         self.division = DivisionSettings(
-            trainer.max_tokens_per_micro_batch,
+            trainer.first_max_tokens,
             packed=self.packs,
             shares_prefixes=self._can_share_prefixes(trainer),
             rank=self.ranks.rank,
@@ -151,9 +152,25 @@ class Policy:
             log.info("rows_are_padded", model=kind, reason=problem)
         return problem is None
 
+    def _use_checkpointing(self, trainer: TrainerConfig) -> bool:
+        """Checkpoint the blocks if the settings ask for it, and return whether they do. ``auto`` accepts a model
+        without such blocks.
+        """
+        if not trainer.recomputes(self.device.type):
+            return False
+        if trainer.gradient_checkpointing == "auto" and not can_checkpoint(self.model):
+            log.info("activations_kept", model=type(self.model).__name__, reason="no gradient checkpointing")
+            return False
+        checkpoint_blocks(self.model)
+        return True
+
+    def limit_passes(self, max_tokens: int) -> None:
+        """Set the maximum number of tokens in a pass, padding included."""
+        self.division = replace(self.division, max_tokens=max_tokens)
+
     def _can_share_prefixes(self, trainer: TrainerConfig) -> bool:
         """Return whether rows may share prefixes. If sharing is requested but not possible, log the reason."""
-        if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or trainer.gradient_checkpointing:
+        if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or self.recomputes:
             return False
         with self._autocast():
             problem = prefix_problem(self.model, self._dtype)
@@ -284,9 +301,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
     Raises:
         LearnerError: The model has no blocks that support gradient checkpointing.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    blocks = _checkpointed_layers(model)
     if not blocks:
         raise LearnerError(
             f"trainer.gradient_checkpointing is on, but {type(model).__name__} has no block of the class "
@@ -294,6 +309,17 @@ def checkpoint_blocks(model: nn.Module) -> None:
         )
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def can_checkpoint(model: nn.Module) -> bool:
+    """Return whether a model has blocks that support gradient checkpointing."""
+    return bool(_checkpointed_layers(model))
+
+
+def _checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class TokenScorer(nn.Module):
@@ -305,8 +331,12 @@ class TokenScorer(nn.Module):
     backward pass recomputes the logits. Adapters must be added to the model before this module wraps it.
     """
 
-    def __init__(self, model: Any) -> None:
-        """Find out what the model does after its head. The model has its weights and is on its device.
+    def __init__(self, model: Any, after: HeadOperation | None = None) -> None:
+        """Wrap a model that has its weights and is on its device.
+
+        Args:
+            model: Causal language model.
+            after: Operation after the head. None: find out by a test run.
 
         Raises:
             ValueError: The model has no head.
@@ -318,7 +348,7 @@ class TokenScorer(nn.Module):
             raise ValueError(f"{type(model).__name__} has no output embeddings to take logits from")
         self._places: tuple[Tensor, Tensor] | None = None
         self._hidden: Tensor | None = None
-        self.after = detect_head_operation(model)
+        self.after = after or detect_head_operation(model)
         """Operation after the head. None: the operation is unknown, so the model computes the logits of all chosen
         tokens at once.
         """

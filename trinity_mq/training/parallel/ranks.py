@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.runtime.errors import DeviceMemoryError, FatalError, RestartRequested
 from trinity_mq.runtime.process import die_with_parent
 
 PARENT_VARIABLE = "TRINITY_MQ_RANK_PARENT"
@@ -89,8 +89,15 @@ class Vote:
     @classmethod
     def of(cls, error: Exception) -> Vote:
         """Return the vote of a rank on which ``error`` ended the command."""
-        kind: Literal["failed", "broken"] = "failed" if isinstance(error, FatalError) else "broken"
+        is_usable = isinstance(error, FatalError) and not isinstance(error, DeviceMemoryError)
+        kind: Literal["failed", "broken"] = "failed" if is_usable else "broken"
         return cls(kind, type(error).__name__, str(error) or repr(error))
+
+    def error_elsewhere(self, text: str) -> FatalError | RestartRequested:
+        """Return the error of the other ranks, with a text that contains the reason, if this vote is not ``done``."""
+        if self.kind == "failed":
+            return FailedElsewhereError(text, self.error)
+        return DeviceMemoryError(text) if self.error == DeviceMemoryError.__name__ else RankError(text)
 
 
 _SEVERITY = ("done", "failed", "broken")
@@ -290,6 +297,7 @@ class Ranks:
 
         Raises:
             FailedElsewhereError: The command failed on another rank. A rank's own error is raised unchanged.
+            DeviceMemoryError: The device of another rank has too little memory, and no restart helps.
             RankError: Another rank is no longer usable, or did not vote.
         """
         if self.world == 1:
@@ -302,10 +310,8 @@ class Ranks:
             raise
         worst, rank = self._worst(self._votes(what, self._timeout.total_seconds(), Vote()))
         text = f"{what!r} failed on rank {rank} of {self.world}: {worst.reason}"
-        if worst.kind == "failed":
-            raise FailedElsewhereError(text, worst.error)
-        if worst.kind == "broken":
-            raise RankError(text)
+        if worst.kind != "done":
+            raise worst.error_elsewhere(text)
 
     def _fail(self, what: str, error: Exception) -> None:
         """Vote with an error. Return if all ranks end the command with this error.
@@ -372,18 +378,28 @@ class Ranks:
                     why = self.lost or f"ranks {missing} have not finished"
                     raise RankError(f"the ranks did not end {what!r} together: {why}") from error
 
-    def _first_failure(self) -> str:
-        """Return which rank failed first in the current command, and why, if that rank could report it; else an empty
-        text.
+    def error_of_lost_rank(self, text: str) -> FatalError | RestartRequested:
+        """Return the error with which this rank ends after the loss of another rank: a restart, unless the lost rank
+        has reported that no restart helps. Any thread may call it.
+        """
+        rank, vote = self._first_failure()
+        if not vote.reason:
+            return RankError(text)
+        text = f"{text}; rank {rank} failed first: {vote.reason}"
+        return DeviceMemoryError(text) if vote.error == DeviceMemoryError.__name__ else RankError(text)
+
+    def _first_failure(self) -> tuple[int, Vote]:
+        """Return the rank that failed first in the current command, and its vote, if that rank could vote. Otherwise
+        the vote has no reason.
         """
         if self._store is None:
-            return ""
+            return -1, Vote()
         for rank in (other_rank for other_rank in range(self.world) if other_rank != self.rank):
             key = f"vote/{self._number}/{rank}"
             with suppress(RuntimeError):
                 if self._store.check([key]) and (vote := Vote(*msgpack.unpackb(self._store.get(key)))).reason:
-                    return f"; rank {rank} failed first: {vote.reason}"
-        return ""
+                    return rank, vote
+        return -1, Vote()
 
     def _broadcast(self, flat: Tensor) -> None:
         with self.together("broadcast"):
@@ -409,7 +425,7 @@ class Ranks:
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Run the work ``what`` in the ``with`` block; other ranks take part in it. Convert torch's error of a
-        collective to a :class:`RankError`.
+        collective to a :class:`RankError`, or to a :class:`DeviceMemoryError` if another rank has reported one.
         """
         try:
             yield
@@ -418,9 +434,9 @@ class Ranks:
         except RuntimeError as error:
             if self.world == 1:
                 raise
-            raise RankError(
+            raise self.error_of_lost_rank(
                 f"{what} of rank {self.rank} of {self.world} failed: {error}; another rank is gone, or took longer "
-                f"than {self._timeout.total_seconds():g} s (trainer.rank_timeout){self._first_failure()}"
+                f"than {self._timeout.total_seconds():g} s (trainer.rank_timeout)"
             ) from error
 
     def close(self) -> None:
@@ -464,6 +480,7 @@ class RankProcesses:
 
         Raises:
             RankError: A process ended.
+            DeviceMemoryError: A process ended because its device has too little memory.
         """
         if not self._children:
             await asyncio.get_running_loop().create_future()
@@ -476,7 +493,7 @@ class RankProcesses:
             await asyncio.gather(*waiting, return_exceptions=True)
         [first, *_] = done
         self._ranks.lost = f"rank {waiting[first]} ended with exit code {first.result()}"
-        raise RankError(self._ranks.lost)
+        raise await asyncio.to_thread(self._ranks.error_of_lost_rank, self._ranks.lost)
 
     async def end(self) -> None:
         """Wait for the processes to exit, and kill the remaining processes after the grace period."""

@@ -232,9 +232,11 @@ def explorer(move: SettingsTransfer) -> None:
     kind = resolve_environment(move.take(ENGINE + "engine_type")) or "vllm"
     if str(kind).startswith("vllm"):
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
+        move.keep(ENGINE + "tensor_parallel_size")
     else:
         move.lost(LeftOut(ENGINE + "engine_type", kind, "engines are transformers and vllm", matters=True))
         move.put(ENGINE + "engine", "transformers")
+        move.leave_out(ENGINE + "tensor_parallel_size", "only the engine vllm splits a model")
 
 
 def _text(value: Any) -> str:
@@ -287,17 +289,29 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             if external.get("model_name"):
                 item.put("served_name", external["model_name"])
         else:
-            item.put("engine", "transformers", "auxiliary models here are served by torch, or `external` by a server")
+            _auxiliary_engine(item)
             item.put("model.model_path", item.take("model_path"))
             item.keep("engine_num")
             _lengths(item, "")
-        for name in ("engine_type", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
-            item.leave_out(name, "auxiliary models are not served by vLLM here", matters=False)
         item.give_up("no counterpart here")
     if move.resolved("mode") != "train":
         models += _api_judges(move)
     if models:
         move.put("explorer.auxiliary_models", models)
+
+
+def _auxiliary_engine(item: SettingsTransfer) -> None:
+    kind = str(resolve_environment(item.take("engine_type")) or "vllm")
+    options = ("gpu_memory_utilization", "enforce_eager")
+    if kind.startswith("vllm"):
+        item.put("engine", "vllm", "`transformers` needs no GPU and no vLLM")
+        item.keep("tensor_parallel_size")
+        for name in options:
+            item.move(name, f"vllm.{name}")
+        return
+    item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
+    for name in ("tensor_parallel_size", *options):
+        item.leave_out(name, "only the engine vllm has this", matters=False)
 
 
 def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:

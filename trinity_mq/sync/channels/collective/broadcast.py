@@ -218,9 +218,14 @@ class Receiver:
         self._group = group
         return tensors, flats
 
-    def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Receive in this thread, for a process without an event loop; see :meth:`receive`. Raises torch's errors."""
-        self._group, tensors, _ = _received(self._take_group(spec), spec, SpareBuffers())
+    def receive_blocking(
+        self, spec: dict[str, Any], spare: SpareBuffers | None = None, *, keep: bool = True
+    ) -> dict[str, Tensor]:
+        """Receive in this thread, for a process without an event loop; see :meth:`receive`. Raises torch's errors.
+
+        Without ``keep`` it only takes part: it drops each bucket, and returns nothing.
+        """
+        self._group, tensors, _ = _received(self._take_group(spec), spec, spare or SpareBuffers(), keep=keep)
         return tensors
 
     def _take_group(self, spec: dict[str, Any]) -> Group | None:
@@ -236,7 +241,7 @@ class Receiver:
 
 
 def _received(
-    group: Group | None, spec: dict[str, Any], spare: SpareBuffers
+    group: Group | None, spec: dict[str, Any], spare: SpareBuffers, *, keep: bool = True
 ) -> tuple[Group, dict[str, Tensor], list[Tensor]]:
     if group is None:
         limit = timedelta(seconds=float(spec["seconds"]))
@@ -250,6 +255,9 @@ def _received(
     flats: list[Tensor] = []
     arriving = group.broadcast(spare.take(bucket, group.device) for bucket in buckets)
     for bucket, flat in zip(buckets, arriving, strict=True):
+        if not keep:
+            spare.put(flat)  # for the next bucket of this size
+            continue
         flats.append(flat if stays else spare.take(bucket).copy_(flat))
         tensors.update(split(bucket, flats[-1]))
     return group, tensors, flats
