@@ -68,13 +68,13 @@ class Outcome:
 STEPS = (
     Step("fork", 40, "forked agents use the device, also with flash-attn installed"),
     Step("tests", 150, "tests/gpu"),
-    Step("memory", 60, "peak memory of a train step, 8192 tokens in a micro-batch"),
+    Step("memory", 90, "peak memory of a train step, 8192 tokens in a micro-batch"),
     Step("speed", 90, "train step of 65536 tokens, 1.5B parameters"),
     Step("ranks", 30, "FSDP2 over one rank computes what the whole model computes"),
     Step("sync", 50, "copies of the weights into host memory, NCCL broadcast"),
-    Step("engine", 60, "the transformers engine, 0.5B parameters"),
-    Step("loop", 60, "a small run in one process learns"),
-    Step("checkpoint", 60, "copy of weights and optimizer state, 1.5B parameters"),
+    Step("engine", 50, "the transformers engine, 0.5B parameters"),
+    Step("loop", 50, "a small run in one process learns"),
+    Step("checkpoint", 50, "copy of weights and optimizer state, 1.5B parameters"),
 )
 """The steps, in order: first the faults that stop users."""
 

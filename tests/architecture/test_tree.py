@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import load_config, load_stages
+from trinity_mq.runtime.gpus import PRETEND_VARIABLE, visible_gpus
+from trinity_mq.runtime.placement import place_run
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = {"runs", "build", "__pycache__"}
@@ -95,6 +97,23 @@ def test_examples_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     stages = load_stages(path)
     names = [stage.config.name.removesuffix(f"-{stage.name}") for stage in stages] or [load_config(path).name]
     assert set(names) == {path.stem}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "places"),
+    [
+        ("gpu-24gb", 1, {"trainer-0": "0", "explorer-0-engine": "0"}),
+        ("gpu-two", 2, {"trainer-0": "0", "explorer-0-engine": "1"}),
+        ("gpu-eight", 8, {"trainer-0": "0,1,2,3", "explorer-0-engine": "4", "explorer-0-engine-3": "7"}),
+    ],
+)
+def test_examples_for_gpus_fit_their_machines(
+    name: str, gpus: int, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in {**EXAMPLES, PRETEND_VARIABLE: str(gpus)}.items():
+        monkeypatch.setenv(variable, value)
+    placement = place_run(load_config(ROOT / "examples" / f"{name}.yaml"), visible_gpus().gpus)
+    assert {process: placement.entries(process) for process in places} == places
 
 
 def test_no_two_public_classes_share_a_name_and_nothing_is_raised_out_of_except_star() -> None:

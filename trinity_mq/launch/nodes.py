@@ -50,8 +50,9 @@ def node_processes(config: Config, target: Sequence[str], layout: NodeLayout, ho
         host: Address of this host. The other hosts must be able to reach it.
     """
     file, *overrides = target
+    every = agents(config, Path(file), None)  # each agent places itself among the GPUs of its machine
     specs = []
-    for spec in agents(config, Path(file), None):
+    for spec in every:
         if spec.role == "trainer":
             if host in layout.trainers:
                 address = f"synchronizer.host={layout.trainers[0]}"
@@ -62,10 +63,9 @@ def node_processes(config: Config, target: Sequence[str], layout: NodeLayout, ho
     if host in layout.engines[1:]:
         name = f"engines-{re.sub('[^a-z0-9]+', '-', host.lower()).strip('-')}"
         words = ("explorer", file, *overrides, f"explorer.rollout_model.host={host}", "--engines-only", "--id", name)
-        environment = agents(config, Path(file), None)[0].env
         specs.append(
             ProcessSpec(
-                name=name, role="engine", argv=(sys.executable, "-m", "trinity_mq.cli.main", *words), env=environment
+                name=name, role="engine", argv=(sys.executable, "-m", "trinity_mq.cli.main", *words), env=every[0].env
             )
         )
     return specs

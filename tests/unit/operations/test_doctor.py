@@ -24,6 +24,7 @@ from trinity_mq.operations.doctor.facts import (
     driver_version,
     management_url,
 )
+from trinity_mq.runtime.gpus import Gpu, GpuReport
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress
 
 GIB = 2**30
@@ -236,7 +237,7 @@ CPU = {"torch": "2.9", "cuda": None, "available": False}
 CUDA = {"torch": "2.9", "cuda": "12.8", "available": True}
 CUDA13 = {"torch": "2.13.0", "cuda": "13.0", "available": True}
 HERE: dict[str, Any] = {"vllm": {}, "torch": CPU, "has_gpu_devices": False, "driver": None, "vllm_refusal": ""}
-HERE |= {"compiler": "/usr/bin/gcc", "python_headers": True}
+HERE |= {"compiler": "/usr/bin/gcc", "python_headers": True, "gpus": GpuReport([], "no GPU device")}
 HERE |= {"folder": "/runs/x", "folder_free": 20 * GIB, "folder_is_writable": True, "checkpoint_bytes": 0}
 
 
@@ -293,6 +294,26 @@ def test_the_driver_names_its_version(tmp_path: Path, text: str, version: str | 
     (tmp_path / "version").write_text(text)
     assert driver_version(tmp_path / "version") == version
     assert driver_version(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "verdict", "words"),
+    [
+        (2, {}, "ok", "trainer-0 on 0; explorer-0-engine on 1"),
+        (4, {"trainer": {"nproc": 4}, "explorer": {"rollout_model": {"engine_num": 2}}}, "problem", "trinity-mq plan"),
+        (0, {}, "ok", "everything runs on the CPU"),
+        (0, {"model": {"tiny": {}, "device": "cuda"}}, "problem", "model.device is cuda: no GPU device"),
+    ],
+)
+def test_the_gpus_that_a_run_wants_are_compared_with_those_there(
+    count: int, settings: dict[str, Any], verdict: str, words: str
+) -> None:
+    config = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": "/nonexistent", **settings})
+    gpus = GpuReport([Gpu(entry=str(number)) for number in range(count)], "no GPU device")
+    found = findings(MACHINE_CHECKS, DoctorFacts(**HERE | {"gpus": gpus}), Needs.of(config, None))
+    [finding] = [one for one in found if one.subject == "GPUs of the run"]
+    assert finding.verdict == verdict
+    assert words in f"{finding.seen} {finding.do}"
 
 
 @pytest.fixture

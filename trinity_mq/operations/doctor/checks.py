@@ -14,6 +14,8 @@ from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.engines import ENGINES
 from trinity_mq.messages import mixture, release_conflicts, releases_line
 from trinity_mq.operations.doctor.facts import DoctorFacts, Needs
+from trinity_mq.runtime.gpus import GpuReport
+from trinity_mq.runtime.placement import PlacementError, place_run
 
 Verdict = Literal["ok", "warning", "problem", "not looked at"]
 Judgement = tuple[Verdict, str, str]
@@ -492,6 +494,20 @@ def _gpus(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
         "install the torch for your driver (see `nvidia-smi`); in a service or container, give it access to the devices"
     )
     return first(seen, ("warning", facts["has_gpu_devices"], do))
+
+
+@check("GPUs of the run", "a GPU for each process of the run that computes on GPUs", of_machine=True)
+def _gpu_count(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
+    report: GpuReport = facts["gpus"]
+    if not needs.exact:
+        return [("not looked at", "no configuration is named", "give CONFIG")]
+    try:
+        placement = place_run(needs.config, report.gpus)
+    except PlacementError as error:
+        plan = "`trinity-mq plan CONFIG` shows the GPU of each process"
+        return [("problem", str(error), plan)]
+    missing = needs.config.model.device == "cuda" and not report.gpus
+    return first(str(placement), ("problem", missing, f"model.device is cuda: {report.why or 'no GPU is visible'}"))
 
 
 ROOM = "5 GiB for checkpoints and logs, and room for two checkpoints"

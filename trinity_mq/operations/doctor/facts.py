@@ -34,6 +34,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
 from trinity_mq.config.engines import ENGINES
+from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.local_broker.node_files import NodeError
 from trinity_mq.messages import DecodeError, Heartbeat, decode
 from trinity_mq.observability.report.text import newest_checkpoint
@@ -326,6 +327,7 @@ def ask_machine(folder: Path) -> DoctorFacts:
         **{engine: _installed(row.packages) for engine, row in ENGINES.items() if row.packages},
         torch=ask_torch(),
         has_gpu_devices=has_gpu_devices(),
+        gpus=free_gpus(folder),
         driver=driver_version(Path("/proc/driver/nvidia/version")),
         vllm_refusal=_vllm_refusal(),
         compiler=find_compiler(),
