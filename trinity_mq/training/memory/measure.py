@@ -66,13 +66,13 @@ DEPTHS = (1, 2)
 """Numbers of layers of the two measured models, from which the memory of more equal layers follows."""
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """Counts the bytes of the tensors that operations in the ``with`` block make and that are still alive. Views and
     tensors that share a storage count once.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
