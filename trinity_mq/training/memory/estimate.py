@@ -137,11 +137,11 @@ class MemoryEstimate:
     trainer_host: Parts | None = None
     """In the host memory of rank 0."""
     engine: Parts | None = None
-    """On the device of each worker of an engine. ``cache`` is None if it is the rest of ``engine_fraction``."""
+    """On the device of each worker of an engine. ``cache`` is None if ``engine_fraction`` determines it."""
     engine_fraction: float | None = None
-    """Fraction of the device that an engine takes as a whole, whatever its parts. None: it takes its parts."""
+    """Fraction of the device for an engine as a whole, without regard to its parts. None: the parts count."""
     auxiliary: Mapping[str, Parts | None] = field(default_factory=dict)
-    """Of each engine of an auxiliary model, by the model's name."""
+    """On the device of each worker of an auxiliary engine, by the name of the model."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Reasons for missing values, by ``model`` or the name of an auxiliary model."""
 
@@ -201,8 +201,10 @@ def estimate(
     unknown = {name: result for name, result in measured.items() if isinstance(result, str)}
     auxiliary: dict[str, Parts | None] = {}
     for served in _auxiliary_here(config):
-        sizes = measured.get(served.name, "not measured")
-        parts = None if isinstance(sizes, str) else engine_parts(sizes, served.model, config, device, served.engine)
+        sizes, workers = measured.get(served.name, "not measured"), getattr(served, "tensor_parallel_size", 1)
+        parts = None
+        if not isinstance(sizes, str):
+            parts = engine_parts(sizes, served.model, config, device, served.engine, workers)
         auxiliary[served.name] = parts
     policy, critic = measured["model"], measured.get("critic")
     if isinstance(policy, str) or isinstance(critic, str):
@@ -271,7 +273,7 @@ def fixed_parts(
         "optimizer": 0 if optimizer.offload and on_device else state_bytes(sizes, config) // ranks,
     }
     if ranks > 1:
-        # the unsharded root, a block, and the next block, which is gathered meanwhile; summed gradients are float32
+        # the unsharded root, a block, and a prefetched block; summed gradients are float32
         reduced = max(sizes.root, sizes.block) if model.lora is None else sizes.trained
         parts["gathered"] = item_size(model) * (sizes.root + 2 * sizes.block) + 4 * reduced
     if _holds_reference(config) and not (config.algorithm.reference.offload and on_device):

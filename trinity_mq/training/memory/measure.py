@@ -66,13 +66,13 @@ DEPTHS = (1, 2)
 """Numbers of layers of the two measured models, from which the memory of more equal layers follows."""
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
     """Counts the bytes of the tensors that operations in the ``with`` block make and that are still alive. Views and
     tensors that share a storage count once.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -148,8 +148,8 @@ def _at_depth(layers: int, lines: Sequence[Line]) -> Line:
 
 
 def _use_maskless_attention(model: Any) -> None:
-    """Let the model compute attention as without padding: by a fast kernel, with no mask of row x row. With tensors
-    without data transformers cannot see that there is no padding.
+    """Let the model compute attention by a fast kernel without a mask of row x row, as for rows without padding. In
+    tensors without data transformers cannot recognise such rows.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -260,7 +260,7 @@ def _pass_bytes(scorer: TokenScorer, dtype: torch.dtype, device: str, rows: int,
 
 
 def answer(request: MeasureRequest) -> Measured:
-    """Return the result of :func:`measure`, or the reason why there is none."""
+    """Return the result of :func:`measure`, or the reason for a missing result."""
     try:
         return measure(request)
     except (ModelError, FatalError) as error:
@@ -399,30 +399,30 @@ def remedies(
         after = estimate(changed, device, new, most)
         return Remedy(setting, (before.trainer_bytes or 0) - (after.trainer_bytes or 0))
 
-    found = []
+    changes: list[Remedy] = []
     trainer, optimizer = config.trainer, config.algorithm.optimizer
     if not trainer.recomputes(device):
         changed = _with(config, trainer={"gradient_checkpointing": True})
-        found.append(saves("trainer.gradient_checkpointing=true", changed, measure_trained(changed, device)))
+        changes.append(saves("trainer.gradient_checkpointing=true", changed, measure_trained(changed, device)))
     if tokens > max(config.model.max_model_len, 1024):
         half = max(tokens // 2, config.model.max_model_len)
-        found.append(saves(f"trainer.max_tokens_per_micro_batch={half}", config, most=half))
+        changes.append(saves(f"trainer.max_tokens_per_micro_batch={half}", config, most=half))
     if config.model.lora is None:
         changed = _with(config, model={"lora": {}})
-        found.append(saves("model.lora={r: 16, alpha: 32}", changed, measure_trained(changed, device)))
+        changes.append(saves("model.lora={r: 16, alpha: 32}", changed, measure_trained(changed, device)))
         is_alone = trainer.nproc == 1  # neither is possible for sharded models
         if is_alone and not optimizer.offload and optimizer.optimizer_type != "adamw_8bit" and device == "cuda":
-            found.append(saves("algorithm.optimizer.offload=true", _with_optimizer(config, offload=True)))
+            changes.append(saves("algorithm.optimizer.offload=true", _with_optimizer(config, offload=True)))
         if is_alone and optimizer.optimizer_type == "adamw" and not optimizer.offload:
             eight_bit = _with_optimizer(config, optimizer_type="adamw_8bit")
-            found.append(saves("algorithm.optimizer.optimizer_type=adamw_8bit", eight_bit))
+            changes.append(saves("algorithm.optimizer.optimizer_type=adamw_8bit", eight_bit))
     if config.sharding_obstacle is None and not (config.model.lora and config.model.lora.quantization):
         ranks = 2 * trainer.nproc
         changed = _with(config, trainer={"nproc": ranks})
-        found.append(saves(f"trainer.nproc={ranks} with {ranks} GPUs", changed, measure_trained(changed, device)))
+        changes.append(saves(f"trainer.nproc={ranks} with {ranks} GPUs", changed, measure_trained(changed, device)))
     if shared and before.engine is not None:
-        found.append(_smaller_engine(config, before))
-    return sorted((remedy for remedy in found if remedy.saved > 0), key=lambda remedy: -remedy.saved)
+        changes.append(_smaller_engine(config, before))
+    return sorted((remedy for remedy in changes if remedy.saved > 0), key=lambda remedy: -remedy.saved)
 
 
 def _smaller_engine(config: Config, before: MemoryEstimate) -> Remedy:
