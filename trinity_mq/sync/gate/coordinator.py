@@ -344,7 +344,8 @@ class Coordinator:
         self.phases.ready = now
         self._deadline, self._resend = now + self.transfer_timeout, now + RESEND_INTERVAL
         assert self._prepare is not None  # an attempt always has a prepare event
-        return [self._go(), StartCollective(self._version, self.epoch, self.attempt, world_size(self._prepare))]
+        world = world_size(self._prepare)
+        return [self._go(), StartCollective(self._version, self.epoch, self.attempt, self._taking_part, world)]
 
     def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
         """Handle the end of our side of the broadcast."""

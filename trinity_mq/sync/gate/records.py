@@ -138,6 +138,7 @@ class StartCollective:
     version: Version
     epoch: int
     attempt: int
+    members: tuple[str, ...]
     world: int
     """Number of ranks, including the trainer's."""
 
