@@ -37,12 +37,12 @@ class VllmGenerator:
         recompute_cache: bool = False,
     ) -> None:
         """Create the generator. ``give_up`` ends vLLM, whose model cannot be repaired after a partial weight update.
-        With ``recompute_cache``, requests that continue with new weights compute their cache anew.
+        With ``recompute_cache``, requests that continue with new weights compute their cache again.
         """
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
-        # without running requests there is nothing to compute anew, and the old cache is only waste
+        # without running requests there is nothing to compute again, and the old cache is only waste
         self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
         self._salt = ""
         self._adapter: str | None = None
