@@ -74,7 +74,7 @@ def test_vllm_s_own_parser_takes_each_command(command: list[str]) -> None:
     arguments = parsed(command)
     assert (str(arguments.model), str(arguments.uds), arguments.max_model_len) == ("/model", "/socket", 65)
     assert arguments.hf_overrides == {"head_dtype": "float32"}
-    assert arguments.enable_lora == ("--enable-lora" in command)
+    assert bool(arguments.enable_lora) == ("--enable-lora" in command)
 
 
 @IMPORTS_VLLM

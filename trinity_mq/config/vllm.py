@@ -45,14 +45,14 @@ class VllmConfig(Section):
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU the rest of ``gpu_memory_utilization``."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the GPU's memory for model and cache. None: 0.9 of a GPU that the engine has to itself, 0.5 of a GPU
-    that it shares. With ``kv_cache_memory_bytes`` it is only the fraction that must be free when the server starts."""
+    """Fraction of the GPU's memory for model and cache. None: 0.9 of a dedicated GPU, 0.5 of a shared GPU. With
+    ``kv_cache_memory_bytes``: only the fraction that must be free when the server starts."""
     enforce_eager: bool | None = None
     """Whether to run without compilation and CUDA graphs: the server starts sooner and samples more slowly. None: only
     on a CPU."""
     recompute_cache: bool = False
-    """With ``synchronizer.pause_mode: keep``, compute the cache of running requests anew with the new weights at each
-    sync. Otherwise they continue with their old cache, and the sync costs no computation."""
+    """With ``synchronizer.pause_mode: keep``, compute the cache of running requests again, with the new weights, at
+    each sync. Otherwise they continue with their old cache, and the sync costs no computation."""
     start_timeout: float = Field(default=900.0, gt=0)
     """Seconds from the start of the server until it accepts requests."""
     extra_args: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ SPARE_ADAPTERS = 2
 DEDICATED_GPU, SHARED_GPU = 0.9, 0.5
 """Default fraction of a GPU's memory for an engine that has the GPU to itself, and for an engine that shares it."""
 CHECKED_FRACTION = 0.01
-"""Fraction of the GPU's memory that vLLM wants free at its start if the KV cache has a size of its own. vLLM compares
+"""Fraction of the GPU's memory that vLLM wants free at its start if the size of the KV cache is set. vLLM compares
 ``fraction x total memory`` with the free memory before it loads the model, and uses the fraction for nothing else then.
 Its default of 0.92 fails on a card that holds a trainer; no model fits into a hundredth, so this one refuses no start
 that could succeed.

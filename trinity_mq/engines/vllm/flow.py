@@ -219,8 +219,8 @@ class VllmBatcher:
 
     @contextlib.contextmanager
     def _abortable(self) -> Iterator[None]:
-        """Raise RequestAborted if vLLM refuses a request of the block because a pause aborted requests meanwhile: from
-        version 0.33 it does not queue requests that arrive during such a pause.
+        """Raise RequestAborted if vLLM refuses a request of the block because a pause aborted requests: from version
+        0.33 it does not queue requests that arrive during such a pause.
         """
         aborts = self._aborts
         try:
@@ -371,7 +371,7 @@ class VllmBatcher:
         """Return the logprobs of the tokens from index ``first`` on.
 
         vLLM scores whole prompts at temperature 1 only. At another temperature each token has its own request, which
-        finds the tokens before it in vLLM's prefix cache, and of which at most ``max_sequences`` are sent at a time.
+        finds the tokens before it in vLLM's prefix cache. At most ``max_sequences`` requests are sent at a time.
 
         Raises:
             RequestAborted: A pause aborted a request, or other weights answered it.

@@ -56,7 +56,7 @@ class VllmGenerator:
             give_up: Ends vLLM, whose model cannot be repaired after a partial weight update.
             home: Private folder, for files of the workers.
             workers: Number of vLLM's workers, which each receive weights.
-            recompute_cache: Whether requests that continue with new weights compute their cache anew.
+            recompute_cache: Whether requests that continue with new weights compute their cache again.
             sleeps: Whether vLLM was started with its sleep mode.
         """
         self._sleeps = sleeps
@@ -67,7 +67,7 @@ class VllmGenerator:
         self._is_open = False
         """Whether vLLM waits for an update, or for its finish."""
         self._updating: asyncio.Task[None] | None = None
-        # without running requests there is nothing to compute anew, and the old cache is only waste
+        # without running requests there is nothing to compute again, and the old cache is only waste
         self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
         self._salt = ""
         self._asleep: set[str] = set()
