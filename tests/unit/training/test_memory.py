@@ -82,7 +82,8 @@ def allocated(report: Path) -> int:
     """Return the maximum of the bytes that the allocator added in a trace of torch's profiler."""
     events = [event for event in json.loads(report.read_text())["traceEvents"] if event["name"] == "[memory]"]
     sizes = [event["args"] for event in sorted(events, key=lambda event: event["ts"])]
-    return max(size["Total Allocated"] for size in sizes) - sizes[0]["Total Allocated"] + sizes[0]["Bytes"]
+    before: int = sizes[0]["Total Allocated"] - sizes[0]["Bytes"]
+    return max(int(size["Total Allocated"]) for size in sizes) - before
 
 
 def peak(config: Config, shape: PreTrainedConfig, tokens: int, scratch: Path) -> int:
