@@ -39,6 +39,10 @@ OURS = frozenset(
 """Server options that follow from other settings or on which the weight sync depends."""
 
 
+DEDICATED_GPU, SHARED_GPU = 0.9, 0.5
+"""Default fractions of a GPU's memory, if no other process of the run uses the GPU, and if others use it too."""
+
+
 class VllmConfig(Section):
     """Settings of vLLM's server, used if ``explorer.rollout_model.engine`` is vllm."""
 
@@ -57,6 +61,14 @@ class VllmConfig(Section):
     """Seconds from the start of the server until it accepts requests."""
     extra_args: tuple[str, ...] = ()
     """Further command-line options of ``vllm serve``, such as ``--max-num-batched-tokens=8192``."""
+
+    def fraction(self, *, dedicated: bool) -> float:
+        """Return ``gpu_memory_utilization`` with its default filled in.
+
+        Args:
+            dedicated: Whether no other process of the run uses the GPU.
+        """
+        return self.gpu_memory_utilization or (DEDICATED_GPU if dedicated else SHARED_GPU)
 
     @field_validator("extra_args")
     @classmethod

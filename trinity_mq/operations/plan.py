@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.config import Config
 from trinity_mq.operations.doctor.checks import size
 from trinity_mq.runtime.gpus import Gpu
-from trinity_mq.runtime.placement import GpuNeed, Placement, is_colocated
+from trinity_mq.runtime.placement import GpuNeed, Placement
 from trinity_mq.training.memory.estimate import MemoryEstimate, Parts, total
 
 UPPER_BOUNDS = ("cache", "logits")
@@ -95,7 +95,7 @@ class RunPlan:
                 number=number,
                 gpu=gpu,
                 processes=[use for use in processes if use.gpu == number],
-                takes_turns=is_colocated(self.config),
+                takes_turns=self.config.synchronizer.colocated,
             )
             for number, gpu in enumerate(self.placement.gpus)
         ]
@@ -107,7 +107,7 @@ class RunPlan:
         least = total(parts) or 0
         fraction = 0.0
         if need.kind != "trainer" and section.engine == "vllm" and section.vllm.kv_cache_memory_bytes is None:
-            fraction = section.vllm.gpu_memory_utilization
+            fraction = section.vllm.fraction(dedicated=not self.placement.shares(need.name))
         elif need.kind != "trainer" and section.engine == "transformers":
             least -= sum(parts.get(name) or 0 for name in UPPER_BOUNDS)
         word = "rank" if need.kind == "trainer" else "worker"

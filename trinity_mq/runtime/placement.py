@@ -73,12 +73,13 @@ class Placement:
         """
         if self.needs and not self.gpus:
             return {}
-        if self.needs and not self.gpus:
-            return {}
-        gpus = set(self.positions.get(name, ()))
-        shares = any(gpus & set(positions) for other, positions in self.positions.items() if other != name)
-        shared = {SHARED_VARIABLE: "1"} if shares else {}
+        shared = {SHARED_VARIABLE: "1"} if self.shares(name) else {}
         return {VISIBLE_VARIABLE: self.entries(name), ORDER_VARIABLE: ORDER, **shared}
+
+    def shares(self, name: str) -> bool:
+        """Return whether another process uses a GPU of this process."""
+        gpus = set(self.positions.get(name, ()))
+        return any(gpus & set(positions) for other, positions in self.positions.items() if other != name)
 
     def agent_environment(self, name: str) -> dict[str, str]:
         """Return the environment variables of an agent of a supervisor: the GPUs of the agent and of its engines."""
@@ -140,12 +141,7 @@ def run_needs(config: Config) -> list[GpuNeed]:
 
 def place_run(config: Config, gpus: Sequence[Gpu]) -> Placement:
     """Return the GPUs of the processes of ``trinity-mq run``. Raises PlacementError if they do not fit."""
-    return place(run_needs(config), gpus, nccl=config.synchronizer.uses_nccl, colocated=is_colocated(config))
-
-
-def is_colocated(config: Config) -> bool:
-    """Return whether the trainer and all engines take turns on the same GPUs."""
-    return bool(getattr(config.synchronizer, "colocated", False))
+    return place(run_needs(config), gpus, nccl=config.synchronizer.uses_nccl, colocated=config.synchronizer.colocated)
 
 
 def trainer_environment(config: Config, name: str) -> dict[str, str]:
@@ -181,7 +177,7 @@ def engine_environments(
         engines: dict[str, dict[str, str]] = json.loads(placed)
         return lambda name: engines.get(name, {VISIBLE_VARIABLE: ""})
     needs = gpu_needs(config, trainer=None, explorer=host, auxiliary=auxiliary)
-    colocated = is_colocated(config)
+    colocated = config.synchronizer.colocated
     return place(
         needs,
         gpus() if needs else [],

@@ -41,8 +41,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can reserve memory; an adapter may have a lower rank."""
 SPARE_ADAPTERS = 2
 """Adapters in host memory beyond the adapters of one batch: the next adapter is loaded while all others are in use."""
-DEDICATED_GPU, SHARED_GPU = 0.9, 0.5
-"""Default fraction of a GPU's memory for an engine that has the GPU to itself, and for an engine that shares it."""
 CHECKED_FRACTION = 0.01
 """Fraction of the GPU's memory that vLLM wants free at its start if the size of the KV cache is set. vLLM compares
 ``fraction x total memory`` with the free memory before it loads the model, and uses the fraction for nothing else then.
@@ -177,9 +175,10 @@ def _memory_options(settings: VllmConfig, *, cpu: bool, dedicated: bool) -> dict
     cache = settings.kv_cache_memory_bytes or (CPU_KV_CACHE if cpu else None)
     if cpu:
         return {"kv-cache-memory-bytes": cache}
-    default = CHECKED_FRACTION if cache else DEDICATED_GPU if dedicated else SHARED_GPU
-    fraction = {"gpu-memory-utilization": settings.gpu_memory_utilization or default}
-    return {"kv-cache-memory-bytes": cache, **fraction} if cache else {**fraction}
+    if cache:
+        fraction = settings.gpu_memory_utilization or CHECKED_FRACTION
+        return {"kv-cache-memory-bytes": cache, "gpu-memory-utilization": fraction}
+    return {"gpu-memory-utilization": settings.fraction(dedicated=dedicated)}
 
 
 def _eager(settings: VllmConfig, cpu: bool) -> bool:

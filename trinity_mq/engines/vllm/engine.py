@@ -25,6 +25,8 @@ from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.models.errors import EngineFailed
+from trinity_mq.runtime.gpu_memory import shares_gpu
+from trinity_mq.runtime.gpus import visible_devices
 
 if TYPE_CHECKING:
     from trinity_mq.engines.server.server import EngineServer
@@ -123,7 +125,10 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
     try:
         room = plan.room if plan else None
         fixed = auxiliary is not None
-        command = api.server_command(folder, socket, model, rollout, max_model_len, cpu=cpu, room=room, fixed=fixed)
+        dedicated = bool(visible_devices()) and not shares_gpu()
+        command = api.server_command(
+            folder, socket, model, rollout, max_model_len, cpu=cpu, dedicated=dedicated, room=room, fixed=fixed
+        )
         sleeps = config.synchronizer.colocated and not cpu and not fixed
         command += ["--enable-sleep-mode"] if sleeps else []
         settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)

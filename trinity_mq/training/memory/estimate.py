@@ -379,10 +379,10 @@ def engine_parts(
 
 
 def engine_fraction(config: Config, device: Device) -> float | None:
-    """Return the fraction of a device that an engine takes as a whole; None if it takes its parts."""
+    """Return the fraction of a shared device that an engine takes as a whole; None if it takes its parts."""
     settings = config.explorer.rollout_model
     takes_fraction = settings.engine == "vllm" and settings.vllm.kv_cache_memory_bytes is None and device == "cuda"
-    return settings.vllm.gpu_memory_utilization if takes_fraction else None
+    return settings.vllm.fraction(dedicated=False) if takes_fraction else None
 
 
 def longest_pass(config: Config, tokens: int) -> int:
