@@ -92,7 +92,7 @@ class EngineStage(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class PauseRequests:
     """Start no more batch steps, and report :meth:`EngineTurn.drained` when the running steps have ended."""
 
 
@@ -118,7 +118,7 @@ class Serve:
     """End the pause, and serve again."""
 
 
-EngineCommand = Drain | FreeMemory | TakeCard | StopWaking | Serve
+EngineCommand = PauseRequests | FreeMemory | TakeCard | StopWaking | Serve
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class EngineTurn:
         self.wakes_again = False
         if self.stage is EngineStage.AWAKE:
             self.stage, self.level = EngineStage.DRAINING, level
-            return [Drain()]
+            return [PauseRequests()]
         if self.stage is EngineStage.WAKING and not self.has_lock:
             self.stage = EngineStage.ASLEEP
             return [StopWaking()]

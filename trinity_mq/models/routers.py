@@ -69,7 +69,7 @@ class Routers:
                 :data:`UNKNOWN` where the router chooses. None: the routers choose everywhere.
 
         Raises:
-            ValueError: The experts are those of another model.
+            ValueError: The experts belong to another model.
         """
         if experts is not None and (
             experts.shape[2:] != (self.layers, self.top_k) or not -1 <= int(experts.max()) < self._experts

@@ -17,12 +17,12 @@ import torch
 from trinity_mq.engines.card import (
     AskEngines,
     CardLock,
-    Drain,
     EngineStage,
     EngineTurn,
     FreeMemory,
     MoveIn,
     MoveOut,
+    PauseRequests,
     Serve,
     StopWaking,
     TakeCard,
@@ -153,7 +153,7 @@ class World:
         assert engine is not None
         command = engine.work[number]
         rest = tuple(item for place, item in enumerate(engine.work) if place != number)
-        if isinstance(command, Drain):
+        if isinstance(command, PauseRequests):
             engine.work = rest
             engine.perform(engine.turn.drained())
         elif isinstance(command, FreeMemory):

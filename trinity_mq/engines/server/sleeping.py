@@ -11,11 +11,11 @@ import structlog
 
 from trinity_mq.engines.card import (
     CardLock,
-    Drain,
     EngineCommand,
     EngineStage,
     EngineTurn,
     FreeMemory,
+    PauseRequests,
     Serve,
     SleepLevel,
     StopWaking,
@@ -88,7 +88,7 @@ class Sleeper:
 
     def _perform(self, commands: list[EngineCommand]) -> None:
         for command in commands:
-            if isinstance(command, Drain) and (self._draining is None or self._draining.done()):
+            if isinstance(command, PauseRequests) and (self._draining is None or self._draining.done()):
                 self._draining = asyncio.create_task(self._drain(), name="drain")
             elif isinstance(command, TakeCard):
                 self._waking = asyncio.create_task(self._take_card(), name="wake")
