@@ -39,7 +39,9 @@ ANSWERED = {
 
 def commands() -> Iterator[list[str]]:
     """Yield server commands that together have every option: on a CPU and a GPU, with full weights and adapters."""
-    model = ModelConfig.model_validate({"tiny": {}, "dtype": "bfloat16", "trust_remote_code": True})
+    model = ModelConfig.model_validate(
+        {"tiny": {}, "dtype": "bfloat16", "trust_remote_code": True, "router_replay": True}
+    )
     for cpu in (True, False):
         for cache in (None, 2**30):
             settings = {"enforce_eager": True, "kv_cache_memory_bytes": cache}

@@ -75,6 +75,7 @@ def test_vllm_s_own_parser_takes_each_command(command: list[str]) -> None:
     assert (str(arguments.model), str(arguments.uds), arguments.max_model_len) == ("/model", "/socket", 65)
     assert arguments.hf_overrides == {"head_dtype": "float32"}
     assert bool(arguments.enable_lora) == ("--enable-lora" in command)
+    assert bool(arguments.enable_return_routed_experts) == ("--distributed-executor-backend" not in command)
 
 
 @IMPORTS_VLLM

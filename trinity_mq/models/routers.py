@@ -22,6 +22,7 @@ from trinity_mq.models.errors import ModelError
 
 ROUTER = re.compile(r"Top[kK]Router$")
 """Class names of routers in transformers. Their forward pass calls ``torch.topk`` over the scores of all experts."""
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 UNKNOWN = -1
 """In a prescription: the router chooses the experts of this token itself."""
 MOST_EXPERTS = 256
@@ -40,7 +41,8 @@ class Routers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        routers: list[Any] = [module for module in model.modules() if ROUTER.search(type(module).__name__)]
+        named = {name: module for name, module in model.named_modules() if ROUTER.search(type(module).__name__)}
+        routers: list[Any] = list(named.values())
         sizes = {(int(router.num_experts), int(router.top_k)) for router in routers}
         if len(sizes) != 1:
             held = "no router of a known kind" if not routers else f"routers of different sizes {sorted(sizes)}"
@@ -55,6 +57,8 @@ class Routers:
                 f"most {MOST_EXPERTS}; set model.router_replay=false"
             )
         self.layers = len(routers)
+        self.places = [int(number[1]) for name in named if (number := LAYER.search(name))]
+        """Number of each of these layers among all layers of the model."""
         self._prescribed: Tensor | None = None
         self._chosen: list[Tensor | None] = [None] * self.layers
         for layer, router in enumerate(routers):

@@ -1,15 +1,19 @@
 """What happens to requests around a pause, on a vLLM that answers when the test says so."""
 
 import asyncio
+import base64
+import io
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.waiting import until
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest, Token
+from trinity_mq.engines.generation.request import GenerationRequest, RoutedExperts, ScoreRequest, Token
 from trinity_mq.engines.server.openai.requests import CompletionBody
 from trinity_mq.engines.server.openai.streaming import Chunks
 from trinity_mq.engines.state import EngineState
@@ -76,7 +80,9 @@ class Commands:
 
 
 @pytest.mark.parametrize(("level", "sleeps"), [(1, True), (2, True), (1, False)])
-async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requests(level: Any, sleeps: bool) -> None:
+async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requests(
+    tmp_path: Path, level: Any, sleeps: bool
+) -> None:
     client = Commands()
     generator = VllmGenerator(
         cast("Any", Letters()),
@@ -85,6 +91,7 @@ async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requ
         max_model_len=8,
         pause_mode="abort",
         give_up=lambda: None,
+        home=tmp_path,
         sleeps=sleeps,
     )
     await generator.sleep(level)
@@ -582,3 +589,43 @@ def recorded(reader: Reader) -> list[tuple[int, int, int]] | None:
     first = experiences_of(gathered.answer(), 1.0)[0]
     assert first.tokens.tolist() == [4, 4, *reader.of(0)]
     return first.versions
+
+
+# -- routed experts
+
+
+def routed(experts: Any) -> str:
+    """Return experts as vLLM sends them: a file of numpy in base64."""
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def test_completions_carry_the_experts_of_routed_layers() -> None:
+    vllm: Any = ScriptedVllm()
+    codec: Any = Letters()
+    state = EngineState()
+    state.serve_fixed_weights()
+    flow = VllmBatcher(vllm, state, codec, max_sequences=4, routed_layers=[1, 3])
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(flow.generate([REQUEST], None))
+        await until(lambda: bool(vllm.asked))
+        experts = np.arange(5 * 4 * 2, dtype=np.uint8).reshape(5, 4, 2)  # vLLM may add the last token
+        sampled = answer([5, 6, 1])
+        sampled["choices"][0]["routed_experts"] = routed(experts)
+        vllm.asked[-1].set_result(sampled)
+    [([completion], _)] = asking.result()
+    expected = RoutedExperts((4, 2, 2), experts[:4, [1, 3]].tobytes())
+    assert completion.routed_experts == expected
+
+
+def test_experts_of_fewer_tokens_are_left_out_and_unreadable_ones_refused() -> None:
+    assert api.read_routed_experts(routed(np.zeros((3, 2, 2), np.uint8)), 4, [0, 1]) is None
+    for experts in (np.zeros((4, 1, 2), np.uint8), np.zeros((4, 2)), np.zeros((4, 2, 2)), np.full((4, 2, 2), 300)):
+        with pytest.raises(ApiError, match="routed experts that cannot be read"):
+            api.read_routed_experts(routed(experts), 4, [0, 1])
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([object()]), allow_pickle=True)
+    for text in ("", "no base64!", "AAAA", base64.b64encode(pickled.getvalue()).decode()):
+        with pytest.raises(ApiError, match="routed experts that cannot be read"):
+            api.read_routed_experts(text, 4, [0, 1])

@@ -111,6 +111,7 @@ def test_prescribed_experts_compute_a_token(family: str) -> None:
     assert torch.equal(model(input_ids=ids).logits, plain)
     own = routers.chosen(3)
     assert (own.shape, own.dtype) == ((3, 5, LAYERS, TOP_K), torch.uint8)
+    assert routers.places == [0, 1]
     routers.prescribe(own)
     assert torch.equal(model(input_ids=ids).logits, plain)
     others = (own.long() + 1) % EXPERTS

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,7 +19,8 @@ from typing import Any
 
 from trinity_mq.config import ModelConfig, RolloutModelConfig
 from trinity_mq.config.vllm import VllmConfig
-from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.request import GenerationRequest, RoutedExperts
 from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.process import die_with_parent
@@ -162,6 +164,7 @@ def server_command(
     flags += ["enforce-eager"] if _eager(settings, cpu) else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
     flags += ["enable-lora"] if room else []
+    flags += ["enable-return-routed-experts"] if returns_experts(model, cpu=cpu, fixed=fixed) else []
     command = [sys.executable, "-m", __name__, str(os.getpid())]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
@@ -169,6 +172,11 @@ def server_command(
         command += ["--lora-target-modules", *room.modules]
     further = settings.extra_args if model.dtype == PRECISE_HEAD else with_precise_head(settings.extra_args)
     return [*command, *(f"--{name}" for name in flags), *further]
+
+
+def returns_experts(model: ModelConfig, *, cpu: bool, fixed: bool) -> bool:
+    """Return whether the server returns the experts of tokens. On a CPU vLLM refuses to: only Model Runner V2 does."""
+    return model.router_replay and not cpu and not fixed
 
 
 def _memory_options(settings: VllmConfig, *, cpu: bool, dedicated: bool) -> dict[str, object]:
@@ -257,6 +265,8 @@ class VllmCompletion:
     aborted: bool
     versions: tuple[tuple[int, int, int], ...]
     """``(first token, generation, step)`` of each run of tokens."""
+    routed_experts: str | None = None
+    """Experts of the tokens of prompt and response as vLLM sends them, for :func:`read_routed_experts`."""
 
 
 def generate_body(
@@ -302,7 +312,40 @@ def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
         stopped=choice["finish_reason"] == "stop",
         aborted=choice["finish_reason"] == "abort",
         versions=read_versions(choice),
+        routed_experts=choice.get("routed_experts"),
     )
+
+
+def read_routed_experts(text: str, tokens: int, layers: Sequence[int]) -> RoutedExperts | None:
+    """Return the experts of the first ``tokens`` tokens in these ``layers``; None if vLLM reports fewer tokens.
+
+    Args:
+        text: A file of numpy in base64, integers ``[tokens, all layers of the model, experts per token]``.
+        tokens: Number of tokens of prompt and response except the last one.
+        layers: Numbers of the layers that choose experts.
+
+    Raises:
+        ApiError: The text is not such a file.
+    """
+    from binascii import Error
+    from io import BytesIO
+
+    import numpy as np
+
+    try:
+        experts = np.load(BytesIO(b64decode(text, validate=True)), allow_pickle=False)
+        if experts.ndim != 3 or experts.dtype.kind not in "iu" or experts.shape[1] <= max(layers):
+            raise ValueError(f"{experts.dtype} of the shape {list(experts.shape)}")
+        kept = experts[:tokens, list(layers)]
+        if kept.size and not 0 <= kept.min() <= kept.max() < 256:
+            raise ValueError(f"expert {kept.max()}")
+    except (Error, TypeError, ValueError, EOFError) as error:
+        raise ApiError(
+            500, f"vLLM answered routed experts that cannot be read: {error}", code="generation_failed"
+        ) from error
+    if len(kept) < tokens:
+        return None
+    return RoutedExperts((tokens, len(layers), kept.shape[2]), kept.astype(np.uint8).tobytes())
 
 
 def read_logprobs(choice: Mapping[str, Any]) -> list[float]:

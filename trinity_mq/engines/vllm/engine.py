@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
+from trinity_mq.config import ModelConfig
 from trinity_mq.engines.generation.batch_step import PauseMode
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE
@@ -87,6 +88,19 @@ class VllmEngine(Engine):
             watching = group.create_task(_stop_with(child, server.stop), name="vllm")
             yield server
             watching.cancel()
+
+
+def _routed_layers(model: ModelConfig, *, cpu: bool, fixed: bool) -> list[int]:
+    """Return the numbers of the layers whose experts answers carry.
+
+    Raises:
+        ModelError: The model has no routers of a known kind.
+    """
+    from trinity_mq.models.model_folder import empty_model
+    from trinity_mq.models.routers import Routers
+
+    empty = empty_model(model) if api.returns_experts(model, cpu=cpu, fixed=fixed) else None
+    return [] if empty is None else Routers(empty).places
 
 
 @contextlib.asynccontextmanager
@@ -167,6 +181,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
                         max_sequences=rollout.max_batch_sequences,
                         pause_mode=mode,
                         adapters=adapters,
+                        routed_layers=_routed_layers(model, cpu=cpu, fixed=fixed),
                     )
 
                 yield job.server(generator, folder, receive, batcher), child

@@ -73,7 +73,10 @@ class VllmBatcher:
         pause_mode: PauseMode = "wait",
         hold: float = HOLD_SECONDS,
         adapters: VllmAdapters | None = None,
+        routed_layers: Sequence[int] = (),
     ) -> None:
+        """Create the batcher. ``routed_layers``: numbers of the layers whose experts completions carry."""
+        self._routed_layers = routed_layers
         self.counters = Counters()
         self.max_sequences = max_sequences
         self._client, self._state, self._codec = client, state, codec
@@ -401,6 +404,10 @@ class VllmBatcher:
         self, request: GenerationRequest, choice: api.VllmCompletion, versions: tuple[tuple[int, int, int], ...]
     ) -> Completion:
         [text] = self._codec.decode([without_stop_token(choice.token_ids, request.stop_ids)])
+        experts = None
+        if self._routed_layers and choice.routed_experts is not None:
+            tokens = len(request.prompt) + len(choice.token_ids) - 1
+            experts = api.read_routed_experts(choice.routed_experts, tokens, self._routed_layers)
         return Completion(
             choice.token_ids,
             choice.logprobs,
@@ -408,6 +415,7 @@ class VllmBatcher:
             "stop" if choice.stopped else "length",
             versions,
             stop_in(text, request.stop),
+            experts,
         )
 
 
