@@ -18,7 +18,7 @@ import yaml
 from aiohttp import web
 from rich.console import Console
 
-from tests.unit.models.conftest import _plain_logprobs, _serving
+from tests.unit.models.conftest import _plain_logprobs, engine_server
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig, load_config
 from trinity_mq.config.algorithm.presets import PRESETS
@@ -119,7 +119,7 @@ def generator(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
 
 @pytest.fixture
 async def engine(generator: TextGenerator) -> AsyncIterator[EngineServer]:
-    async with _serving(generator, model_path=str(generator.folder)) as server:  # type: ignore[attr-defined]
+    async with engine_server(generator, model_path=str(generator.folder)) as server:  # type: ignore[attr-defined]
         yield server
 
 
@@ -238,7 +238,7 @@ async def test_a_person_reads_the_same(engine: EngineServer, tmp_path: Path) -> 
 
 
 async def test_an_engine_that_waits_for_weights_is_no_use(generator: TextGenerator, tmp_path: Path) -> None:
-    async with _serving(generator, version=None) as server:
+    async with engine_server(generator, version=None) as server:
         with pytest.raises(CommandError, match="holds no weights"):
             await debugged("Fine", server.url, tmp_path)
 

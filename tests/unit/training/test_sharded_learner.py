@@ -192,7 +192,6 @@ async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     assert not list((tmp_path / "out").glob("*/saved/state/.metadata")), "no checkpoint"
 
 
-@pytest.mark.extended
 async def test_a_sync_gathers_each_weight_once_whoever_reads_it(folder: Path, tmp_path: Path) -> None:
     code, said = await run_ranks(folder, tmp_path / "out", "grpo", "lora", SYNCS="yes")
     assert code == 0, said
@@ -208,6 +207,7 @@ async def test_a_sync_gathers_each_weight_once_whoever_reads_it(folder: Path, tm
             assert len(sync["gathers"]) < len(gathered), "block by block, not tensor by tensor"
 
 
+@pytest.mark.extended
 async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, opened: Opener, tmp_path: Path) -> None:
     learner = await opened(settings("ppo"))
     await train(learner, "ppo", 1, 2)

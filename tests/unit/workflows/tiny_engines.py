@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from tests.unit.models.conftest import VERSION, _serving
+from tests.unit.models.conftest import VERSION, engine_server
 from tests.unit.models.test_other_servers import other_server
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.engines.torch.generator import TextGenerator
@@ -33,7 +33,7 @@ def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096, 
 async def tiny_engine(generator, name="tiny", lease=60.0):
     """Serve ``generator`` on loopback for ``lease`` seconds at most; yields the handle."""
     names = {"engine_id": name, "model_name": name, "model_path": f"/{name}"}
-    async with _serving(generator, **names, token="t", lease=lease) as server:
+    async with engine_server(generator, **names, token="t", lease=lease) as server:
         yield InferenceModel(name, server.url, name, f"/{name}", VERSION)
 
 
