@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from trinity_mq.engines.card import (
     TrainerStage,
     TrainerTurn,
 )
+from trinity_mq.engines.server.sleeping import Sleeper
+from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.parking import ParkedTensors
 
 
@@ -313,6 +316,52 @@ def test_the_lock_is_shared_by_engines_and_ends_with_its_process(tmp_path: Path)
         trainer.kill()
     assert mine.try_take(shared=True)
     mine.release()
+
+
+class TrainersCard(CardLock):
+    """A card that the trainer takes as soon as the engine releases it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.returned = asyncio.Event()
+
+    async def take(self, *, shared: bool) -> None:
+        await self.returned.wait()
+
+
+class Machine:
+    """Batcher and generator of an engine: ``sleep`` ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_sleep = asyncio.Event()
+        self.done: list[str] = []
+
+    async def idle(self) -> None:
+        return
+
+    async def call(self, work: Callable[[], Any]) -> None:
+        await work()
+
+    async def sleep(self, level: int) -> None:
+        await self.may_sleep.wait()
+        self.done.append("sleep")
+
+    async def wake_weights(self) -> None:
+        self.done.append("wake_weights")
+
+
+async def test_weights_that_come_while_the_engine_falls_asleep_wait_for_the_memory(tmp_path: Path) -> None:
+    machine, card = Machine(), TrainersCard(tmp_path)
+    sleeper = Sleeper(card, EngineState(), machine, machine, pytest.fail)
+    assert not await sleeper.sleep(2, lease=60.0, timeout=0.01)
+    arrived = asyncio.create_task(sleeper.wake_for_weights())
+    await asyncio.sleep(0)
+    machine.may_sleep.set()
+    done, _ = await asyncio.wait({arrived}, timeout=0.1)
+    assert (not done, machine.done) == (True, ["sleep"]), "the trainer has the card"
+    card.returned.set()
+    await arrived
+    assert machine.done == ["sleep", "wake_weights"]
 
 
 def test_parked_tensors_come_back_bit_for_bit_in_place() -> None:

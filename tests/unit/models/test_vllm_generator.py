@@ -15,7 +15,7 @@ from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
-from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
+from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits, silence_limit
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
 from trinity_mq.testing.virtual_time import run_virtually
@@ -77,6 +77,34 @@ def test_vllm_that_does_not_answer_in_time_is_ended(path: str, tmp_path: Path) -
             await vllm.generator(tmp_path).receive(SPEC)
         assert now() - began == pytest.approx(DEADLINE)
         assert vllm.gave_up.is_set()
+
+    play(act)
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ({"method": "memory", "seconds": 7200.0}, 7200.0 + 60.0 + 10.0),
+        ({"method": "collective", "seconds": 7200.0, "step_seconds": 300.0}, 7200.0 + 660.0 + 10.0),
+        ({"method": "collective", "seconds": 300.0}, 2 * 300.0 + 10.0),
+    ],
+    ids=["memory", "broadcast", "broadcast_of_an_earlier_release"],
+)
+def test_vllm_has_little_more_time_than_its_workers(spec: dict[str, Any], limit: float) -> None:
+    assert silence_limit(spec) == limit
+
+
+def test_loading_has_as_much_time_as_the_transfer(tmp_path: Path) -> None:
+    async def act() -> None:
+        vllm = Vllm([""])
+        generator = vllm.generator(tmp_path)
+        spec = {**SPEC, "seconds": 400.0}
+        await generator.receive(spec)
+        vllm.hangs.add(api.FINISH_UPDATE)
+        began = now()
+        with pytest.raises(VllmSilent):
+            await generator.apply(spec)
+        assert now() - began == pytest.approx(400.0)
 
     play(act)
 

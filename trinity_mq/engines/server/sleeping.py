@@ -76,9 +76,10 @@ class Sleeper:
         """
         self._serves = False
         self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
-        for task in (self._draining, self._waking):
-            if task is not None and not task.done():
-                await asyncio.shield(task)
+        if self._draining is not None and not self._draining.done():
+            await asyncio.shield(self._draining)  # it may begin to wake at its end
+        if self._waking is not None and not self._waking.done():
+            await asyncio.shield(self._waking)
 
     def _may_resume(self) -> bool:
         if self.turn.stage is not EngineStage.AWAKE:
@@ -99,7 +100,12 @@ class Sleeper:
 
     async def _drain(self) -> None:
         """Wait for the running batch steps, then free the memory and release the lock."""
-        await self._batcher.idle()
+        try:
+            await self._batcher.idle()
+        except Exception as error:
+            log.exception("engine_cannot_drain")
+            self._give_up(f"it could not end its running requests: {error}")
+            return
         for command in self.turn.drained():
             assert isinstance(command, FreeMemory)
             self._state.asleep = True
@@ -118,11 +124,11 @@ class Sleeper:
 
     async def _take_card(self) -> None:
         """Take the lock, fill the memory, and serve unless new weights come first."""
-        await self._lock.take(shared=True)
-        if not self.turn.locked():
-            self._lock.release()
-            return
         try:
+            await self._lock.take(shared=True)
+            if not self.turn.locked():
+                self._lock.release()
+                return
             await self._batcher.call(self._generator.wake_weights)
             if self._serves:
                 await self._batcher.call(self._generator.wake_cache)

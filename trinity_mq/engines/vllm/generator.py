@@ -24,6 +24,8 @@ from trinity_mq.models.errors import ModelError
 log = structlog.get_logger(__name__)
 
 COMMAND_TIMEOUT = 120.0
+WORKER_GRACE = 60.0
+"""Seconds that a worker has to report the end of a transfer; more than its last attempts to read a bucket take."""
 
 
 class VllmGenerator:
@@ -93,7 +95,7 @@ class VllmGenerator:
         """Have the workers receive. If vLLM does not answer, a worker hangs in a transfer: end vLLM, which its host
         then restarts.
         """
-        seconds = 2 * float(spec["seconds"]) + 10.0
+        seconds = silence_limit(spec)
         try:
             if not self._is_open:
                 await self._client.post(api.START_UPDATE, timeout=seconds)
@@ -125,7 +127,9 @@ class VllmGenerator:
         try:
             await self._command(api.PAUSE, mode=self._mode, clear_cache=self._clear_cache)
             try:
-                await self._command(api.FINISH_UPDATE, {"weight_version": label})
+                # reading mapped files takes as long as their transfer
+                seconds = max(COMMAND_TIMEOUT, float(spec["seconds"]))
+                await self._client.post(api.FINISH_UPDATE, {"weight_version": label}, timeout=seconds)
                 self._is_open = False
             finally:
                 if not self._asleep:  # otherwise requests would run without a cache
@@ -191,6 +195,17 @@ def _log_failure(update: asyncio.Task[None]) -> None:
     """Log why an update failed, which nobody else may read after an abort."""
     if not update.cancelled() and (error := update.exception()) is not None:
         log.info("update_failed", reason=str(error))
+
+
+def silence_limit(spec: Mapping[str, Any]) -> float:
+    """Return the seconds after which vLLM hangs if it has not answered a transfer.
+
+    The workers end a transfer by themselves: one from files or memory at its deadline, a broadcast at most one step
+    later. A trainer of an earlier release does not name the limit of a step, which is the deadline then.
+    """
+    seconds = float(spec["seconds"])
+    step = float(spec.get("step_seconds", seconds)) if spec.get("method", "collective") == "collective" else 0.0
+    return seconds + min(seconds, 2 * step + WORKER_GRACE) + 10.0
 
 
 def version_of(spec: Mapping[str, Any]) -> Version | None:
