@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def node(arguments: argparse.Namespace) -> int:
     """Run this machine's part until the run is over; return the highest exit code of its processes."""
-    lists = (tuple(filter(None, words.split(","))) for words in (arguments.trainers, arguments.engines))
-    trainers, engines = lists
+    lists = (arguments.trainers, arguments.engines)
+    trainers, engines = (tuple(filter(None, map(str.strip, words.split(",")))) for words in lists)
     layout = NodeLayout(trainers=trainers, engines=engines, port=arguments.port)
     config = load_target_configuration(arguments)
     target = (arguments.target, *arguments.overrides)

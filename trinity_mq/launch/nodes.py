@@ -34,10 +34,21 @@ class NodeLayout:
         for name, hosts in (("--trainers", self.trainers), ("--engines", self.engines)):
             if repeated := [entry for entry in hosts if hosts.count(entry) > 1]:
                 return f"{name} names {repeated[0]!r} twice: name each host once"
+        names = [engine_host_name(entry) for entry in self.engines]
+        if same := [entry for entry in self.engines if names.count(engine_host_name(entry)) > 1]:
+            return (
+                f"--engines names {same[0]!r} and {same[1]!r}, whose agents would both be called "
+                f"{engine_host_name(same[0])}: name one of the hosts by another address"
+            )
         if host in {*self.trainers, *self.engines}:
             return ""
         hosts_text = ", ".join(dict.fromkeys((*self.trainers, *self.engines)))
         return f"this host is {host!r}, and the run has the hosts {hosts_text}: name this host with --host"
+
+
+def engine_host_name(host: str) -> str:
+    """Return the name of the agent that runs only engines on a host."""
+    return f"engines-{re.sub('[^a-z0-9]+', '-', host.lower()).strip('-')}"
 
 
 def node_processes(config: Config, target: Sequence[str], layout: NodeLayout, host: str) -> list[ProcessSpec]:
@@ -61,13 +72,11 @@ def node_processes(config: Config, target: Sequence[str], layout: NodeLayout, ho
             address = f"explorer.rollout_model.host={host}"
             specs.append(replace(spec, argv=(*spec.argv, *overrides, address)))
     if host in layout.engines[1:]:
-        name = f"engines-{re.sub('[^a-z0-9]+', '-', host.lower()).strip('-')}"
+        name = engine_host_name(host)
         words = ("explorer", file, *overrides, f"explorer.rollout_model.host={host}", "--engines-only", "--id", name)
-        specs.append(
-            ProcessSpec(
-                name=name, role="engine", argv=(sys.executable, "-m", "trinity_mq.cli.main", *words), env=every[0].env
-            )
-        )
+        argv = (sys.executable, "-m", "trinity_mq.cli.main", *words)
+        explorer = next((spec for spec in every if spec.role == "explorer"), every[0])
+        specs.append(ProcessSpec(name=name, role="engine", argv=argv, env=explorer.env))
     return specs
 
 

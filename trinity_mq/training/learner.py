@@ -278,8 +278,17 @@ class TorchLearner:
         await self._run(lambda: self._parked.park(self._device_tensors()))
 
     async def return_to_device(self) -> None:
-        """Move everything back to the device."""
-        await self._run(self._parked.unpark)
+        """Move everything back to the device.
+
+        Raises:
+            DeviceMemoryError, RestartRequested: Others use its memory, as for a train step.
+        """
+
+        def unpark() -> None:
+            with self._memory_advice("return to the device"):
+                self._parked.unpark()
+
+        await self._run(unpark)
 
     async def host_weights(self) -> list[tuple[str, Tensor]]:
         """Return a copy of :meth:`weights` in host memory. The next call overwrites it."""
@@ -389,7 +398,9 @@ class TorchLearner:
         except torch.OutOfMemoryError as error:
             device = select_device(self._config.model.device)
             tokens = self._config.trainer.first_max_tokens if self._loaded is None else self.policy.division.max_tokens
-            measured, shared, kind = self._measure(device), shares_gpu(), _kind(device)
+            measured, kind = self._measure(device), _kind(device)
+            # engines that take turns with the trainer are asleep now
+            shared = shares_gpu() and not self._config.synchronizer.colocated
             value = estimate(self._config, kind, measured, tokens)
             advice = remedies(self._config, kind, measured, tokens, shared=shared)
             text = describe_lack(what, error, card_of(device), value, advice, is_first=not self._has_trained)

@@ -67,6 +67,7 @@ def test_one_trainer_host_needs_no_torchrun_and_a_host_may_have_both_parts() -> 
     [
         (LAYOUT, "e", {"url": "amqp://b/"}, "this host is 'e', and the run has the hosts a, b, c, d"),
         (NodeLayout(trainers=("a", "a")), "a", {"url": "amqp://b/"}, "--trainers names 'a' twice"),
+        (NodeLayout(trainers=("a",), engines=("n-1", "n_1")), "a", {"url": "amqp://b/"}, "both be called engines-n-1"),
         (LAYOUT, "a", {}, "TRINITY_MQ_BROKER_URL on each machine"),
     ],
 )

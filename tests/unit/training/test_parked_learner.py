@@ -9,6 +9,8 @@ import torch
 
 from tests.unit.training.test_learner import Opener
 from tests.unit.training.test_sharded_learner import apart, comparable, experiences, flats_of, settings
+from trinity_mq.engines.torch.parking import ParkedTensors
+from trinity_mq.runtime.errors import DeviceMemoryError
 from trinity_mq.training.learner import TorchLearner
 
 
@@ -48,3 +50,16 @@ async def test_steps_between_which_the_state_leaves_the_device_are_the_same_bit_
         await (await learner.stage())(tmp_path / name)
     resumed = await opened(settings(case), checkpoint=tmp_path / "leaves")
     assert apart(await flats_of(resumed), await flats_of(stays)) == 0.0
+
+
+async def test_a_device_that_others_fill_is_told_with_advice(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_parked: ParkedTensors) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    learner = await opened(settings("grpo"))
+    await learner.leave_device()
+    with monkeypatch.context() as patch, pytest.raises(DeviceMemoryError, match="out of memory in return to the dev"):
+        patch.setattr(ParkedTensors, "unpark", fail)
+        await learner.return_to_device()
+    await learner.return_to_device()
+    await learner.step(experiences("grpo", 1), 1)
