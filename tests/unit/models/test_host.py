@@ -236,13 +236,16 @@ async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     assert not host.snapshot.alive
 
 
-async def test_the_config_of_an_engine_holds_no_broker_password(
-    config: Config, host_of: HostOf, tmp_path: Path
+async def test_the_config_and_the_environment_of_an_engine_hold_no_broker_password(
+    config: Config, host_of: HostOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = config.broker.model_copy(update={"url": "amqp://me:secret@localhost"})
-    host = host_of(config.model_copy(update={"broker": broker}), ["/bin/false"])
-    with pytest.raises(EngineFailed):
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", str(broker.url))
+    program = "import os; print(dict(os.environ))"
+    host = host_of(config.model_copy(update={"broker": broker}), [sys.executable, "-c", program])
+    with pytest.raises(EngineFailed, match="HOME") as caught:
         await host.start()
+    assert "secret@" not in str(caught.value)
     settings = tmp_path / "engines" / "e0.config.json"
     assert "secret" not in settings.read_text()
     assert settings.stat().st_mode & 0o777 == 0o600

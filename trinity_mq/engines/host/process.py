@@ -17,6 +17,7 @@ from typing import IO
 
 import structlog
 
+from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.engines.host.ready_file import FATAL, TOKEN_VARIABLE, ReadyFile
 from trinity_mq.models.errors import EngineFailed, ModelError
 from trinity_mq.runtime.process import wait_exit
@@ -154,7 +155,9 @@ async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, envir
         OSError: The engine cannot be started.
     """
     command = [*command, "--ready-fd", str(ready_fd)]
-    env = {**os.environ, TOKEN_VARIABLE: secrets.token_hex(16), **environment}
+    # an engine needs no broker, and the URL may hold a password
+    inherited = {name: value for name, value in os.environ.items() if name != URL_VARIABLE}
+    env = {**inherited, TOKEN_VARIABLE: secrets.token_hex(16), **environment}
     if (address := os.environ.get(ADDRESS_VARIABLE)) and is_forkable(command):
         try:
             pid = await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False)
