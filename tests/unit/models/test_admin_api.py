@@ -359,6 +359,21 @@ async def test_an_answer_under_way_ends_before_the_engine_sleeps(shared: Shared,
             assert response.status == 200
 
 
+async def test_an_engine_that_cannot_fill_its_cache_again_ends(
+    shared: Shared, generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr(generator, "wake_cache", fail)
+    await shared.sleep(2)
+    await shared.admin.post("pause", {})
+    with pytest.raises(EngineRefused):
+        await shared.admin.post("receive", {"spec": SPEC})
+    assert not shared.server.state.receiving
+    assert shared.server.state.label == "draining"
+
+
 async def test_an_engine_with_a_card_of_its_own_does_not_sleep(admin: EngineAdmin) -> None:
     with pytest.raises(EngineRefused, match=r"set synchronizer\.colocated"):
         await admin.post("sleep", {})

@@ -141,9 +141,13 @@ class AdminApi:
                 409, "the transfer was aborted", code="receive_aborted", extra={"touched": self._touched()}
             ) from None
         finally:
-            await self._wake_cache()  # also after a transfer that failed
-            self._state.receiving = False
-            self._transfer = None
+            try:
+                await self._wake_cache()  # also after a transfer that failed
+            except Exception as error:  # the sleeper ends the engine
+                log.warning("cache_not_filled", error=f"{type(error).__name__}: {error}")
+            finally:
+                self._state.receiving = False
+                self._transfer = None
 
     @staticmethod
     def _client_disconnected() -> bool:
@@ -189,8 +193,8 @@ class AdminApi:
 
     async def _wake_cache(self) -> None:
         """Give an engine that woke for these weights its cache again."""
-        if self.sleeper is not None and not self._state.asleep:
-            await self._batcher.call(self._generator.wake_cache)
+        if self.sleeper is not None:
+            await self.sleeper.wake_cache()
 
     async def _canary(self, tokens: list[int]) -> dict[str, Any]:
         """Return the canary's logprobs under the new weights."""

@@ -72,7 +72,7 @@ class Sleeper:
 
     async def wake_for_weights(self) -> None:
         """Return when the memory of the weights is filled again. The caller then loads new weights, and must call
-        ``wake_cache`` of the generator.
+        :meth:`wake_cache`.
         """
         self._serves = False
         self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
@@ -80,6 +80,16 @@ class Sleeper:
             await asyncio.shield(self._draining)  # it may begin to wake at its end
         if self._waking is not None and not self._waking.done():
             await asyncio.shield(self._waking)
+
+    async def wake_cache(self) -> None:
+        """Fill the memory of the cache again, if the engine is awake. An engine that cannot do so ends."""
+        if self._state.asleep:
+            return
+        try:
+            await self._batcher.call(self._generator.wake_cache)
+        except Exception as error:
+            self._give_up(f"it could not fill the memory of its cache: {error}")
+            raise
 
     def _may_resume(self) -> bool:
         if self.turn.stage is not EngineStage.AWAKE:
