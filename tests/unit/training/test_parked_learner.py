@@ -58,8 +58,9 @@ async def test_a_device_that_others_fill_is_told_with_advice(opened: Opener, mon
 
     learner = await opened(settings("grpo"))
     await learner.leave_device()
-    with monkeypatch.context() as patch, pytest.raises(DeviceMemoryError, match="out of memory in return to the dev"):
+    with monkeypatch.context() as patch:
         patch.setattr(ParkedTensors, "unpark", fail)
-        await learner.return_to_device()
+        with pytest.raises(DeviceMemoryError, match="out of memory in return to the device"):
+            await learner.return_to_device()
     await learner.return_to_device()
     await learner.step(experiences("grpo", 1), 1)
