@@ -190,7 +190,7 @@ def engine_environments(
 ) -> Callable[[str], dict[str, str]]:
     """Return a function from the name of an engine to the environment variables that give the engine its GPUs.
 
-    They are the GPUs that the supervisor of the host has chosen, else those of :func:`place_engines`.
+    They are the GPUs that the supervisor of the host has chosen, else the GPUs by :func:`place_engines`.
 
     Args:
         config: Configuration of the run.

@@ -143,8 +143,9 @@ def test_the_command_without_room_or_gpus(
     assert "; `trinity-mq node` runs them on several machines" in capsys.readouterr().out
     for part, rows in (("trainer", "trainer-0 rank 7  7 "), ("engines", "explorer-0-engine-7  0 ")):
         assert main(["plan", *eight, "--only", part]) == 0
-        out, _ = capsys.readouterr()
+        out, err = capsys.readouterr()
         assert rows in out
+        assert "next: trinity-mq run" not in err
         assert len(out.splitlines()) == 11, "title, head, eight rows, remark"
     assert main(["plan", SMOKE, "--gpu-memory", "80"]) == 2
     assert "give --gpus N too" in capsys.readouterr().err
