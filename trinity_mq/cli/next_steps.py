@@ -42,6 +42,7 @@ def next_step(arguments: argparse.Namespace) -> str | None:
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)
     ends_with_run = getattr(arguments, "follow", False)
     is_silent = getattr(arguments, "json", None) or getattr(arguments, "is_empty", False)
+    is_silent = is_silent or getattr(arguments, "only", None)  # the plan of one of several machines
     if text is None or ends_with_run or is_silent:
         return None
     target = getattr(arguments, "target", None) or EXAMPLE_TARGET

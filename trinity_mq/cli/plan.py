@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trinity_mq.cli.arguments import add_target
@@ -14,10 +14,12 @@ from trinity_mq.errors import CommandError
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.runtime.gpus import Gpu, GpuReport
-from trinity_mq.runtime.placement import PlacementError, place_run, run_needs
+from trinity_mq.runtime.placement import Placement, PlacementError, place_engines, place_run, place_trainer, run_needs
 from trinity_mq.targets.target import load_target_configuration, load_target_stages
 
 Number = TypeVar("Number", int, float)
+PARTS: Mapping[str, Callable[[Config, Sequence[Gpu]], Placement]] = {"trainer": place_trainer, "engines": place_engines}
+"""Parts of a run that a machine of ``trinity-mq node`` can have alone, and their placement there."""
 SINGLE_GIB, SEVERAL_GIB = 24.0, 80.0
 """Memory of a pretended GPU in GiB: of a single GPU, and of each of several GPUs."""
 
@@ -34,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help=f"memory of each pretended GPU in GiB (default: {SINGLE_GIB:g} for one GPU, else {SEVERAL_GIB:g})",
     )
+    parser.add_argument(
+        "--only",
+        choices=PARTS,
+        help="plan a machine with this part of the run alone: a host of trinity-mq node in --trainers or in --engines",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.epilog = "Exit code 1: the run does not fit. Memory is estimated, not measured."
 
@@ -44,7 +51,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--gpu-memory {arguments.gpu_memory:g} is for pretended GPUs: give --gpus N too")
     stages = load_target_stages(arguments)
     configs = {f"stage {stage.name}": stage.config for stage in stages} or {"": load_target_configuration(arguments)}
-    plans = {title: _plan(config, arguments.gpus, arguments.gpu_memory) for title, config in configs.items()}
+    wanted = (arguments.gpus, arguments.gpu_memory, arguments.only)
+    plans = {title: _plan(config, *wanted) for title, config in configs.items()}
     if arguments.json:
         reports = {title.removeprefix("stage "): report for title, (report, _) in plans.items()}
         print(json.dumps({"stages": reports} if stages else reports[""], indent=2, ensure_ascii=False))
@@ -53,7 +61,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0 if all(report["fits"] for report, _ in plans.values()) else 1
 
 
-def _plan(config: Config, count: int | None, gib: float | None) -> tuple[dict[str, Any], list[str]]:
+def _plan(config: Config, count: int | None, gib: float | None, part: str | None) -> tuple[dict[str, Any], list[str]]:
     """Return the plan of a run, as JSON and as lines."""
     report = free_gpus(config.path) if count is None else GpuReport(_pretended(count, gib))
     if not report.gpus and run_needs(config):
@@ -61,13 +69,14 @@ def _plan(config: Config, count: int | None, gib: float | None) -> tuple[dict[st
         fits = config.model.device != "cuda"
         return _empty(config, [] if fits else [where]), [where]
     try:
-        placement = place_run(config, report.gpus)
+        placement = PARTS[part](config, report.gpus) if part else place_run(config, report.gpus)
     except PlacementError as error:
         return _empty(config, [str(error)]), [f"does not fit: {error}"]
     knows_memory = placement.needs and all(gpu.total is not None for gpu in report.gpus)
     plan = RunPlan(config, placement, estimate_memory(config, "cuda") if knows_memory else None)
     problems = [f"does not fit: {problem}" for problem in plan.problems]
     title = "estimated" if count is None else f"on {count} pretended GPU{'s' if count > 1 else ''}, estimated"
+    title = f"{part} only, {title}" if part else title
     return plan.as_json(), [f"run {config.name!r}, {title}:", *plan.lines(), *problems]
 
 

@@ -16,6 +16,10 @@ SyncStyle = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 OTHER_NAMES: dict[str, SyncStyle] = {"dynamic_by_trainer": "trainer_driven", "dynamic_by_explorer": "explorer_driven"}
 
 
+GLOO = "synchronizer.sync_method=collective synchronizer.backend=gloo"
+"""Settings that replace NCCL, whichever key chose it."""
+
+
 class SyncConfig(Section):
     """Channel, schedule and timeouts of weight syncs (docs/learning.md)."""
 

@@ -132,7 +132,10 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
     remote = {"trust_remote_code": config.trust_remote_code}
     folder = None if config.tiny is not None else local_model_folder(str(config.model_path))
     if config.tiny is None and folder is None:
-        raise ModelError(f"model {config.model_path} is a hub id and not downloaded yet, so its size is not known")
+        raise ModelError(
+            f"model {config.model_path} is a hub id and not downloaded yet, so its size is not known; "
+            f"`hf download {config.model_path}` downloads it"
+        )
     try:
         architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
         if layers is not None:

@@ -37,6 +37,11 @@ class PlannedProcess:
         """Estimated bytes. None: unknown."""
         return max(self.share, total(self.parts) or 0) if self.parts else None
 
+    @property
+    def lacks_share(self) -> bool:
+        """Whether the parts need more than the share."""
+        return bool(self.share) and self.share < (total(self.parts) or 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGpu:
@@ -133,7 +138,7 @@ class RunPlan:
     @property
     def problems(self) -> list[str]:
         """The reasons why the run does not fit, each with what helps."""
-        small = [process for process in self.processes if process.share and process.share < (total(process.parts) or 0)]
+        small = [process for process in self.processes if process.lacks_share]
         problems = [
             f"{process.name} gets {size(process.share)} of GPU {process.gpu} by gpu_memory_utilization, and needs an "
             f"estimated {size(total(process.parts) or 0)} without its cache: raise gpu_memory_utilization or "
@@ -161,7 +166,7 @@ class RunPlan:
             yield "a larger trainer.nproc" if trainer.nproc > 1 else "algorithm.optimizer.offload=true"
             if self.config.model.lora is None:
                 yield "model.lora"
-        if any(process.share for process in gpu.processes):
+        if any(process.share and not process.lacks_share for process in gpu.processes):
             yield "a smaller gpu_memory_utilization"
         if len(gpu.processes) > 1:
             yield "fewer processes on this GPU"
@@ -219,7 +224,7 @@ class RunPlan:
     def _remarks(self, gpus: Sequence[PlannedGpu]) -> Iterator[str]:
         if idle := [str(gpu.number) for gpu in gpus if not gpu.processes]:
             yield f"not used: GPU {', '.join(idle)}"
-        yield "all other processes of the run get no GPU"
+        yield "all other processes on this machine get no GPU"
         if any(gpu.takes_turns for gpu in gpus):
             yield "trainer and engines take turns: on each GPU only the larger side counts"
         for gpu in gpus:
@@ -227,7 +232,8 @@ class RunPlan:
                 yield f"GPU {gpu.number} is too small if its engines get as many and as long requests as they accept"
         if self.estimate is None:
             return
-        if (host := self.estimate.trainer_host_bytes) is not None:
+        has_trainer = any(need.kind == "trainer" for need in self.placement.needs)
+        if has_trainer and (host := self.estimate.trainer_host_bytes) is not None:
             yield f"the trainer also needs an estimated {size(host)} of host memory"
         for name, reason in self.estimate.unknown.items():
             yield f"the memory of {name} is unknown: {reason}"

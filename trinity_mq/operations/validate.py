@@ -14,6 +14,7 @@ from pathlib import Path
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.config.sync import GLOO
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
@@ -399,10 +400,7 @@ def _check_cuda(config: Config) -> list[Gpu]:
         "this torch is built without NCCL": not distributed.is_nccl_available(),
     }
     if reason := next((words for words, holds in missing.items() if holds), None):
-        raise ConfigError(
-            f"synchronizer.backend is nccl, which sends weights between GPUs, and {reason}; use "
-            "synchronizer.backend=gloo"
-        )
+        raise ConfigError(f"synchronizer.backend is nccl, which sends weights between GPUs, and {reason}; use {GLOO}")
     return [Gpu(entry=str(number)) for number in range(count)]
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from trinity_mq.config import Config
 from trinity_mq.config.engines import engine_row
+from trinity_mq.config.sync import GLOO
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE
 from trinity_mq.runtime.gpus import ORDER, ORDER_VARIABLE, VISIBLE_VARIABLE, Gpu, visible_gpus
@@ -144,6 +145,34 @@ def place_run(config: Config, gpus: Sequence[Gpu]) -> Placement:
     return place(run_needs(config), gpus, nccl=config.synchronizer.uses_nccl, colocated=config.synchronizer.colocated)
 
 
+def place_trainer(config: Config, gpus: Sequence[Gpu], name: str = TRAINER) -> Placement:
+    """Return the GPUs of a trainer that is started by itself. Raises PlacementError if there are too few."""
+    return place(gpu_needs(config, trainer=name, explorer=None), gpus)
+
+
+def place_engines(config: Config, gpus: Sequence[Gpu], host: str = EXPLORER, *, auxiliary: bool = True) -> Placement:
+    """Return the GPUs of the engines of a host that is started by itself: the last visible GPUs, since a trainer that
+    is started by itself takes the first.
+
+    Args:
+        config: Configuration of the run.
+        gpus: The visible GPUs.
+        host: Name of the agent that hosts the engines.
+        auxiliary: Whether to place auxiliary models too.
+
+    Raises:
+        PlacementError: There are too few GPUs.
+    """
+    synchronizer = config.synchronizer
+    return place(
+        gpu_needs(config, trainer=None, explorer=host, auxiliary=auxiliary),
+        gpus,
+        nccl=synchronizer.uses_nccl,
+        colocated=synchronizer.colocated,
+        from_end=not synchronizer.colocated,
+    )
+
+
 def trainer_environment(config: Config, name: str) -> dict[str, str]:
     """Return the environment variables that give a trainer its GPUs: the first visible GPUs. The result is empty if
     the supervisor has placed the trainer.
@@ -151,9 +180,9 @@ def trainer_environment(config: Config, name: str) -> dict[str, str]:
     Raises:
         PlacementError: There are too few GPUs.
     """
-    if PLACED_VARIABLE in os.environ or not (needs := gpu_needs(config, trainer=name, explorer=None)):
+    if PLACED_VARIABLE in os.environ or not gpu_needs(config, trainer=name, explorer=None):
         return {}
-    return place(needs, visible_gpus().gpus).environment(name)
+    return place_trainer(config, visible_gpus().gpus, name).environment(name)
 
 
 def engine_environments(
@@ -161,8 +190,7 @@ def engine_environments(
 ) -> Callable[[str], dict[str, str]]:
     """Return a function from the name of an engine to the environment variables that give the engine its GPUs.
 
-    They are the GPUs that the supervisor of the host has chosen. Without a supervisor they are the last visible GPUs,
-    since a trainer that is started by itself takes the first.
+    They are the GPUs that the supervisor of the host has chosen, else the GPUs by :func:`place_engines`.
 
     Args:
         config: Configuration of the run.
@@ -177,14 +205,7 @@ def engine_environments(
         engines: dict[str, dict[str, str]] = json.loads(placed)
         return lambda name: engines.get(name, {VISIBLE_VARIABLE: ""})
     needs = gpu_needs(config, trainer=None, explorer=host, auxiliary=auxiliary)
-    colocated = config.synchronizer.colocated
-    return place(
-        needs,
-        gpus() if needs else [],
-        nccl=config.synchronizer.uses_nccl,
-        colocated=colocated,
-        from_end=not colocated,
-    ).environment
+    return place_engines(config, gpus() if needs else [], host, auxiliary=auxiliary).environment
 
 
 def place(
@@ -354,8 +375,7 @@ def _check(
     if nccl and len(set(members)) < len(members):
         raise PlacementError(
             f"synchronizer.backend is nccl, which needs a separate GPU for trainer rank 0 and for each GPU of an "
-            f"engine, {len(members)} in all, and they share {len(set(members))}: set synchronizer.backend=gloo, or use "
-            "more GPUs"
+            f"engine, {len(members)} in all, and they share {len(set(members))}: set {GLOO}, or use more GPUs"
         )
 
 
@@ -373,6 +393,8 @@ def _misfit(load: _Load, gpus: Sequence[Gpu], usable: Sequence[int], unnamed: Se
         lists = [ordered[end - load.size : end] for end in range(len(usable), len(usable) - workers, -load.size)]
         choices.append(f"'devices={{trainer: {ordered[: load.ranks]}, engines: {lists}}}', which shares GPUs")
     remedy = f": set {', or '.join(choices)}" if choices else ": use fewer processes or more GPUs"
+    if load.ranks and load.engines and are_all and max(load.ranks, workers) <= len(usable):
+        remedy += "; `trinity-mq node` runs them on several machines"
     return f"{load} need {_count(load.apart, 'GPU')} apart, {here}{others}{remedy}"
 
 

@@ -65,6 +65,9 @@ def test_a_model_needs_room_within_the_share_of_its_engine() -> None:
     plan = planned(estimated({"weights": 30 * GIB, "cache": None}), (80, 80), (40, 40), rollout_model=VLLM)
     (problem,) = plan.problems
     assert "explorer-0-engine gets 20 GiB of GPU 1 by gpu_memory_utilization, and needs an estimated 30 GiB" in problem
+    plan = planned(estimated({"weights": 13 * GIB, "cache": None}), (24, 24), rollout_model=VLLM)
+    assert len(plan.problems) == 2
+    assert "a smaller gpu_memory_utilization" not in "".join(plan.problems), "its engine needs more"
 
 
 def test_of_processes_that_take_turns_the_larger_side_counts() -> None:
@@ -134,6 +137,16 @@ def test_the_command_without_room_or_gpus(
     assert "does not fit: 4 ranks and 4 engines of 1 GPU need 8 GPUs apart, 5 are here: set explorer." in out
     assert main(["plan", SMOKE, "--gpus", "2", "model.device=cpu"]) == 0
     assert "no process of this run computes on a GPU" in capsys.readouterr().out
+    eight = [SMOKE, "trainer.nproc=8", "explorer.rollout_model.engine_num=8"]
+    monkeypatch.setenv("TRINITY_MQ_PRETEND_GPUS", "8")
+    assert main(["plan", *eight]) == 1
+    assert "; `trinity-mq node` runs them on several machines" in capsys.readouterr().out
+    for part, rows in (("trainer", "trainer-0 rank 7  7 "), ("engines", "explorer-0-engine-7  0 ")):
+        assert main(["plan", *eight, "--only", part]) == 0
+        out, err = capsys.readouterr()
+        assert rows in out
+        assert "next: trinity-mq run" not in err
+        assert len(out.splitlines()) == 11, "title, head, eight rows, remark"
     assert main(["plan", SMOKE, "--gpu-memory", "80"]) == 2
     assert "give --gpus N too" in capsys.readouterr().err
     stages = tmp_path / "s.yaml"

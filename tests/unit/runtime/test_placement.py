@@ -19,7 +19,9 @@ from trinity_mq.runtime.placement import (
     PlacementError,
     gpu_needs,
     place,
+    place_engines,
     place_run,
+    place_trainer,
     trainer_environment,
 )
 
@@ -27,6 +29,7 @@ TINY = {"tiny": {}, "max_model_len": 32, "max_prompt_tokens": 16, "max_response_
 RECORDS = {"trainer_input": {"experience_buffer": {"schema_type": "sft", "storage_type": "file", "path": "x.jsonl"}}}
 SFT = {"algorithm": {"algorithm_type": "sft"}, "buffer": RECORDS}
 GIB = 2**30
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def configured(
@@ -107,7 +110,10 @@ REFUSED: dict[str, tuple[int, Config, list[str]]] = {
     "eight of both": (
         8,
         configured(8, 8),
-        ["set trainer.nproc=4 explorer.rollout_model.engine_num=4, or 'devices={trainer: [0, 1, 2, 3, 4, 5, 6, 7]"],
+        [
+            "set trainer.nproc=4 explorer.rollout_model.engine_num=4, or 'devices={trainer: [0, 1, 2, 3, 4, 5, 6, 7]",
+            "; `trinity-mq node` runs them on several machines",
+        ],
     ),
     "one for two processes": (1, configured(2), ["need 3 GPUs apart, 1 is here: set trainer.nproc=1"]),
     "one for a large engine": (1, configured(1, 1, 2), ["set explorer.rollout_model.tensor_parallel_size=1"]),
@@ -116,7 +122,7 @@ REFUSED: dict[str, tuple[int, Config, list[str]]] = {
         configured(4, mode="train", **SFT),
         ["4 ranks need 4 GPUs apart, 2 are here: set trainer.nproc=2"],
     ),
-    "nccl on one": (1, configured(**NCCL), ["a separate GPU for trainer rank 0", "synchronizer.backend=gloo"]),
+    "nccl on one": (1, configured(**NCCL), ["a separate GPU for trainer rank 0", "set synchronizer.sync_method=coll"]),
     "nccl, named": (2, configured(devices={"trainer": [1], "engines": [[1]]}, **NCCL), ["2 in all, and they share 1"]),
     "no such GPU": (2, configured(devices={"trainer": [2]}), ["devices.trainer names GPU 2", "visible here are: 0, 1"]),
     "nothing to name": (0, configured(devices={"engines": [[0]]}), ["visible here are: none"]),
@@ -142,11 +148,36 @@ def test_what_a_misfit_proposes_fits(name: str) -> None:
     count, config, _ = REFUSED[name]
     with pytest.raises(PlacementError) as caught:
         place_run(config, gpus(count))
-    proposals = str(caught.value).partition(": set ")[2].removesuffix(", which shares GPUs").split(", or ")
+    proposals = (
+        str(caught.value).partition(": set ")[2].partition(";")[0].removesuffix(", which shares GPUs").split(", or ")
+    )
     assert proposals
     for proposal in proposals:
         words = [proposal.strip("'")] if "devices=" in proposal else proposal.split()
         place_run(load_config(config.model_dump(mode="json"), words), gpus(count))
+
+
+@pytest.mark.parametrize("chosen", [{"backend": "nccl"}, {"sync_method": "nccl"}], ids=str)
+def test_what_replaces_nccl_fits_whichever_key_chose_it(chosen: dict[str, str]) -> None:
+    config = {"model": TINY, "synchronizer": chosen}
+    with pytest.raises(PlacementError) as caught:
+        place_run(load_config(config), gpus(1))
+    words = str(caught.value).partition(": set ")[2].partition(",")[0].split()
+    assert shown(place_run(load_config(config, words), gpus(1))) == "0 | 0"
+
+
+def test_the_examples_fit_on_their_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "GSM8K", "RUNS"):
+        monkeypatch.setenv(f"TRINITY_MQ_{name}", "/data")
+    configs = {name: load_config(EXAMPLES / f"gpu-{name}.yaml") for name in ("24gb", "two", "eight", "nodes")}
+    assert shown(place_run(configs["24gb"], gpus(1))) == "0 | 0"
+    assert shown(place_run(configs["two"], gpus(2))) == "0 | 1"
+    assert shown(place_run(configs["eight"], gpus(8))) == "0,1,2,3 | 4 | 5 | 6 | 7"
+    assert shown(place_trainer(configs["nodes"], gpus(8))) == "0,1,2,3,4,5,6,7"
+    engines = place_engines(configs["nodes"], gpus(8))
+    assert sorted(shown(engines)) == sorted("0 | 1 | 2 | 3 | 4 | 5 | 6 | 7")
+    assert not any(engines.shares(need.name) for need in engines.needs), "each has the default part of a whole GPU"
+    assert configs["nodes"].explorer.rollout_model.vllm.gpu_memory_utilization is None
 
 
 def test_gpus_that_others_fill_are_not_used_unless_they_are_named_or_all_are_filled() -> None:

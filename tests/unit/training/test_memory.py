@@ -288,7 +288,8 @@ def test_an_estimate_needs_neither_torch_here_nor_a_model_on_this_machine() -> N
     assert value["trainer"]["weights"] == value["trainer"]["gradients"] > 0
     assert (value["auxiliary"]["judge"]["weights"], value["auxiliary"]["absent"]) == (value["trainer"]["weights"], None)
     assert value["unknown"] == {
-        "absent": "model nobody/not-downloaded is a hub id and not downloaded yet, so its size is not known"
+        "absent": "model nobody/not-downloaded is a hub id and not downloaded yet, so its size is not known; "
+        "`hf download nobody/not-downloaded` downloads it"
     }
 
 
