@@ -28,6 +28,7 @@ from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.models.errors import EngineFailed
 from trinity_mq.runtime.gpu_memory import shares_gpu
 from trinity_mq.runtime.gpus import visible_devices
+from trinity_mq.runtime.placement import PLACED_VARIABLE
 
 if TYPE_CHECKING:
     from trinity_mq.engines.server.server import EngineServer
@@ -139,7 +140,8 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
     try:
         room = plan.room if plan else None
         fixed = auxiliary is not None
-        dedicated = bool(visible_devices()) and not shares_gpu()
+        # only a supervisor knows all processes of this machine
+        dedicated = PLACED_VARIABLE in os.environ and bool(visible_devices()) and not shares_gpu()
         command = api.server_command(
             folder, socket, model, rollout, max_model_len, cpu=cpu, dedicated=dedicated, room=room, fixed=fixed
         )
