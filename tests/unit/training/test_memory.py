@@ -22,8 +22,23 @@ from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
-from trinity_mq.training.memory.estimate import Measured, ModelMemory, estimate, fixed_parts, measure_requests
-from trinity_mq.training.memory.measure import Card, choose_limit, describe_lack, measure, measure_trained, remedies
+from trinity_mq.training.memory.estimate import (
+    Measured,
+    MeasureRequest,
+    ModelMemory,
+    estimate,
+    fixed_parts,
+    measure_requests,
+)
+from trinity_mq.training.memory.measure import (
+    Card,
+    answer,
+    choose_limit,
+    describe_lack,
+    measure,
+    measure_trained,
+    remedies,
+)
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import make_optimizer
 from trinity_mq.training.packing import train_tokens
@@ -300,3 +315,27 @@ def test_only_a_shared_gpu_gets_freed_memory_back(is_shared: bool, monkeypatch: 
     monkeypatch.setenv(SHARED_VARIABLE, "1" if is_shared else "0")
     release_cached_memory()
     assert calls == ["empty"] * is_shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0}, "the model cannot be simulated: ZeroDivisionError"),
+        ({"num_attention_heads": "four"}, "the model cannot be simulated: StrictDataclass"),
+        ({"num_hidden_layers": 10**12}, "it has 1000000000000 layers, wanted at most 4096"),
+        ({"model_type": "custom"}, "custom"),
+        (None, "its content is 'None', wanted a JSON object"),
+    ],
+)
+def test_a_damaged_folder_gives_a_reason_and_its_code_does_not_run(
+    tmp_path: Path, changes: dict[str, Any] | None, reason: str
+) -> None:
+    (tmp_path / "configuration_custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    code = {"AutoConfig": "configuration_custom.Custom"}
+    settings = {"model_type": "qwen2", "num_attention_heads": 2, "num_key_value_heads": 2, "auto_map": code, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(changes and {**settings, **changes}))
+    result = answer(MeasureRequest({"model_path": str(tmp_path)}, "cuda", passes=False))
+    assert isinstance(result, str)
+    assert reason in result
+    assert not (tmp_path / "ran").exists()
