@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from tests.unit.training.test_critic_and_reference import rewarded
 from tests.unit.training.test_learner import Opener, batch
 from tests.unit.training.test_learner import config as learner_config
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TrainerConfig
@@ -262,6 +263,52 @@ async def test_a_lack_of_memory_ends_the_run_in_the_first_step_and_restarts_it_l
         learner.policy.model.register_forward_pre_hook(fill_memory)
         with pytest.raises(kind, match=r"out of memory in step; CUDA out of memory.*GB.*trainer\.gradient_checkp"):
             await learner.step(batch(steps + 1), steps + 1)
+
+
+def no_memory(*_arguments: Any, **_settings: Any) -> Any:
+    fill_memory(torch.nn.Identity(), ())
+
+
+LACKS: dict[str, tuple[str, str, str]] = {
+    "backward pass": ("", "step", "kl"),
+    "optimizer step": ("trinity_mq.training.learner.optimizer_step", "step", "kl"),
+    "reference": ("trinity_mq.training.reference.Reference.logprobs", "step", "kl"),
+    "critic": ("trinity_mq.training.critic.Critic.optimizer_step", "step", "ppo"),
+    "weights for engines": ("trinity_mq.training.model.policy.Policy.weights", "weight sync", "kl"),
+    "canary": ("trinity_mq.training.model.policy.Policy.sequence_logprobs", "canary", "kl"),
+    "checkpoint copy": ("trinity_mq.training.checkpoints.state.HostCopies.take", "copy", "kl"),
+    "export": ("trinity_mq.training.model.policy.Policy.save", "export", "kl"),
+}
+
+
+@pytest.mark.parametrize("place", LACKS)
+async def test_a_lack_of_memory_anywhere_names_settings_and_spares_the_checkpoint(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    target, what, kind = LACKS[place]
+    ppo = {"algorithm_type": "ppo", "kl": None, "repeat_times": 1, "critic": {"lr": 1e-3}}
+    settings = ppo if kind == "ppo" else {"kl": {"kind": "k2", "coef": 0.1}}
+    tiny = learner_config(**settings)
+    learner = await opened(tiny)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    digest = await learner.save(tmp_path / "before")
+    experiences = rewarded(1) if kind == "ppo" else batch(1)
+    calls: dict[str, Any] = {
+        "weight sync": learner.weights,
+        "canary": lambda: learner.canary_logprobs([3, 4, 5]),
+        "copy": learner.stage,
+        "export": lambda: learner.export(tmp_path / "model"),
+    }
+    with monkeypatch.context() as patch:
+        if target:
+            patch.setattr(target, no_memory)
+        else:
+            learner.policy.parameters[0].register_hook(no_memory)
+        with pytest.raises(DeviceMemoryError, match=rf"out of memory in {what}; CUDA out of memory.*trainer\.gradient"):
+            await calls.get(what, lambda: learner.step(experiences, 1))()
+    again = await opened(tiny, checkpoint=tmp_path / "before")
+    assert await again.save(tmp_path / "after") == digest
 
 
 async def test_a_resumed_trainer_keeps_the_size_of_its_passes(
