@@ -107,7 +107,7 @@ async def test_waiting_lets_requests_end_with_the_weights_they_began_with(waitin
 
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_keeping_lets_requests_go_on_and_says_which_weights_made_which_token(
-    keeping: Engine, recompute: bool
+    tmp_path: Path, keeping: Engine, recompute: bool
 ) -> None:
     """Without ``recompute`` no token is computed twice: those after the change see what the old weights cached."""
     folder = keeping.started.folder
@@ -127,6 +127,7 @@ async def test_keeping_lets_requests_go_on_and_says_which_weights_made_which_tok
                 pause_mode="keep",
                 recompute_cache=recompute,
                 give_up=lambda: None,
+                home=tmp_path,
             )
             request = GenerationRequest(prompt, max_tokens=90, n=32, temperature=1.5)
             asking = asyncio.create_task(client.post(api.GENERATE, api.generate_body(request, api.label(version))))

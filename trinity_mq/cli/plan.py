@@ -13,7 +13,8 @@ from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
-from trinity_mq.runtime.gpus import Gpu, GpuReport
+from trinity_mq.operations.validate import needs_cuda
+from trinity_mq.runtime.gpus import MOST, Gpu, GpuReport
 from trinity_mq.runtime.placement import Placement, PlacementError, place_engines, place_run, place_trainer, run_needs
 from trinity_mq.targets.target import load_target_configuration, load_target_stages
 
@@ -22,17 +23,19 @@ PARTS: Mapping[str, Callable[[Config, Sequence[Gpu]], Placement]] = {"trainer": 
 """Parts of a run that a machine of ``trinity-mq node`` can have alone, and their placement there."""
 SINGLE_GIB, SEVERAL_GIB = 24.0, 80.0
 """Memory of a pretended GPU in GiB: of a single GPU, and of each of several GPUs."""
+MOST_GIB = 2.0**20
+"""Maximum memory of a pretended GPU in GiB."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq plan``."""
     add_target(parser)
     parser.add_argument(
-        "--gpus", type=_above_zero(int), metavar="N", help="pretend that N GPUs are here (default: the GPUs here)"
+        "--gpus", type=_above_zero(int, MOST), metavar="N", help="pretend that N GPUs are here (default: the GPUs here)"
     )
     parser.add_argument(
         "--gpu-memory",
-        type=_above_zero(float),
+        type=_above_zero(float, MOST_GIB),
         metavar="GIB",
         help=f"memory of each pretended GPU in GiB (default: {SINGLE_GIB:g} for one GPU, else {SEVERAL_GIB:g})",
     )
@@ -66,7 +69,7 @@ def _plan(config: Config, count: int | None, gib: float | None, part: str | None
     report = free_gpus(config.path) if count is None else GpuReport(_pretended(count, gib))
     if not report.gpus and run_needs(config):
         where = f"no GPU can be used here ({report.why}); --gpus N shows the plan on N GPUs"
-        fits = config.model.device != "cuda"
+        fits = not needs_cuda(config)
         return _empty(config, [] if fits else [where]), [where]
     try:
         placement = PARTS[part](config, report.gpus) if part else place_run(config, report.gpus)
@@ -89,10 +92,10 @@ def _pretended(count: int, gib: float | None) -> list[Gpu]:
     return [Gpu(entry=str(number), name="pretended", total=memory, free=memory) for number in range(count)]
 
 
-def _above_zero(number: Callable[[str], Number]) -> Callable[[str], Number]:
+def _above_zero(number: Callable[[str], Number], most: Number) -> Callable[[str], Number]:
     def parsed(word: str) -> Number:
-        if (value := number(word)) <= 0:
-            raise argparse.ArgumentTypeError(f"{word} is given, wanted a number above 0")
+        if not 0 < (value := number(word)) <= most:  # not so for nan
+            raise argparse.ArgumentTypeError(f"{word} is given, wanted a number above 0 and at most {most:.0f}")
         return value
 
     parsed.__name__ = "number"  # argparse names it in its own error

@@ -28,10 +28,10 @@ class RolloutModelConfig(Section):
     engine: PolicyEngine = "transformers"
     """``transformers``: our own server, torch only. ``vllm``: vLLM's server, with the settings in ``vllm``. A dotted
     path names your own, a subclass of ``trinity_mq.engines.Engine``."""
-    engine_num: int = Field(default=1, ge=1)
+    engine_num: int = Field(default=1, ge=1, le=4096)
     """Number of engines that the explorer hosts, and that each ``trinity-mq explorer --engines-only`` hosts in
     addition. Each engine is a process."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=4096)
     """vllm: number of devices among which each engine splits the model, for a model that does not fit on one device. It
     must divide the model's number of attention heads."""
     temperature: float = Field(default=1.0, gt=0)
@@ -313,7 +313,7 @@ class TrainerConfig(Section):
     num_threads: Threads = "auto"
     """CPU threads of torch in each trainer process. ``auto``: an equal share of the cores, which the trainer's
     processes and all engines of the run divide among themselves."""
-    nproc: int = Field(default=1, ge=1)
+    nproc: int = Field(default=1, ge=1, le=4096)
     """Number of processes that share a train step. Each holds a part of the model (FSDP2) and, if there are GPUs, uses
     its own GPU. The trainer starts them on its machine. Under ``torchrun``, the processes started by ``torchrun`` count
     instead."""

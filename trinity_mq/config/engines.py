@@ -97,9 +97,9 @@ class AuxiliaryModelConfig(Section):
     """Name by which workflows, operators and ``rollout_args.model`` refer to the model."""
     engine: AuxiliaryEngine = "transformers"
     """Kind of the engine. A dotted path names your own, a subclass of ``trinity_mq.engines.Engine``."""
-    engine_num: int = Field(default=1, ge=1)
+    engine_num: int = Field(default=1, ge=1, le=4096)
     """transformers, vllm: number of engines that serve the model."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=4096)
     """vllm: number of devices among which each engine splits the model."""
     model: ModelConfig | None = None
     """transformers, vllm: the model, with the fields of the section ``model``."""

@@ -24,6 +24,10 @@ _random_state = threading.Lock()
 """Guards torch's global random state, from which the weights are drawn."""
 
 CONFIG_FILE = "config.json"
+LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096
+"""Names of the number of layers in ``config.json``, and its maximum. A damaged file with more layers would fill the
+host memory of each process that reads it.
+"""
 RECIPE = "recipe.json"
 """Record of the settings from which a folder was generated. A folder of a different recipe is never reused."""
 
@@ -238,7 +242,7 @@ def has_chat_template(folder: Path) -> bool:
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
@@ -270,8 +274,13 @@ def _existing(model_path: str) -> Path:
 
 def _checked(model_path: str, folder: Path) -> Path:
     try:
-        json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError) as error:
+        settings = json.loads((folder / CONFIG_FILE).read_text())
+        if not isinstance(settings, dict):
+            raise ValueError(f"its content is {str(settings)[:100]!r}, wanted a JSON object")
+        layers = [part.get(key) for part in (settings, settings.get("text_config")) if part for key in LAYER_KEYS]
+        if beyond := [count for count in layers if isinstance(count, int) and count > MOST_LAYERS]:
+            raise ValueError(f"it has {beyond[0]} layers, wanted at most {MOST_LAYERS}")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(f"model.model_path {model_path}: {folder}/{CONFIG_FILE} cannot be read: {error}") from error
     return folder
 

@@ -26,7 +26,7 @@ from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError, describe_error
-from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu
+from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu, GpuReport
 from trinity_mq.runtime.placement import place_run, run_needs
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
@@ -365,7 +365,10 @@ def check_devices(config: Config) -> list[str]:
     explorer = config.explorer
     for name in dict.fromkeys([explorer.rollout_model.engine, *(model.engine for model in explorer.auxiliary_models)]):
         create_engine(name).check()
-    gpus = list(free_gpus(config.path).gpus) if run_needs(config) else []
+    report = free_gpus(config.path) if run_needs(config) else GpuReport([])
+    gpus = list(report.gpus)
+    if needs_cuda(config) and not gpus and run_needs(config) and PRETEND_VARIABLE in os.environ:
+        raise ConfigError(f"model.device or synchronizer.backend needs a GPU, and none is visible ({report.why})")
     if needs_cuda(config) and PRETEND_VARIABLE not in os.environ:
         seen_by_torch = _check_cuda(config)
         gpus = gpus or seen_by_torch

@@ -21,6 +21,10 @@ ORDER_VARIABLE, ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 """Environment variable with the order of the indices, and its value: the order of ``nvidia-smi``."""
 PRETEND_VARIABLE = "TRINITY_MQ_PRETEND_GPUS"
 """Environment variable for tests: the number of GPUs that the placement sees. Nothing computes on them."""
+INDEX_DIGITS = 9
+"""Maximum number of digits of an index; a longer index names no GPU."""
+MOST = 1024
+"""Maximum number of pretended GPUs, far above the GPUs of any machine."""
 SMI_SECONDS, TORCH_SECONDS = 30.0, 90.0
 SMI_QUERY = ("--query-gpu=uuid,name,memory.total,memory.free,mig.mode.current", "--format=csv,noheader,nounits")
 _LISTED_GPU = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
@@ -65,17 +69,22 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> GpuReport:
     up to some seconds.
     """
     mask = environ.get(VISIBLE_VARIABLE)
+    hides = "" if mask is None else f", {VISIBLE_VARIABLE} is {mask[:100]!r}"
     if pretended := environ.get(PRETEND_VARIABLE, ""):
-        count = int(pretended) if pretended.isdecimal() else 0
-        return GpuReport(unmasked([[Gpu(entry=str(n), name="pretended")] for n in range(count)], mask))
+        count = int(pretended) if pretended.isdecimal() and len(pretended) <= len(str(MOST)) else -1
+        wanted = "" if 0 <= count <= MOST else f", wanted a number from 0 to {MOST}"
+        machine = [] if wanted else [[Gpu(entry=str(n), name="pretended")] for n in range(count)]
+        return GpuReport(unmasked(machine, mask), f"{PRETEND_VARIABLE} is {pretended!r}{wanted}{hides}")
     if shutil.which("nvidia-smi") is None:
         return _ask_torch_for_gpus(mask) if has_gpu_devices() else GpuReport([], "no GPU device is on this machine")
     try:
         table = _nvidia_smi(*SMI_QUERY)
         listing = _nvidia_smi("-L") if "Enabled" in table else ""
+        machine = parse_smi(table, listing)
     except OSError as error:
         return GpuReport([], str(error))
-    return GpuReport(unmasked(parse_smi(table, listing), mask), f"{VISIBLE_VARIABLE}={mask} hides all" if mask else "")
+    devices = sum(map(len, machine))
+    return GpuReport(unmasked(machine, mask), f"nvidia-smi lists {devices} GPU{'s' * (devices != 1)}{hides}")
 
 
 def _nvidia_smi(*words: str) -> str:
@@ -86,6 +95,7 @@ def _nvidia_smi(*words: str) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=SMI_SECONDS,
             check=False,
         )
@@ -102,6 +112,9 @@ def parse_smi(table: str, listing: str = "") -> list[list[Gpu]]:
     Args:
         table: Output of ``nvidia-smi`` with :data:`SMI_QUERY`; memory in MiB.
         listing: Output of ``nvidia-smi -L``, if MIG is enabled on a GPU.
+
+    Raises:
+        OSError: A line of the table does not describe a GPU.
     """
     slices: dict[str, list[Gpu]] = {}
     uuid = ""
@@ -115,10 +128,14 @@ def parse_smi(table: str, listing: str = "") -> list[list[Gpu]]:
     machine = []
     for index, line in enumerate(filter(str.strip, table.splitlines())):
         uuid, name, total_mib, free_mib, mig = (part.strip() for part in [*line.split(","), "", "", "", ""][:5])
+        if not uuid.startswith("GPU-"):
+            raise OSError(f"nvidia-smi prints {line.strip()[:100]!r}, wanted the UUID of a GPU and its memory")
         if mig == "Enabled":
             machine.append(slices.get(uuid, []))
             continue
-        total, free = (int(mib) * 2**20 if mib.isdecimal() else None for mib in (total_mib, free_mib))
+        total, free = (
+            int(mib) * 2**20 if mib.isdecimal() and len(mib) <= INDEX_DIGITS else None for mib in (total_mib, free_mib)
+        )
         machine.append([Gpu(entry=str(index), uuid=uuid, name=name, total=total, free=free)])
     return machine
 
@@ -127,7 +144,8 @@ def unmasked(machine: Sequence[Sequence[Gpu]], mask: str | None) -> list[Gpu]:
     """Return the devices that the value ``mask`` of ``CUDA_VISIBLE_DEVICES`` leaves visible, each with its entry there.
 
     As in CUDA, an entry that names no device hides itself and all later entries (CUDA C++ Programming Guide,
-    "CUDA Environment Variables"), and a UUID may be shortened to a unique prefix.
+    "CUDA Environment Variables"), a UUID may be shortened to a unique prefix, and a device that is named twice hides
+    all (torch's ``_parse_visible_devices``).
 
     Args:
         machine: For each GPU the devices on it.
@@ -136,16 +154,19 @@ def unmasked(machine: Sequence[Sequence[Gpu]], mask: str | None) -> list[Gpu]:
     devices = list(itertools.chain.from_iterable(machine))
     if mask is None:
         return devices
-    visible = []
+    visible: dict[str, Gpu] = {}
     for entry in (word.strip() for word in mask.split(",")):
         if entry.isdecimal():
-            matches = list(machine[int(entry)][:1]) if int(entry) < len(machine) else []
+            index = int(entry) if len(entry) <= INDEX_DIGITS else len(machine)
+            matches = list(machine[index][:1]) if index < len(machine) else []
         else:
             matches = [gpu for gpu in devices if entry and gpu.uuid.startswith(entry)]
         if len(matches) != 1:
             break
-        visible.append(dataclasses.replace(matches[0], entry=entry))
-    return visible
+        if matches[0] in visible.values():
+            return []
+        visible[entry] = matches[0]
+    return [dataclasses.replace(gpu, entry=entry) for entry, gpu in visible.items()]
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:

@@ -115,18 +115,25 @@ def gpu_needs(config: Config, *, trainer: str | None, explorer: str | None, auxi
         names = engine_names(f"{explorer}-engine", rollout.engine_num)
         needs += [
             GpuNeed(name=name, kind="engine", count=rollout.tensor_parallel_size, devices=gpus)
-            for name, gpus in zip(names, devices.engines or [()] * len(names), strict=True)
+            for name, gpus in zip(names, _explicit(devices.engines, names), strict=True)
         ]
     for served in config.explorer.auxiliary_models if auxiliary else ():
         if not engine_row(served.engine).computes_here or served.model is None or served.model.device == "cpu":
             continue
         names = engine_names(f"{explorer}-auxiliary-{served.name}", served.engine_num)
-        explicit = devices.auxiliary.get(served.name, ())
+        explicit = _explicit(devices.auxiliary.get(served.name, ()), names)
         needs += [
             GpuNeed(name=name, kind="auxiliary", count=served.tensor_parallel_size, model=served.name, devices=gpus)
-            for name, gpus in zip(names, explicit or [()] * len(names), strict=True)
+            for name, gpus in zip(names, explicit, strict=True)
         ]
     return needs
+
+
+def _explicit(lists: Sequence[Sequence[int | str]], names: Sequence[str]) -> Sequence[Sequence[int | str]]:
+    """Return the GPUs that the section ``devices`` names for each engine. If it has another number of lists, which the
+    checks of the configuration report, the placement is automatic.
+    """
+    return lists if len(lists) == len(names) else [()] * len(names)
 
 
 def engine_names(first: str, number: int) -> list[str]:
@@ -287,8 +294,10 @@ class _Load:
             gpus: Number of GPUs.
             shared: Whether processes may share them.
         """
-        ranks, engines = (range(count, 0, -1) or (0,) for count in (self.ranks, self.engines))
-        sizes = [size for size in range(self.size, 0, -1) if self.size % size == 0]
+        most = max(1, gpus)
+        ranks = range(min(self.ranks, most), 0, -1) or (0,)
+        engines = range(self.engines if shared else min(self.engines, most), 0, -1) or (0,)
+        sizes = [size for size in range(min(self.size, most), 0, -1) if self.size % size == 0]
         loads = [_Load(*load) for load in itertools.product(ranks, engines, sizes)]
         fitting = [load for load in loads if load.apart <= gpus or (shared and load.shares_one)]
         same = [load for load in fitting if load.size == self.size]

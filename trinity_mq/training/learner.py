@@ -297,12 +297,13 @@ class TorchLearner:
         @torch.no_grad()
         def copy() -> list[tuple[str, Tensor]]:
             before, self._host_weights = self._host_weights, {}
-            for name, tensor in weights:
-                whole = whole_tensor(tensor)
-                buffer = before.pop(name, None)
-                if buffer is None:
-                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                self._host_weights[name] = buffer.copy_(whole)
+            with self._memory_advice("weight sync"):
+                for name, tensor in weights:
+                    whole = whole_tensor(tensor)
+                    buffer = before.pop(name, None)
+                    if buffer is None:
+                        buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                    self._host_weights[name] = buffer.copy_(whole)
             return list(self._host_weights.items())
 
         return await asyncio.to_thread(copy)
@@ -334,7 +335,12 @@ class TorchLearner:
         Sharded weights are gathered, and adapters merged, block by block when a reader asks for the first weight of a
         block. A second reader would gather them again.
         """
-        return await self._run(self._lead_weights)
+
+        def lead() -> list[tuple[str, Tensor]]:
+            with self._memory_advice("weight sync"):
+                return self._lead_weights()
+
+        return await self._run(lead)
 
     async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the logprobs of ``tokens[1:]``."""
@@ -356,7 +362,7 @@ class TorchLearner:
         """Run work that all ranks take part in."""
 
         def led() -> T:
-            with self._ranks.together(what):
+            with self._ranks.together(what), self._memory_advice(what):
                 return work()
 
         return await self._run(led)

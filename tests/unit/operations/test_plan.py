@@ -132,6 +132,7 @@ def test_the_command_without_room_or_gpus(
     assert main(["plan", SMOKE]) == 0
     assert capsys.readouterr().out.startswith("no GPU can be used here")
     assert main(["plan", SMOKE, "model.device=cuda"]) == 1
+    assert main(["plan", SMOKE, "synchronizer.backend=nccl"]) == 1
     assert main(["plan", SMOKE, "--gpus", "5", "trainer.nproc=4", "explorer.rollout_model.engine_num=4"]) == 1
     out, _ = capsys.readouterr()
     assert "does not fit: 4 ranks and 4 engines of 1 GPU need 8 GPUs apart, 5 are here: set explorer." in out
@@ -156,8 +157,11 @@ def test_the_command_without_room_or_gpus(
     assert list(json.loads(capsys.readouterr().out)["stages"]) == ["a", "b"]
 
 
-@pytest.mark.parametrize("words", [["--gpus", "0"], ["--gpus", "many"], ["--gpus", "2", "--gpu-memory", "-1"]])
-def test_numbers_are_above_zero(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words",
+    ["--gpus 0", "--gpus many", "--gpus 99999999999", *(f"--gpus 2 --gpu-memory {x}" for x in ("-1", "nan", "inf"))],
+)
+def test_numbers_are_above_zero_and_finite(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", SMOKE, *words])
+        main(["plan", SMOKE, *words.split()])
     assert "error: argument --gpu" in capsys.readouterr().err

@@ -239,6 +239,8 @@ def test_bad_ones(own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
         ("5", [], 2, "4 ranks and 4 engines of 1 GPU need 8 GPUs apart, 5 are here: set explorer.rollout_model"),
         ("5", ["synchronizer.backend=nccl"], 2, "need 8 GPUs apart, 5 are here"),
         ("0", [], 0, "is valid"),
+        ("0", ["model.device=cuda"], 2, "none is visible (TRINITY_MQ_PRETEND_GPUS is '0')"),
+        ("8", ["devices={engines: [[0]]}"], 2, "devices.engines has 1 lists of GPUs"),
         ("5", ["model.device=cpu"], 0, "is valid"),
     ],
 )

@@ -252,9 +252,24 @@ def test_what_nvidia_smi_prints(nvidia_smi: Path) -> None:
         ("MIG-77d4", 5 * GIB, None),
     ]
     assert (last.entry, last.total, last.free) == ("2", None, None)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}).why == "nvidia-smi lists 4 GPUs, CUDA_VISIBLE_DEVICES is ''"
     (nvidia_smi / "broken").touch()
     report = visible_gpus({})
     assert (report.gpus, report.why) == ([], "nvidia-smi fails: no driver")
+
+
+@pytest.mark.parametrize("output", [b"No devices were found", b"\xff\xfe\x00", b"GPU-1, card, 80, 80, [N/A]\nwarning"])
+def test_output_without_gpus_is_quoted(nvidia_smi: Path, output: bytes) -> None:
+    (nvidia_smi / "output").write_bytes(output)
+    (nvidia_smi / "nvidia-smi").write_text(f"#!/bin/sh\ncat {nvidia_smi}/output\n")
+    report = visible_gpus({})
+    assert report.gpus == []
+    assert report.why.endswith(", wanted the UUID of a GPU and its memory")
+
+
+def test_absurd_numbers_are_refused_at_once() -> None:
+    with pytest.raises(PlacementError, match=r"set trainer\.nproc=4 explorer\.rollout_model\.engine_num=4"):
+        place_run(configured(4096, 4096), gpus(8))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +284,10 @@ def test_what_nvidia_smi_prints(nvidia_smi: Path) -> None:
         ("GPU-5d5b", ["GPU-5d5b"]),
         ("MIG-77d4,0", ["MIG-77d4", "0"]),
         ("GPU-", []),
+        ("0,,2", ["0"]),
+        ("0,2,0", []),
+        ("0,GPU-5d5b", []),
+        ("0" * 5000, []),
     ],
 )
 def test_the_environment_hides_gpus_as_in_cuda(nvidia_smi: Path, mask: str | None, entries: list[str]) -> None:
@@ -280,7 +299,10 @@ def test_pretended_gpus_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     environment = {"TRINITY_MQ_PRETEND_GPUS": "3", "CUDA_VISIBLE_DEVICES": "1,2"}
     assert [gpu.entry for gpu in visible_gpus(environment).gpus] == ["1", "2"]
     assert shown(place_run(configured(), visible_gpus(environment).gpus)) == "1 | 2", "entries of the outer value"
-    assert visible_gpus({"TRINITY_MQ_PRETEND_GPUS": "many"}).gpus == []
+    for value in ("many", "-1", "99999999999"):
+        report = visible_gpus({"TRINITY_MQ_PRETEND_GPUS": value})
+        expected = f"TRINITY_MQ_PRETEND_GPUS is {value!r}, wanted a number from 0 to 1024"
+        assert (report.gpus, report.why) == ([], expected)
     assert unmasked([gpus(1)], "0") == gpus(1)
 
 

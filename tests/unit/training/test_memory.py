@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from tests.unit.training.test_critic_and_reference import rewarded
 from tests.unit.training.test_learner import Opener, batch
 from tests.unit.training.test_learner import config as learner_config
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TrainerConfig
@@ -22,8 +23,23 @@ from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
-from trinity_mq.training.memory.estimate import Measured, ModelMemory, estimate, fixed_parts, measure_requests
-from trinity_mq.training.memory.measure import Card, choose_limit, describe_lack, measure, measure_trained, remedies
+from trinity_mq.training.memory.estimate import (
+    Measured,
+    MeasureRequest,
+    ModelMemory,
+    estimate,
+    fixed_parts,
+    measure_requests,
+)
+from trinity_mq.training.memory.measure import (
+    Card,
+    answer,
+    choose_limit,
+    describe_lack,
+    measure,
+    measure_trained,
+    remedies,
+)
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import make_optimizer
 from trinity_mq.training.packing import train_tokens
@@ -249,6 +265,52 @@ async def test_a_lack_of_memory_ends_the_run_in_the_first_step_and_restarts_it_l
             await learner.step(batch(steps + 1), steps + 1)
 
 
+def no_memory(*_arguments: Any, **_settings: Any) -> Any:
+    fill_memory(torch.nn.Identity(), ())
+
+
+LACKS: dict[str, tuple[str, str, str]] = {
+    "backward pass": ("", "step", "kl"),
+    "optimizer step": ("trinity_mq.training.learner.optimizer_step", "step", "kl"),
+    "reference": ("trinity_mq.training.reference.Reference.logprobs", "step", "kl"),
+    "critic": ("trinity_mq.training.critic.Critic.optimizer_step", "step", "ppo"),
+    "weights for engines": ("trinity_mq.training.model.policy.Policy.weights", "weight sync", "kl"),
+    "canary": ("trinity_mq.training.model.policy.Policy.sequence_logprobs", "canary", "kl"),
+    "checkpoint copy": ("trinity_mq.training.checkpoints.state.HostCopies.take", "copy", "kl"),
+    "export": ("trinity_mq.training.model.policy.Policy.save", "export", "kl"),
+}
+
+
+@pytest.mark.parametrize("place", LACKS)
+async def test_a_lack_of_memory_anywhere_names_settings_and_spares_the_checkpoint(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    target, what, kind = LACKS[place]
+    ppo = {"algorithm_type": "ppo", "kl": None, "repeat_times": 1, "critic": {"lr": 1e-3}}
+    settings = ppo if kind == "ppo" else {"kl": {"kind": "k2", "coef": 0.1}}
+    tiny = learner_config(**settings)
+    learner = await opened(tiny)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    digest = await learner.save(tmp_path / "before")
+    experiences = rewarded(1) if kind == "ppo" else batch(1)
+    calls: dict[str, Any] = {
+        "weight sync": learner.weights,
+        "canary": lambda: learner.canary_logprobs([3, 4, 5]),
+        "copy": learner.stage,
+        "export": lambda: learner.export(tmp_path / "model"),
+    }
+    with monkeypatch.context() as patch:
+        if target:
+            patch.setattr(target, no_memory)
+        else:
+            learner.policy.parameters[0].register_hook(no_memory)
+        with pytest.raises(DeviceMemoryError, match=rf"out of memory in {what}; CUDA out of memory.*trainer\.gradient"):
+            await calls.get(what, lambda: learner.step(experiences, 1))()
+    again = await opened(tiny, checkpoint=tmp_path / "before")
+    assert await again.save(tmp_path / "after") == digest
+
+
 async def test_a_resumed_trainer_keeps_the_size_of_its_passes(
     opened: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -301,3 +363,27 @@ def test_only_a_shared_gpu_gets_freed_memory_back(is_shared: bool, monkeypatch: 
     monkeypatch.setenv(SHARED_VARIABLE, "1" if is_shared else "0")
     release_cached_memory()
     assert calls == ["empty"] * is_shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 0}, "the model cannot be simulated: ZeroDivisionError"),
+        ({"num_attention_heads": "four"}, "the model cannot be simulated: StrictDataclass"),
+        ({"num_hidden_layers": 10**12}, "it has 1000000000000 layers, wanted at most 4096"),
+        ({"model_type": "custom"}, "custom"),
+        (None, "its content is 'None', wanted a JSON object"),
+    ],
+)
+def test_a_damaged_folder_gives_a_reason_and_its_code_does_not_run(
+    tmp_path: Path, changes: dict[str, Any] | None, reason: str
+) -> None:
+    (tmp_path / "configuration_custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 16}
+    code = {"AutoConfig": "configuration_custom.Custom"}
+    settings = {"model_type": "qwen2", "num_attention_heads": 2, "num_key_value_heads": 2, "auto_map": code, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(changes and {**settings, **changes}))
+    result = answer(MeasureRequest({"model_path": str(tmp_path)}, "cuda", passes=False))
+    assert isinstance(result, str)
+    assert reason in result
+    assert not (tmp_path / "ran").exists()

@@ -472,13 +472,13 @@ class SplitWorkers:
 
     def broadcast(self, value: Any) -> Any:
         """Return the value that worker 0 gave."""
-        from vllm.distributed import get_tp_group
+        from vllm.distributed.parallel_state import get_tp_group
 
         return get_tp_group().broadcast_object(value, src=0)
 
     def barrier(self) -> None:
         """Return when all workers have called this."""
-        from vllm.distributed import get_tp_group
+        from vllm.distributed.parallel_state import get_tp_group
 
         get_tp_group().barrier()
 

@@ -265,8 +265,8 @@ def answer(request: MeasureRequest) -> Measured:
         return measure(request)
     except (ModelError, FatalError) as error:
         return str(error)
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:  # of a custom model
-        return f"its passes cannot be simulated: {type(error).__name__}: {' '.join(str(error).split())}"
+    except Exception as error:  # a folder's numbers and a custom model can raise any error
+        return f"the model cannot be simulated: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 # -- the GPU of the trainer

@@ -298,7 +298,7 @@ def _received(
     group: Group | None, spec: dict[str, Any], spare: SpareBuffers, *, keep: bool = True
 ) -> tuple[Group, dict[str, Tensor], list[Tensor]]:
     if group is None:
-        seconds = float(spec.get("step_seconds", spec["seconds"]))
+        seconds = min(float(spec["seconds"]), float(spec.get("step_seconds", spec["seconds"])))
         store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, timedelta(seconds=seconds))
         rank, world, backend = int(spec["rank"]), int(spec["world"]), spec.get("backend", "gloo")
         group = Group(store, int(spec["epoch"]), rank, world, seconds, backend)
