@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import peft
@@ -674,3 +676,19 @@ def test_a_stop_string_across_events_ends_its_choice_only() -> None:
     assert (first.token_ids, first.stopped) == ([2, 3, 4], True)
     assert (second.token_ids, second.stopped, second.versions) == ([3, 5], False, ((0, 1, 2),))
     assert first.logprobs == [-0.25, -0.375, -0.5]
+
+
+def test_a_worker_loads_on_its_device_and_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    reload: Any = ModuleType("vllm.model_executor.model_loader.reload")
+    reload.initialize_layerwise_reload = lambda _model: steps.append("begin")
+    reload.finalize_layerwise_reload = lambda _model, _config: steps.append(f"end on {torch.empty(0).device}")
+    model: Any = torch.nn.Module()
+    model.load_weights = lambda _tensors: steps.append(f"load on {torch.empty(0).device}")
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", reload.__name__):
+        monkeypatch.setitem(sys.modules, name, reload)
+    monkeypatch.setattr(api, "_repack_tied_head", lambda _model: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: steps.append("synchronize"))
+    api.load_tensors(model, None, {}, "meta")
+    assert steps == ["begin", "load on meta", "end on meta", "synchronize"]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -480,3 +480,20 @@ async def test_a_thread_without_an_event_loop_receives_too_and_keeps_its_group()
         )
         assert arrived.keys() == dict(PAIR).keys()
         assert all(torch.equal(arrived[name], tensor) for name, tensor in PAIR)
+
+
+def test_buffers_that_are_reused_are_pinned_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins: list[bool] = []
+    empty = torch.empty
+
+    def record(*size: int, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        pins.append(pin_memory)
+        return empty(*size, **settings)
+
+    monkeypatch.setattr(torch, "empty", record)
+    (bucket,) = plan([("weight", "float32", [4])], 1024)
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda has_gpu=has_gpu: has_gpu)
+        SpareBuffers(pinned=True).take(bucket)
+    SpareBuffers().take(bucket)
+    assert pins == [True, False, False]
