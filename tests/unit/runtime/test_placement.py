@@ -176,8 +176,11 @@ def test_the_examples_fit_on_their_machines(monkeypatch: pytest.MonkeyPatch) -> 
     assert shown(place_trainer(configs["nodes"], gpus(8))) == "0,1,2,3,4,5,6,7"
     engines = place_engines(configs["nodes"], gpus(8))
     assert sorted(shown(engines)) == sorted("0 | 1 | 2 | 3 | 4 | 5 | 6 | 7")
-    assert not any(engines.shares(need.name) for need in engines.needs), "each has the default part of a whole GPU"
-    assert configs["nodes"].explorer.rollout_model.vllm.gpu_memory_utilization is None
+    assert not any(engines.shares(need.name) for need in engines.needs)
+    rollout = configs["nodes"].explorer.rollout_model
+    assert rollout.vllm.gpu_memory_utilization == 0.9, (
+        "without a supervisor that knows the whole machine it would be 0.5"
+    )
 
 
 def test_gpus_that_others_fill_are_not_used_unless_they_are_named_or_all_are_filled() -> None:
