@@ -128,7 +128,7 @@ class VllmGenerator:
             await self._command(api.PAUSE, mode=self._mode, clear_cache=self._clear_cache)
             try:
                 # reading mapped files takes as long as their transfer
-                seconds = max(COMMAND_TIMEOUT, float(spec["seconds"]))
+                seconds = max(COMMAND_TIMEOUT, float(spec.get("seconds", 0.0)))
                 await self._client.post(api.FINISH_UPDATE, {"weight_version": label}, timeout=seconds)
                 self._is_open = False
             finally:
