@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,17 @@ UNKNOWN = -1
 """In a prescription: the router chooses the experts of this token itself."""
 MOST_EXPERTS = 256
 """Experiences keep an expert's number in a byte."""
+
+
+class RouterShape(NamedTuple):
+    """Sizes of a model's routers."""
+
+    layers: int
+    """Layers that choose experts."""
+    top_k: int
+    """Experts that compute a token in a layer."""
+    experts: int
+    """Experts among which a layer chooses."""
 
 
 class Routers:
@@ -50,20 +61,19 @@ class Routers:
                 f"model.router_replay is on, and {type(model).__name__} has {held}, wanted layers that choose among "
                 "the same number of experts; set model.router_replay=false"
             )
-        [(experts, self.top_k)] = sizes
+        [(experts, top_k)] = sizes
         if experts > MOST_EXPERTS:
             raise ModelError(
                 f"model.router_replay is on, and {type(model).__name__} has {experts} experts in a layer, wanted at "
                 f"most {MOST_EXPERTS}; set model.router_replay=false"
             )
-        self.layers = len(routers)
+        self.shape = RouterShape(len(routers), top_k, experts)
         self.places = [int(number[1]) for name in named if (number := LAYER.search(name))]
         """Number of each of these layers among all layers of the model."""
         self._prescribed: Tensor | None = None
-        self._chosen: list[Tensor | None] = [None] * self.layers
+        self._chosen: list[Tensor | None] = [None] * len(routers)
         for layer, router in enumerate(routers):
-            router.forward = partial(self._route, layer, experts, router.forward)
-        self._experts = experts
+            router.forward = partial(self._route, layer, router.forward)
 
     def prescribe(self, experts: Tensor | None) -> None:
         """Set the experts for the following passes, also for their recomputation in a backward pass.
@@ -71,29 +81,18 @@ class Routers:
         Args:
             experts: Integers ``[rows, positions, layers, top_k]`` for the tokens of a pass, in its order;
                 :data:`UNKNOWN` where the router chooses. None: the routers choose everywhere.
-
-        Raises:
-            ValueError: The experts belong to another model.
         """
-        if experts is not None and (
-            experts.shape[2:] != (self.layers, self.top_k) or not -1 <= int(experts.max()) < self._experts
-        ):
-            raise ValueError(
-                f"an experience has routed_experts of {list(experts.shape[2:])} layers and experts per token, up to "
-                f"expert {int(experts.max())}, and the model has {[self.layers, self.top_k]} and {self._experts} "
-                "experts; train on experiences of this model, or set model.router_replay=false"
-            )
         self._prescribed = None if experts is None else experts.flatten(0, 1).long()
 
     def chosen(self, rows: int) -> Tensor:
         """Return the experts of the last pass, uint8 ``[rows, positions, layers, top_k]``."""
         layers = [layer for layer in self._chosen if layer is not None]
-        assert len(layers) == self.layers, "every layer with a router takes part in a pass"
-        return torch.stack(layers, 1).view(rows, -1, self.layers, self.top_k)
+        assert len(layers) == self.shape.layers, "every layer with a router takes part in a pass"
+        return torch.stack(layers, 1).view(rows, -1, self.shape.layers, self.shape.top_k)
 
-    def _route(self, layer: int, experts: int, forward: Callable[..., Any], *arguments: Any, **names: Any) -> Any:
+    def _route(self, layer: int, forward: Callable[..., Any], *arguments: Any, **names: Any) -> Any:
         prescribed = None if self._prescribed is None else self._prescribed[:, layer]
-        choice = _Choice(experts, self.top_k, prescribed)
+        choice = _Choice(self.shape, prescribed)
         with choice:
             result = forward(*arguments, **names)
         self._chosen[layer] = choice.made
@@ -105,9 +104,9 @@ class _Choice(TorchFunctionMode):
     of expert groups, are unchanged.
     """
 
-    def __init__(self, experts: int, top_k: int, prescribed: Tensor | None) -> None:
+    def __init__(self, shape: RouterShape, prescribed: Tensor | None) -> None:
         super().__init__()
-        self._experts, self._top_k, self._prescribed = experts, top_k, prescribed
+        self._shape, self._prescribed = shape, prescribed
         self.made: Tensor | None = None
         """uint8 ``[tokens, top_k]``: the experts."""
 
@@ -115,10 +114,10 @@ class _Choice(TorchFunctionMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), names: dict[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(names or {}))
-        if function not in {torch.topk, Tensor.topk} or result.indices.shape[1:] != (self._top_k,):
+        if function not in {torch.topk, Tensor.topk} or result.indices.shape[1:] != (self._shape.top_k,):
             return result
         scores: Tensor = arguments[0] if arguments else (names or {})["input"]
-        if scores.shape[-1] != self._experts:
+        if scores.shape[-1] != self._shape.experts:
             return result
         if self._prescribed is not None:
             is_known = self._prescribed[:, :1] != UNKNOWN

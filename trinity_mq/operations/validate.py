@@ -446,7 +446,7 @@ def check_router_replay(config: Config) -> list[str]:
 
         if (model := empty_model(config.model)) is not None:
             routers = Routers(model)
-            return [f"router replay: {routers.layers} layers, {routers.top_k} experts for each token"]
+            return [f"router replay: {routers.shape.layers} layers, {routers.shape.top_k} experts for each token"]
     return []
 
 

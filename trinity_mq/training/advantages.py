@@ -91,7 +91,8 @@ def trainer_advantages(
         inputs["baselines"] = baselines
     if critic is not None or algorithm.reward_kl is not None:
         # Only the states matter for this packing, but flatten() requires an advantages field.
-        tokens = train_tokens(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
+        routed = None if reference is None else reference.policy.routed
+        tokens = train_tokens(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step, routed)
         model = critic or reference
         assert model is not None
         batches = model.division.of(tokens, range(len(batch)))

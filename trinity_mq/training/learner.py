@@ -790,7 +790,7 @@ class TorchLearner:
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         with span("pack tokens"):
-            tokens = train_tokens(batch, config, weights, step_number)
+            tokens = train_tokens(batch, config, weights, step_number, policy.routed)
         needed = set() if only_critic else needs(config, weights)
         with watch.part("score"):
             columns, before = self._score(tokens, needed, advantages.ref)
@@ -837,7 +837,7 @@ class TorchLearner:
                     log.warning("optimizer_step_skipped", reason=reason, step=step_number, grad_norm=norm)
         with span("sum up the step"):
             metrics_of_step = tally.metrics() | token_metrics(tokens, weights) | {"data/reuse_mean": used / len(batch)}
-            if policy.replays_experts:
+            if policy.routed is not None:
                 metrics_of_step["mismatch/replayed_frac"] = tokens.replayed
         if critic is None:
             return metrics_of_step

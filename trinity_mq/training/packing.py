@@ -29,7 +29,7 @@ from trinity_mq.experience import (
 )
 from trinity_mq.experience.ragged import Indexes, Ragged
 from trinity_mq.experience.rules import DPO, ENGINE
-from trinity_mq.models.routers import UNKNOWN
+from trinity_mq.models.routers import UNKNOWN, RouterShape
 from trinity_mq.training.parallel.division import divide, pad
 
 KEPT = 0.25
@@ -468,7 +468,11 @@ def split(size: int, count: int, seed: str) -> list[list[int]]:
 
 
 def train_tokens(
-    experiences: Sequence[Experience], config: LossConfig, weights: Mapping[str, float], step: int
+    experiences: Sequence[Experience],
+    config: LossConfig,
+    weights: Mapping[str, float],
+    step: int,
+    routed: RouterShape | None = None,
 ) -> StepTokens:
     """Return the trained tokens of a train step.
 
@@ -483,9 +487,11 @@ def train_tokens(
         config: Configuration of the loss.
         weights: Component weights in this train step.
         step: Number of the train step, from 1. Staleness is relative to the weights before this step.
+        routed: Shape of the model's routers, if tokens pass through the experts of their experience. None: experts of
+            experiences are ignored.
 
     Raises:
-        ValueError: An experience cannot be trained on; the message names it and the missing field. Or
+        ValueError: An experience cannot be trained on; the message names it and the field that is missing or wrong. Or
             :func:`gather_custom_fields` rejects the custom fields.
     """
     batch = ExperienceBatch.of(experiences)
@@ -503,7 +509,7 @@ def train_tokens(
     first = np.full(len(batch), -1, dtype=np.int64)
     first[plain] = np.arange(len(plain))
     first[pairs] = len(plain) + 2 * np.arange(len(pairs))
-    return _flat(answers, np.concatenate([role[plain], np.full(len(halves), PAIRED)]), first, weights, step)
+    return _flat(answers, np.concatenate([role[plain], np.full(len(halves), PAIRED)]), first, weights, step, routed)
 
 
 def mask_nonfinite_logprobs(batch: ExperienceBatch, config: LossConfig) -> tuple[ExperienceBatch, int]:
@@ -612,7 +618,12 @@ def _refuse(experiences: ExperienceBatch, wrong: Flags, why: str) -> None:
 
 
 def _flat(
-    answers: ExperienceBatch, role: Indexes, first: Indexes, weights: Mapping[str, float], step: int
+    answers: ExperienceBatch,
+    role: Indexes,
+    first: Indexes,
+    weights: Mapping[str, float],
+    step: int,
+    routed: RouterShape | None,
 ) -> StepTokens:
     """Return the tensors of all sequences in ``answers``, without a Python loop over tokens.
 
@@ -622,6 +633,7 @@ def _flat(
         first: Index of the first sequence of each experience in the batch.
         weights: Component weights.
         step: Number of the train step.
+        routed: Shape of the model's routers. None: experts are ignored.
     """
     sampled = role == SAMPLED
     responses = np.maximum(answers.lengths("action_mask"), 0)
@@ -661,28 +673,45 @@ def _flat(
             for name, column in (gather_custom_fields(answers.select(chosen)) if len(chosen) else {}).items()
         },
         engines=_by_engine(answers, sampled, trained),
-        experts=_experts(answers, lengths),
+        experts=None if routed is None else _experts(answers, lengths, routed),
     )
 
 
-def _experts(answers: ExperienceBatch, lengths: Indexes) -> Tensor | None:
+def _experts(answers: ExperienceBatch, lengths: Indexes, routed: RouterShape) -> Tensor | None:
     """Return the experts of all tokens, int16 ``[tokens, layers, top-k]``, :data:`UNKNOWN` where an answer has none;
     None if no answer has experts.
 
     Args:
         answers: One sequence each.
         lengths: ``[sequences]``: tokens of each sequence.
+        routed: Shape of the model's routers.
+
+    Raises:
+        ValueError: An answer has the experts of another model.
     """
+    column = answers.column("routed_experts")
+    for part in column:
+        owner, rows = np.repeat(np.arange(len(part.lengths)), np.maximum(part.lengths, 0)), part.dense()
+        wrong = np.full(len(owner), rows.shape[1:] != routed[:2])
+        if not wrong.any():
+            wrong = (rows.amax((1, 2)) >= routed.experts).numpy()
+        _refuse(
+            answers,
+            np.bincount(owner[wrong], minlength=len(answers)) > 0,
+            f"has routed_experts of {' x '.join(map(str, rows.shape[1:]))} experts a token, and the model chooses "
+            f"{routed.top_k} of {routed.experts} experts in {routed.layers} layers: train on experiences of this "
+            "model, or set model.router_replay=false",
+        )
     recorded = np.maximum(answers.lengths("routed_experts"), 0)
     there = np.flatnonzero(recorded)
     if not len(there):
         return None
-    column = answers.select(there).dense("routed_experts")
-    starts = (lengths.cumsum() - lengths)[there]
     counts = recorded[there]
+    starts = (lengths.cumsum() - lengths)[there]
     where = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(int(counts.sum()))
-    experts = torch.full((int(lengths.sum()), *column.shape[1:]), UNKNOWN, dtype=torch.int16)
-    return experts.index_copy_(0, torch.from_numpy(where), column.to(torch.int16))
+    experts = torch.full((int(lengths.sum()), *routed[:2]), UNKNOWN, dtype=torch.int16)
+    column_rows = answers.select(there).dense("routed_experts")
+    return experts.index_copy_(0, torch.from_numpy(where), column_rows.to(torch.int16))
 
 
 def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dict[str, Tensor]:

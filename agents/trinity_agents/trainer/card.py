@@ -148,10 +148,13 @@ class ColocatedLearner:
         return []
 
     async def _renew(self) -> None:
-        """Renew the leases of the sleeping engines, until cancelled."""
+        """Renew the leases of the sleeping engines, until cancelled. An engine whose lease ends waits for the lock."""
         while True:
             await asyncio.sleep(CARD_LEASE / 4)
-            await self._engines.send("sleep", level=self.turn.level, timeout=DRAIN_TIMEOUT, lease=CARD_LEASE)
+            try:
+                await self._engines.send("sleep", level=self.turn.level, timeout=DRAIN_TIMEOUT, lease=CARD_LEASE)
+            except Exception:
+                log.exception("card_lease_not_renewed")
 
     async def _release(self) -> None:
         if self._renewing is not None:

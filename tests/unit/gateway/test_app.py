@@ -509,8 +509,9 @@ async def test_halves_of_a_pair_from_another_server_make_one_character() -> None
             chunks = [part("a\ud83d", 1), part("\ude00", 2, finish_reason="stop")]
             events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
             return web.Response(text="".join([*events, "data: [DONE]\n\n"]), content_type="text/event-stream")
-        whole = part("", 1, finish_reason="stop", message={"role": "assistant", "content": "a\ud83d\ude00\ud83d"})
-        return web.json_response(whole)
+        message = {"role": "assistant", "content": "a\ud83d\ude00\ud83d"}
+        experts = {"shape": [1, 1, 1], "data": "AA=="}
+        return web.json_response(part("", 1, finish_reason="stop", message=message, routed_experts=experts))
 
     application = web.Application()
     application.router.add_post("/v1/chat/completions", answer)
@@ -520,6 +521,7 @@ async def test_halves_of_a_pair_from_another_server_make_one_character() -> None
         assert (status, [event["choices"][0]["delta"]["content"] for event in events]) == (200, ["a", "\U0001f600"])
         status, whole = await ask(at, "chat/completions")
         assert (status, whole["choices"][0]["message"]["content"]) == (200, "a\U0001f600\ufffd")
+        assert whole["choices"][0].keys().isdisjoint({"token_ids", "token_logprobs", "routed_experts"})
         texts = [call.choices[0].text for session in at.store.ledger for call in session.calls.values()]
         assert sorted(texts) == ["a\U0001f600", "a\U0001f600\ufffd"]
 

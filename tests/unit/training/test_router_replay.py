@@ -25,13 +25,14 @@ from trinity_mq.models.errors import EngineRefused, ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import experiences_of
-from trinity_mq.models.routers import UNKNOWN, Routers
+from trinity_mq.models.routers import UNKNOWN, Routers, RouterShape
 from trinity_mq.operations.validate import check_router_replay
 from trinity_mq.training.model.policy import LearnerError, Policy
 from trinity_mq.training.packing import StepTokens, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
+SHAPES = RouterShape(LAYERS, TOP_K, EXPERTS)
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -240,12 +241,15 @@ def test_experts_that_cannot_be_read_are_refused(experts: Any) -> None:
 
 
 def test_experts_of_another_model_are_refused(moe_folder: Path) -> None:
-    [experience] = answered(generator(moe_folder, "float32"), ["1"])[:1]
-    assert experience.routed_experts is not None
-    for experts in (experience.routed_experts[:, :1], torch.full_like(experience.routed_experts, EXPERTS)):
-        experience.routed_experts = experts
-        with pytest.raises(ValueError, match=r"routed_experts of .* and the model has"):
-            mismatch(policy(moe_folder), [experience])
+    first, second = answered(generator(moe_folder, "float32"), ["1"])[:2]
+    assert second.routed_experts is not None
+    for experts in (second.routed_experts[:, :1], torch.full_like(second.routed_experts, EXPERTS)):
+        second.routed_experts = experts
+        with pytest.raises(
+            ValueError, match=rf"experience {second.eid.uid} has routed_experts of .* 2 of 8 experts in 2"
+        ):
+            mismatch(policy(moe_folder), [first, second])
+        mismatch(policy(moe_folder, replay=False), [first, second])  # without replay they do not matter
 
 
 def test_models_without_known_routers_are_refused(tmp_path: Path) -> None:
@@ -279,11 +283,11 @@ def noisy(made: TextGenerator) -> TextGenerator:
     return made
 
 
-def tokens_of(experiences: list[Experience]) -> StepTokens:
+def tokens_of(experiences: list[Experience], routed: RouterShape | None = SHAPES) -> StepTokens:
     for number, experience in enumerate(experiences):
         assert experience.logprobs is not None
         experience.advantages = torch.full_like(experience.logprobs, 1.0 - number % 3)
-    return train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+    return train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1, routed)
 
 
 def scores(model: Policy, tokens: StepTokens) -> Tensor:
@@ -297,5 +301,5 @@ def scores(model: Policy, tokens: StepTokens) -> Tensor:
 
 def mismatch(model: Policy, experiences: list[Experience]) -> float:
     """Return the largest difference between the logprobs of trainer and engine."""
-    tokens = tokens_of(experiences)
+    tokens = tokens_of(experiences, model.routed)
     return float((scores(model, tokens) - tokens.columns["mu"]).abs().max())

@@ -17,7 +17,14 @@ from trinity_mq.gateway.protocols.base import (
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FOR_TRAINING = ("prompt_token_ids", "prompt_text", "weight_version")
-FOR_TRAINING_OF_A_CHOICE = (*FOR_TRAINING, "token_ids", "token_logprobs", "weight_versions", "response_text")
+FOR_TRAINING_OF_A_CHOICE = (
+    *FOR_TRAINING,
+    "token_ids",
+    "token_logprobs",
+    "weight_versions",
+    "response_text",
+    "routed_experts",
+)
 DONE = b"data: [DONE]\n\n"
 
 

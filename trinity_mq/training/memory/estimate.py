@@ -201,7 +201,7 @@ def estimate(
     unknown = {name: result for name, result in measured.items() if isinstance(result, str)}
     auxiliary: dict[str, Parts | None] = {}
     for served in _auxiliary_here(config):
-        sizes, workers = measured.get(served.name, "not measured"), getattr(served, "tensor_parallel_size", 1)
+        sizes, workers = measured.get(served.name, "not measured"), served.tensor_parallel_size
         parts = None
         if not isinstance(sizes, str):
             parts = engine_parts(sizes, served.model, config, device, served.engine, workers)
@@ -210,7 +210,7 @@ def estimate(
     if isinstance(policy, str) or isinstance(critic, str):
         return MemoryEstimate(device, tokens, auxiliary=auxiliary, unknown=unknown)
     settings = config.explorer.rollout_model
-    workers = getattr(settings, "tensor_parallel_size", 1)
+    workers = settings.tensor_parallel_size
     return MemoryEstimate(
         device,
         tokens,

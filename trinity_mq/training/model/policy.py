@@ -21,7 +21,7 @@ from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselin
 from trinity_mq.config.agents import TrainerConfig
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.routers import Routers
+from trinity_mq.models.routers import Routers, RouterShape
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import apply_umask
 from trinity_mq.sync.channels.buckets import total_digest
@@ -208,9 +208,9 @@ class Policy:
         return list(self.model.parameters())
 
     @property
-    def replays_experts(self) -> bool:
-        """Whether tokens pass through the experts that the engine chose for them."""
-        return self._routers is not None
+    def routed(self) -> RouterShape | None:
+        """Shape of the routers if tokens pass through the experts that the engine chose for them, else None."""
+        return None if self._routers is None else self._routers.shape
 
     def _use_packing(self, packing: Packing, probe: Any) -> bool:
         """Prepare the model for packed rows if they are requested, and return whether it supports them.
