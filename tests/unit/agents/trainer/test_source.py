@@ -180,7 +180,7 @@ async def test_a_restart_holds_one_batch_ahead_and_reads_the_others_again(in_bat
         assert len(stream.source.waiting) == 20, "all are known: nobody is asked to process them again"
         for number in range(1, 21):
             gc.collect()
-            held = sum(isinstance(one, Chunk) and bool(one.body) for one in gc.get_objects())
+            held = sum(type(item) is Chunk and bool(item.body) for item in gc.get_objects())
             assert held <= 4, f"{held} chunks in memory, wanted those of two batches"
             assert [one.eid.run for one in (await stream.source.next()).experiences] == [0, 1]
             assert await stream.trained(1) == [(number, "ready")]
