@@ -20,6 +20,7 @@ ROWS = {
     "trinity_mq.data.selectors": "selector",
     "trinity_mq.data.sinks": "sink of data",
     "trinity_mq.data.synthetic": "source of data",
+    "trinity_mq.families": "model family",
     "trinity_mq.gateway.protocols": "protocol",
     "trinity_mq.local_broker.container": "way to start a broker",
     "trinity_mq.observability.trackers": "tracker",

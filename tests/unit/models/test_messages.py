@@ -6,16 +6,9 @@ from typing import Any
 import pytest
 
 from tests.chat_codec import codec_of, trained
-from trinity_mq.engines.generation.messages import (
-    FORMATS,
-    MAX_ROLE_CHARACTERS,
-    MessageError,
-    format_of,
-    read_messages,
-    read_tools,
-    without_nulls,
-)
 from trinity_mq.engines.generation.text import MaskedTokens, TextError
+from trinity_mq.families.messages import MAX_ROLE_CHARACTERS, MessageError, read_messages, read_tools, without_nulls
+from trinity_mq.families.table import FAMILIES, family_of
 
 ROOT = Path(__file__).parents[3]
 HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
@@ -166,8 +159,8 @@ def test_a_family_that_takes_arguments_as_text_gets_text() -> None:
         "{{- c.function.name }}{{- c.function.arguments | tojson }}",
         "{{- tool['function']['name'] + '\n' + tool['function']['arguments'] + '\n' }}",
     )
-    assert [row.name for row in FORMATS] == ["deepseek", "hermes"]
-    assert (format_of(deepseek).name, format_of(HERMES).name, format_of("").name) == ("deepseek", "hermes", "hermes")
+    assert [row.name for row in FAMILIES] == ["deepseek", "hermes"]
+    assert (family_of(deepseek).name, family_of(HERMES).name, family_of("").name) == ("deepseek", "hermes", "hermes")
     for arguments in ({"a": "é"}, '{"a": "é"}'):
         messages = read_messages([USER, {"role": "assistant", "tool_calls": [called(arguments)]}])
         assert 'add\n{"a": "é"}\n<|im_end|>' in codec_of(deepseek).render_with_tools(messages, None)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.waiting import until
-from trinity_mq.engines.generation.messages import MAX_TOOLS
 from trinity_mq.engines.server.openai.requests import MIN_TOP_P
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
+from trinity_mq.families.messages import MAX_TOOLS
 from trinity_mq.models import (
     EngineClients,
     EngineNotReady,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.engines.server.openai.streaming import TextFlow
-from trinity_mq.engines.server.openai.tools import MAX_CALLS, parse_tool_calls
+from trinity_mq.families.hermes import MAX_CALLS, parse_tool_calls
 from trinity_mq.testing.scripted import byte_codec
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -94,7 +94,7 @@ def test_megabytes_of_tags_take_no_time() -> None:
 def test_a_text_that_flows_is_the_whole_text(text: str, cuts: list[int], stops: tuple[str, ...], tools: bool) -> None:
     codec = byte_codec()
     ids = codec.encode(text)
-    flow = TextFlow(codec.decode, stops=stops, calls="<a" if tools else "")
+    flow = TextFlow(codec.decode, stops=stops, calls=("<a",) if tools else ())
     end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
     given_out, place = "", 0
     for size in cuts:

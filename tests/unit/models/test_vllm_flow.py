@@ -21,6 +21,7 @@ from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import BUSY
 from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.engines.vllm.generator import VllmGenerator
+from trinity_mq.families.family import ParsedAnswer
 from trinity_mq.messages import Version
 from trinity_mq.models.recording.responses import experiences_of
 from trinity_mq.models.recording.sse import AnswerAssembler
@@ -110,6 +111,9 @@ async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requ
 class Letters:
     def decode(self, sequences: Any) -> list[str]:
         return ["".join(chr(97 + token) for token in tokens) for tokens in sequences]
+
+    def read_answer(self, text: str, prompt_end: str | None, tools: Any) -> ParsedAnswer:
+        return ParsedAnswer(text)
 
 
 REQUEST = GenerationRequest([4, 4], 8, stop_ids=frozenset({1}))

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from trinity_mq.config import RecordFormatConfig
-from trinity_mq.engines.generation.messages import (
+from trinity_mq.engines.generation.text import MaskedTokens, TextCodec
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import CHOSEN_MASK, DPO, REJECTED_MASK
+from trinity_mq.families.messages import (
     Message,
     MessageError,
     read_messages,
     read_tools,
     without_nulls,
 )
-from trinity_mq.engines.generation.text import MaskedTokens, TextCodec
-from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import CHOSEN_MASK, DPO, REJECTED_MASK
 
 
 class FormatError(ValueError):

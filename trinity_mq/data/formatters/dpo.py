@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.data.formatters.base import FormatError, Reader, is_message
-from trinity_mq.engines.generation.messages import Message
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import CHOSEN_MASK, REJECTED_MASK
+from trinity_mq.families.messages import Message
 
 
 def format_pair(reader: Reader, record: Mapping[str, Any]) -> Experience:

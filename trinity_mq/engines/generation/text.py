@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.engines.generation.messages import (
-    Message,
-    MessageOutline,
-    Messages,
-    Probe,
-    Tools,
-    format_of,
-    shape_of,
-)
+from trinity_mq.families.family import ParsedAnswer, Family
+from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
+from trinity_mq.families.table import family_of
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -87,6 +81,21 @@ class TextCodec:
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def family(self) -> Family:
+        """Family of the model, by its chat template."""
+        return family_of(self._template(None))
+
+    def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
+        """Return the parts of a response.
+
+        Args:
+            text: The response, special tokens included.
+            prompt_end: The prompt, or its last characters. None: unknown.
+            tools: The offered tools. Without tools nothing is a call.
+        """
+        return self.family.read(text, prompt_end, tools)
 
     @property
     def size(self) -> int:
@@ -184,7 +193,7 @@ class TextCodec:
             TextError: The template leaves out the tools, the calls or the text of a message.
         """
         template = self._template(tools)
-        forms = list(format_of(template).forms_of(messages))
+        forms = list(family_of(template).forms_of(messages))
         problems = [self._problem(template, shape_of(form), bool(tools)) for form in forms]
         if "" in problems:
             return forms[problems.index("")]

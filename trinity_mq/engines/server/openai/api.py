@@ -33,6 +33,7 @@ from trinity_mq.engines.server.openai.requests import (
 from trinity_mq.engines.server.openai.responses import chat_choice, envelope, text_choice
 from trinity_mq.engines.server.openai.streaming import Chunks, send
 from trinity_mq.engines.state import EngineState
+from trinity_mq.families.messages import Tools
 from trinity_mq.messages import Version
 from trinity_mq.models.group_format import (
     CONTENT_TYPE,
@@ -142,7 +143,7 @@ class OpenAIApi:
             len(received), lambda: self._chat(json_object(received), request.headers, len(received))
         )
         if chat.body.stream:
-            return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=bool(chat.tools))
+            return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=chat.tools)
         [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
         with span("encode answer") as traced:
             response = self._json(self._chat_answer(chat, completions, version), version)
@@ -161,7 +162,7 @@ class OpenAIApi:
                     f"stream=true with {len(completion.prompts)} prompts; stream one prompt a request", "prompt"
                 )
             text, _ = completion.prompts[0]
-            return await self._streamed(request, completion.body, completion.wanted[0], pin, text, tools=False)
+            return await self._streamed(request, completion.body, completion.wanted[0], pin, text, tools=None)
         return self._json(*await self._completion_answer(completion, pin))
 
     async def group(self, request: web.Request) -> web.StreamResponse:
@@ -225,9 +226,7 @@ class OpenAIApi:
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
         choices = [
-            chat_choice(
-                number, completion, chat.body, version, self._codec, tools=bool(chat.tools), prompt_end=chat.text
-            )
+            chat_choice(number, completion, chat.body, version, self._codec, tools=chat.tools, prompt_end=chat.text)
             for number, completion in enumerate(completions)
         ]
         prompt = chat.wanted.prompt
@@ -276,7 +275,7 @@ class OpenAIApi:
         pin: Version | None,
         text: str,
         *,
-        tools: bool,
+        tools: Tools,
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
         chunks = Chunks(body, generation, self._codec, model=self._name, prompt_text=text, tools=tools)

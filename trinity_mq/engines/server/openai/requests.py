@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from trinity_mq.engines.api_errors import bad_request
-from trinity_mq.engines.generation.messages import Message, MessageError, read_messages, read_tools
 from trinity_mq.engines.server.http_server import EngineRequestBody, json_object, validated
+from trinity_mq.families.messages import Message, MessageError, read_messages, read_tools
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024

@@ -11,7 +11,8 @@ from typing import Any
 from trinity_mq.engines.generation.request import Completion, FinishReason
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
-from trinity_mq.engines.server.openai.tools import parse_tool_calls
+from trinity_mq.families.family import ParsedAnswer
+from trinity_mq.families.messages import Tools
 from trinity_mq.messages import Version
 
 
@@ -48,34 +49,31 @@ def chat_choice(
     version: Version,
     codec: TextCodec,
     *,
-    tools: bool = False,
+    tools: Tools = None,
     prompt_end: str | None = None,
 ) -> dict[str, Any]:
     """Return one choice of a chat completion; with ``tools``, tool calls are moved from its text to ``tool_calls``."""
-    content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, prompt_end, tools=tools)
+    answer = codec.read_answer(completion.text, prompt_end, tools)
+    message, finish_reason = chat_message(answer, completion.finish_reason)
     choice = {
         "index": index,
-        "message": {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})},
+        "message": {"role": "assistant", **message},
         "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec) if body.logprobs else None,
         "finish_reason": finish_reason,
     }
-    if body.return_token_ids and calls:
+    if body.return_token_ids and answer.calls:
         choice["response_text"] = completion.text
     return choice | _additions(completion, body, version)
 
 
-def chat_message(
-    text: str, finish_reason: FinishReason, prompt_end: str | None = None, *, tools: bool
-) -> tuple[str | None, list[dict[str, Any]], str]:
-    """Return the content of a response, its tool calls and its finish reason.
-
-    Calls are parsed only if ``tools`` were offered, and not inside thoughts, which the end of the prompt may open. The
-    content is None if the response holds nothing but calls.
+def chat_message(answer: ParsedAnswer, finish_reason: FinishReason) -> tuple[dict[str, Any], str]:
+    """Return the fields of a message for an answer, and its finish reason. The content is None if the response holds
+    nothing but calls.
     """
-    content, calls = parse_tool_calls(text, prompt_end) if tools else (text, [])
-    if not calls:
-        return content, calls, finish_reason
-    return content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason
+    if not answer.calls:
+        return {"content": answer.content}, finish_reason
+    ended = "tool_calls" if finish_reason == "stop" else finish_reason
+    return {"content": answer.content or None, "tool_calls": answer.calls}, ended
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody
 from trinity_mq.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
-from trinity_mq.engines.server.openai.tools import CALL_BEGINS
+from trinity_mq.families.messages import Tools
 from trinity_mq.messages import Version
 
 UNFINISHED = "\ufffd"
@@ -32,10 +32,12 @@ UNFINISHED = "\ufffd"
 class TextFlow:
     """Emits text that is final: no half characters, nothing that may become part of a stop string or a tool call."""
 
-    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: str = "") -> None:
-        """Create the flow. ``stops`` end the text. Text from ``calls`` on, and blanks before it, is held to the end."""
+    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: Sequence[str] = ()) -> None:
+        """Create the flow. ``stops`` end the text. Text from one of ``calls`` on, and blanks before it, is held to the
+        end.
+        """
         self._decode = decode
-        self._marks = [*stops, *([calls] if calls else [])]
+        self._marks = [*stops, *calls]
         self._holds_blanks = bool(calls)
         self._ids: list[int] = []
         self._start = self._read = 0
@@ -103,9 +105,9 @@ class Chunks:
         *,
         model: str,
         prompt_text: str,
-        tools: bool = False,
+        tools: Tools = None,
     ) -> None:
-        """Create the chunks. ``tools``: tools were offered, so calls are moved from the text to ``tool_calls``."""
+        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``."""
         self._body, self._request, self._codec = body, request, codec
         self._prompt_text, self._tools = prompt_text, tools
         self._chat = isinstance(body, ChatBody)
@@ -116,7 +118,7 @@ class Chunks:
             "created": int(time.time()),
             "model": model,
         }
-        calls = CALL_BEGINS if tools else ""
+        calls = codec.family.calls_begin if tools else ()
         self._choices = [_Choice(TextFlow(codec.decode, stops=request.stop, calls=calls)) for _ in range(request.n)]
 
     def opening(self, version: Version) -> Iterator[dict[str, Any]]:
@@ -165,9 +167,10 @@ class Chunks:
             if (stop := stop_in(text, request.stop)) is not None:
                 stop_fields["stop_reason"] = stop
             text = cut(text, request.stop)
-            content, tool_calls, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
-            rest = state.flow.finish(content or "")
-            calls = [{"index": number, **call} for number, call in enumerate(tool_calls)]
+            answer = self._codec.read_answer(text, self._prompt_text, self._tools)
+            message, finish_reason = chat_message(answer, ended)
+            rest = state.flow.finish(message["content"] or "")
+            calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
             delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
             response_fields = {"response_text": text} if calls else {}
         choice = self._choice(index, delta, finish_reason) | stop_fields

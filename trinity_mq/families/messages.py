@@ -1,17 +1,15 @@
 """Chat messages and tools as chat templates read them: one reader for requests, answers to imitate and pairs.
 
 :func:`read_messages` and :func:`read_tools` convert sent or stored messages and tools to one form. A
-:class:`MessageFormat` converts that form to the form that the chat templates of a model family read. Each family is a
-row of :data:`FORMATS`. :class:`Probe` shows whether a template writes everything.
+:class:`~trinity_mq.families.family.Family` converts that form to the form that its chat templates read.
+:class:`Probe` shows whether a template writes everything.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 Messages = Sequence[Message]
@@ -129,60 +127,6 @@ def _tool(tool: Any, where: str) -> Message:
 
 def _present(value: Mapping[str, Any]) -> Message:
     return {name: part for name, part in value.items() if part is not None}
-
-
-# -- forms of the families
-
-
-ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
-"""API roles that have another name in most families, each with that name."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageFormat:
-    """The form in which the chat templates of a model family read messages."""
-
-    name: str
-    marks: tuple[str, ...] = ()
-    """Texts that all chat templates of the family contain, and no template outside the family."""
-    arguments: Literal["object", "text"] = "object"
-    """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
-    roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
-    """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
-    name.
-    """
-
-    def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
-        """Yield the forms in which a template may accept these messages, the most likely form first."""
-        written = list(messages)
-        if self.arguments != "object":
-            written = [
-                {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
-                if message.get("tool_calls")
-                else message
-                for message in messages
-            ]
-        if any(message["role"] in self.roles for message in messages):
-            yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
-        yield written
-
-
-def _with_text(call: Message) -> Message:
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
-FORMATS = (
-    MessageFormat("deepseek", ("+ tool['function']['arguments'] +",), arguments="text"),
-    MessageFormat("hermes"),  # Hermes, Qwen, and every template without a family of its own
-)
-"""Model families by their chat templates. The first row whose marks all occur in a template applies."""
-
-
-def format_of(template: str) -> MessageFormat:
-    """Return the family of a chat template."""
-    return next(row for row in FORMATS if all(mark in template for mark in row.marks))
 
 
 # -- parts that a template leaves out

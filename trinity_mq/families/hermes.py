@@ -10,6 +10,8 @@ import json
 import uuid
 from typing import Any
 
+from trinity_mq.families.family import ParsedAnswer
+from trinity_mq.families.messages import Tools
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import answer_spans
 
@@ -17,6 +19,14 @@ CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 MAX_CALLS = 64
 """A response with more calls than this is treated as text without calls."""
 MAX_CALL_CHARACTERS = 1 << 18
+
+
+def read_answer(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
+    """Return the parts of a response; see :data:`trinity_mq.families.family.ReadAnswer`. Without tools nothing is a
+    call.
+    """
+    content, calls = parse_tool_calls(text, prompt_end) if tools else (text, [])
+    return ParsedAnswer(content, calls=calls)
 
 
 def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
