@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
-from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import Prompt, TextCodec, TextError
 from trinity_mq.engines.server.http_server import json_object
 from trinity_mq.engines.server.openai.requests import (
     ChatBody,
@@ -210,19 +210,30 @@ class OpenAIApi:
         if before:
             self._check_prompt(before, self._max_model_len, "continue_tokens")
         messages = checked_messages(body.messages)
+        if body.continue_messages and not before:
+            raise bad_request("continue_messages needs continue_tokens, the tokens of these messages", "continue_messages")
+        if body.continue_messages >= len(messages):
+            raise bad_request(
+                f"continue_messages={body.continue_messages} leaves no later message of {len(messages)}",
+                "continue_messages",
+            )
 
-        def rendered(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-            text = self._codec.render_with_tools(messages, tools)
-            if before:
-                return text, self._codec.encode_after(before, text, limit)
-            return text, self._codec.encode_within(text, limit)
+        def rendered(messages: list[dict[str, Any]]) -> Prompt:
+            return self._codec.prompt(
+                messages,
+                tools,
+                body.switches(),
+                before=before,
+                messages_before=body.continue_messages,
+                limit=limit,
+            )
 
         # a message has at least one token, so a prefix already shows that the prompt is too long, in less time
         if len(messages) > limit:
-            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
-        text, prompt = self._text(lambda: rendered(messages))
-        request = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
-        return _Chat(body, text, tools, request)
+            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1])).token_ids, limit, "prompt")
+        prompt = self._text(lambda: rendered(messages))
+        request = self._request(body, prompt.token_ids, body.max_completion_tokens or body.max_tokens, body.seed)
+        return _Chat(body, prompt.text, tools, request)
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
         choices = [

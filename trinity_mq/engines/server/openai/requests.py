@@ -121,8 +121,18 @@ class ChatBody(SamplingBody):
     tool_choice: Any = "auto"
     continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Our extension: tokens of the conversation up to and including an earlier answer. The prompt begins with these
-    tokens if their text is the beginning of the prompt's text.
+    tokens if the family of the model allows it; ``prompt_token_ids`` of the answer shows it.
     """
+    continue_messages: int = Field(default=0, ge=0)
+    """Our extension: number of leading messages whose tokens ``continue_tokens`` holds. The last of them is the answer.
+    Only the later messages are rendered. 0: unknown; then the text of the tokens must begin the prompt's text.
+    """
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as ``enable_thinking``, over those of ``model.chat_template_kwargs``."""
+
+    def switches(self) -> dict[str, Any]:
+        """Return the variables of the chat template."""
+        return self.chat_template_kwargs
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call.
