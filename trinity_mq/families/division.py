@@ -43,6 +43,12 @@ CallReader = Callable[[str, Tools], ReadCalls]
 """Reads the calls of an answer. Arguments: its text from the first beginning of a call on; the offered tools."""
 
 
+def no_calls(text: str, tools: Tools) -> ReadCalls:
+    """Read no calls: the family has no format for them."""
+    del tools
+    return ReadCalls([], 0, text)
+
+
 class Marks(NamedTuple):
     """Texts that divide the answers of a family."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import uuid
@@ -15,6 +16,8 @@ from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messag
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
+PARTS = "parts"
+"""Value of :attr:`Family.thoughts_key` for templates that read thoughts from parts of the content."""
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
 """API roles that have another name in most families, each with that name."""
 
@@ -57,7 +60,7 @@ class Family:
     """Texts around the content of an answer that are no part of it."""
     thoughts_key: str | None = None
     """Key of a message from which templates read thoughts. Empty: they read them from the content, between the tags.
-    None: the key that the template names.
+    :data:`PARTS`: from a part of the content, of the type ``thinking``. None: the key that the template names.
     """
     marks: tuple[str, ...] = ()
     """Texts that all chat templates of the family contain, and no template outside the family."""
@@ -66,6 +69,8 @@ class Family:
     """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    call_id: Callable[[str], str] | None = None
+    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
     name.
@@ -91,6 +96,9 @@ class Family:
         if key == THOUGHTS:
             return message
         others = {name: value for name, value in message.items() if name != THOUGHTS}
+        if key == PARTS:
+            text = [{"type": "text", "text": message["content"]}] if message.get("content") else []
+            return {**others, "content": [{"type": "thinking", "thinking": message[THOUGHTS]}, *text]}
         if key:
             return {**others, key: message[THOUGHTS]}
         if self.thoughts is None:
@@ -108,6 +116,8 @@ class Family:
                 else message
                 for message in messages
             ]
+        if self.call_id is not None:
+            written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
         yield written
@@ -144,6 +154,20 @@ def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
 def _names(template: str, key: str) -> bool:
     """Return whether a chat template reads ``key`` of a message."""
     return re.search(rf"\.{key}\b|['\"]{key}['\"]", template) is not None
+
+
+def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
+    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    calls, results = itertools.count(), itertools.count()
+    changed = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            numbered = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+            message = {**message, "tool_calls": numbered}
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": call_id(str(message.get("tool_call_id") or next(results)))}
+        changed.append(message)
+    return changed
 
 
 def _with_text(call: Message) -> Message:

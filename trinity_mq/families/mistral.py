@@ -7,6 +7,7 @@ behind the name.
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from trinity_mq.families.division import ReadCalls
@@ -17,6 +18,7 @@ from trinity_mq.thoughts import ThoughtFormat
 
 CALL_BEGINS = "[TOOL_CALLS]"
 THOUGHTS = ThoughtFormat("[THINK]", "[/THINK]")
+_CALL_ID = re.compile("[A-Za-z0-9]{9}")
 _HEAD = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]{1,256})(?:\[CALL_ID\]([^\[\]{}]{1,64}))?\[ARGS\]")
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
 _END = re.compile(r"(?:\s|</s>)*")
@@ -31,7 +33,13 @@ def read_calls(text: str, tools: Tools) -> ReadCalls:
         calls, end = _read(text)
     except ValueError:
         return ReadCalls([], 1)
-    return ReadCalls(calls, 0, text[end:])
+    rest = text[end:]
+    return ReadCalls(calls, rest.count(CALL_BEGINS), rest)
+
+
+def call_id(text: str) -> str:
+    """Return an id of nine letters and digits, as the templates ask for: ``text`` itself, or a digest of it."""
+    return text if _CALL_ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def _read(text: str) -> tuple[list[Message], int]:
