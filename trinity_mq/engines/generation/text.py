@@ -7,13 +7,16 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.families.family import ParsedAnswer, Family
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.switches import SWITCHES, SwitchError
+from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
+from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of
 from trinity_mq.models.errors import ModelError
 
@@ -49,8 +52,9 @@ class TextCodec:
     state.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, stop_ids: frozenset[int], *, switches: Mapping[str, Any] | None = None) -> None:
+        """Wrap ``tokenizer``. ``switches`` are the defaults of every rendering, ``model.chat_template_kwargs``."""
+        self._tokenizer, self._default_switches = tokenizer, dict(switches or {})
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
@@ -63,11 +67,18 @@ class TextCodec:
         self._cached_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
 
     @classmethod
-    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> TextCodec:
+    def load(
+        cls, folder: Path, *, trust_remote_code: bool = False, switches: Mapping[str, Any] | None = None
+    ) -> TextCodec:
         """Return the codec of a Hugging Face folder.
 
+        Args:
+            folder: The folder.
+            trust_remote_code: Allow code from the folder to run.
+            switches: Defaults of every rendering, ``model.chat_template_kwargs``.
+
         Raises:
-            ModelError: The folder has no tokenizer that can be loaded.
+            ModelError: The folder has no tokenizer that can be loaded, or its chat template does not read a switch.
         """
         from transformers import AutoTokenizer
 
@@ -75,7 +86,31 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
-        return cls(tokenizer, _stop_ids(tokenizer, folder))
+        codec = cls(tokenizer, _stop_ids(tokenizer, folder), switches=switches)
+        try:
+            codec.switches({})
+        except SwitchError as error:
+            raise ModelError(f"model.chat_template_kwargs: {error} ({folder})") from error
+        return codec
+
+    def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
+        """Return the variables of the chat template for a request, with the codec's defaults.
+
+        Args:
+            fields: Fields of the request; ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort`` are
+                read.
+            tools: The offered tools.
+
+        Raises:
+            SwitchError: The template has no such switch, or a field has another form.
+        """
+        merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
+        return template_switches(merged, self._template(tools)) if merged else {}
+
+    @classmethod
+    def of_model(cls, folder: Path, config: ModelConfig) -> TextCodec:
+        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`."""
+        return cls.load(folder, trust_remote_code=config.trust_remote_code, switches=config.chat_template_kwargs)
 
     @property
     def has_template(self) -> bool:
@@ -153,8 +188,21 @@ class TextCodec:
                 return continued
         return self.encode_within(text, limit)
 
-    def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool = True,
+        switches: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the conversation as the chat template writes it.
+
+        Args:
+            messages: The conversation.
+            tools: The offered tools.
+            add_generation_prompt: Open the turn of the assistant.
+            switches: Variables of the template, as :meth:`switches` returns them. None: the defaults.
 
         Raises:
             TextError: The model has no chat template, or the template refuses these messages.
@@ -167,34 +215,49 @@ class TextCodec:
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self._variables(switches, tools),
             )
         except Exception as error:  # templates are programs of the model's author
             raise TextError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
         return text
 
-    def render_with_tools(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
-        """Return the conversation as the chat template writes it, with nothing left out.
+    def render_with_tools(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        add_generation_prompt: bool = True,
+        switches: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the conversation as the chat template writes it, with nothing left out. Arguments as :meth:`render`.
 
         Raises:
             TextError: As :meth:`render` and :meth:`messages_for_template`.
         """
         return self.render(
-            self.messages_for_template(messages, tools), tools, add_generation_prompt=add_generation_prompt
+            self.messages_for_template(messages, tools, switches),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            switches=switches,
         )
 
-    def messages_for_template(self, messages: Messages, tools: Tools = None) -> list[Message]:
+    def messages_for_template(
+        self, messages: Messages, tools: Tools = None, switches: Mapping[str, Any] | None = None
+    ) -> list[Message]:
         """Return the messages in the form of the template's family, with roles that the template supports.
 
         Args:
             messages: As :func:`read_messages` returns them.
             tools: As :func:`read_tools` returns them.
+            switches: As for :meth:`render`.
 
         Raises:
             TextError: The template leaves out the tools, the calls or the text of a message.
         """
         template = self._template(tools)
         forms = list(family_of(template).forms_of(messages))
-        problems = [self._problem(template, shape_of(form), bool(tools)) for form in forms]
+        variables = json.dumps(self._variables(switches, tools), sort_keys=True)
+        problems = [self._problem(template, shape_of(form), bool(tools), variables) for form in forms]
         if "" in problems:
             return forms[problems.index("")]
         if problem := next(filter(None, problems), None):
@@ -210,19 +273,22 @@ class TextCodec:
             template = self._tokenizer.get_chat_template(tools=tools or None)
         return str(template or "")
 
-    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
-        if len(shape) > _LONGEST_SHAPE:
-            return self._left_out(template, shape, has_tools)
-        return self._cached_left_out(template, shape, has_tools)
+    def _variables(self, switches: Mapping[str, Any] | None, tools: Tools) -> Mapping[str, Any]:
+        return self.switches({}, tools) if switches is None else switches
 
-    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
+    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
+        if len(shape) > _LONGEST_SHAPE:
+            return self._left_out(template, shape, has_tools, switches)
+        return self._cached_left_out(template, shape, has_tools, switches)
+
+    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
         """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
         probe.
         """
         del template  # only the cache key needs it: a tokenizer may get another template
         probe = Probe(shape, has_tools=has_tools)
         try:
-            return probe.left_out(self.render(probe.messages, probe.tools))
+            return probe.left_out(self.render(probe.messages, probe.tools, switches=json.loads(switches)))
         except TextError:
             return None
 
@@ -234,7 +300,9 @@ class TextCodec:
             texts = [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
         return texts
 
-    def conversation(self, messages: Messages, tools: Tools = None) -> MaskedTokens:
+    def conversation(
+        self, messages: Messages, tools: Tools = None, switches: Mapping[str, Any] | None = None
+    ) -> MaskedTokens:
         """Return the whole conversation as tokens with a mask of the tokens that the assistant would have sampled.
 
         The mask covers each assistant turn up to its first end-of-sequence token, even if that token opens the next
@@ -245,12 +313,13 @@ class TextCodec:
         Raises:
             TextError: The template leaves something out, or it rewrites earlier turns, so that no mask is right.
         """
-        messages = self.messages_for_template(messages, tools)
+        variables = self._variables(switches, tools)
+        messages = self.messages_for_template(messages, tools, variables)
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
-            tokens, turns = self._marked_turns(messages, tools)
+            tokens, turns = self._marked_turns(messages, tools, variables)
         else:
-            tokens = self.encode(self.render(messages, tools, add_generation_prompt=False))
-            turns = list(self._rendered_turns(messages, tools, tokens))
+            tokens = self.encode(self.render(messages, tools, add_generation_prompt=False, switches=variables))
+            turns = list(self._rendered_turns(messages, tools, variables, tokens))
         mask, has_end = [0] * len(tokens), True
         for start, stop in turns:
             end = self._end_of_turn(tokens, start, stop)
@@ -260,20 +329,23 @@ class TextCodec:
             tokens, mask = [*tokens[:end], self.end_id], [*mask[:end], 1]
         return MaskedTokens(tokens, mask)
 
-    def _marked_turns(self, messages: Messages, tools: Tools) -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked_turns(
+        self, messages: Messages, tools: Tools, variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a conversation and the assistant's turns by the template's marks. Tokens that open a
         turn in a prompt are excluded.
         """
         # raises a readable error if the template refuses the messages
-        self.render(messages, tools, add_generation_prompt=False)
+        self.render(messages, tools, add_generation_prompt=False, switches=variables)
         rendered = self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **variables,
         )
-        tokens, opening = list(rendered["input_ids"]), self._opening(messages, tools)
+        tokens, opening = list(rendered["input_ids"]), self._opening(messages, tools, variables)
         bits = "".join(str(int(bit)) for bit in rendered["assistant_masks"])
         turns = []
         for run in re.finditer("1+", bits):
@@ -282,23 +354,28 @@ class TextCodec:
             turns.append((next(opening_starts, run.start()), run.end()))
         return tokens, turns
 
-    def _opening(self, messages: Messages, tools: Tools) -> list[int]:
+    def _opening(self, messages: Messages, tools: Tools, variables: Mapping[str, Any]) -> list[int]:
         """Return the tokens with which the template opens the assistant's turn in a prompt; no engine samples them."""
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
         try:
             without_opening, with_opening = (
-                self.encode(self.render(messages[:first], tools, add_generation_prompt=asks)) for asks in (False, True)
+                self.encode(self.render(messages[:first], tools, add_generation_prompt=asks, switches=variables))
+                for asks in (False, True)
             )
         except TextError:
             return []
         return with_opening[_shared(without_opening, with_opening) :]
 
-    def _rendered_turns(self, messages: Messages, tools: Tools, tokens: list[int]) -> Iterator[tuple[int, int]]:
+    def _rendered_turns(
+        self, messages: Messages, tools: Tools, variables: Mapping[str, Any], tokens: list[int]
+    ) -> Iterator[tuple[int, int]]:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.encode(self.render(messages[:number], tools)) if number else []
-            through = self.encode(self.render(messages[: number + 1], tools, add_generation_prompt=False))
+            before = self.encode(self.render(messages[:number], tools, switches=variables)) if number else []
+            through = self.encode(
+                self.render(messages[: number + 1], tools, add_generation_prompt=False, switches=variables)
+            )
             start, stop = len(before), self._end_of_turn(through, len(before), len(through))
             if tokens[:start] != before or tokens[:stop] != through[:stop]:
                 raise TextError(
@@ -324,8 +401,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
-        engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
+        Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -337,6 +414,7 @@ class TextCodec:
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
+            **({"switches": self._default_switches} if self._default_switches else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from trinity_mq.config.switches import SWITCH_FIELDS, SwitchError
 from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
@@ -209,10 +210,10 @@ class OpenAIApi:
         limit, before = self._allowed(body), body.continue_tokens
         if before:
             self._check_prompt(before, self._max_model_len, "continue_tokens")
-        messages = checked_messages(body.messages)
+        messages, switches = checked_messages(body.messages), self._switches(body, tools)
 
         def rendered(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-            text = self._codec.render_with_tools(messages, tools)
+            text = self._codec.render_with_tools(messages, tools, switches=switches)
             if before:
                 return text, self._codec.encode_after(before, text, limit)
             return text, self._codec.encode_within(text, limit)
@@ -299,7 +300,8 @@ class OpenAIApi:
         else:
             messages = checked_messages(body.messages)
             tools = checked_tools(body.tools or [])
-            masked = self._text(lambda: self._codec.conversation(messages, tools))
+            switches = self._switches(body, tools)
+            masked = self._text(lambda: self._codec.conversation(messages, tools, switches))
             answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
         return answer
 
@@ -357,6 +359,12 @@ class OpenAIApi:
             return work()
         except TextError as error:
             raise bad_request(str(error), code="invalid_text") from error
+
+    def _switches(self, body: ChatBody | TokenizeBody, tools: Tools) -> dict[str, Any]:
+        try:
+            return self._codec.switches({name: getattr(body, name) for name in SWITCH_FIELDS}, tools)
+        except SwitchError as error:
+            raise bad_request(str(error), error.where, "unsupported_option") from error
 
     def _allowed(self, body: SamplingBody) -> int:
         """Return the maximum number of prompt tokens."""
