@@ -37,7 +37,8 @@ def merge_switch_fields(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) 
     """Return the switch fields of a request over weaker defaults, name by name.
 
     If ``stronger`` says something about thinking (``enable_thinking``, ``thinking`` or ``reasoning_effort``), it
-    replaces everything that ``weaker`` says about thinking. Malformed fields are returned as they are.
+    replaces everything that ``weaker`` says about thinking. ``enable_thinking`` becomes a part of
+    ``chat_template_kwargs``, the form that other servers read too. Malformed fields are returned as they are.
     """
     weak, strong = (
         {name: fields[name] for name in SWITCH_FIELDS if fields.get(name) is not None} for fields in (weaker, stronger)
@@ -51,7 +52,14 @@ def merge_switch_fields(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) 
     switches = {**weak_switches, **strong_switches}
     merged = {**weak, **strong}
     merged.pop(SWITCHES, None)
+    if ENABLE_THINKING in merged and switches.get(ENABLE_THINKING, merged[ENABLE_THINKING]) is merged[ENABLE_THINKING]:
+        switches[ENABLE_THINKING] = merged.pop(ENABLE_THINKING)
     return {**merged, SWITCHES: switches} if switches else merged
+
+
+def without_switches(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request without its switch fields."""
+    return {name: value for name, value in fields.items() if name not in SWITCH_FIELDS}
 
 
 def template_switches(fields: Mapping[str, Any], template: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from tests.chat_codec import codec_of
+from tests.chat_codec import codec_of, trained
 from trinity_mq.config import Config
 from trinity_mq.config.switches import RESERVED, SwitchError, checked_switches
 from trinity_mq.engines.generation.text import TextCodec
@@ -97,7 +97,9 @@ def test_stronger_levels_replace_what_weaker_levels_say_about_thinking() -> None
     assert merge_switch_fields(taskset, {"n": 2}) == {"chat_template_kwargs": taskset["chat_template_kwargs"]}
     merged = merge_switch_fields(taskset, {"chat_template_kwargs": {"b": 2}, "reasoning_effort": "high"})
     assert merged == {"chat_template_kwargs": {"a": 1, "b": 2}, "reasoning_effort": "high"}
-    assert merge_switch_fields({"reasoning_effort": "low"}, {"enable_thinking": True}) == {"enable_thinking": True}
+    assert merge_switch_fields({"reasoning_effort": "low"}, {"enable_thinking": True}) == {
+        "chat_template_kwargs": {"enable_thinking": True}
+    }
     assert merge_switch_fields({}, {"reasoning_effort": None}) == {}
     assert merge_switch_fields(taskset, {"chat_template_kwargs": [1]}) == {"chat_template_kwargs": [1]}
 
@@ -111,12 +113,8 @@ def test_defaults_of_the_model_apply_to_every_rendering() -> None:
     assert codec.render(USER, switches=codec.switches({"reasoning_effort": "medium"})).endswith(on)
     turns = [*USER, {"role": "assistant", "content": "<think>\n\n</think>\n\nyes"}]
     masked = codec.conversation(turns)
-    assert [text for text in codec.decode([[t for t, m in zip(*_rows(masked), strict=True) if m]])] == ["yes<|im_end|>"]
+    assert trained(codec, masked) == ["yes<|im_end|>"]
     assert codec.fingerprint() != codec_of(ON_OFF).fingerprint() == TextCodec(tokenizer, codec.stop_ids).fingerprint()
-
-
-def _rows(masked: Any) -> tuple[list[int], list[int]]:
-    return masked.token_ids, masked.assistant_mask
 
 
 @pytest.mark.parametrize(
@@ -140,9 +138,7 @@ def test_refused_switches(switches: dict[str, Any], problem: str) -> None:
         checked_switches(switches)
     fields = {"model": {"tiny": {}, "chat_template_kwargs": switches}}
     with pytest.raises(ValueError, match=problem):
-        Config.model_validate(
-            {"name": "t", "buffer": {"taskset": {"storage_type": "synthetic", "path": "ops3"}}} | fields
-        )
+        Config.model_validate({"name": "t", "mode": "serve", **fields})
 
 
 def test_arguments_of_the_template_call_are_reserved() -> None:
