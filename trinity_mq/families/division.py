@@ -91,8 +91,8 @@ class AnswerFlow:
     """Divides an answer as its text grows. The time is linear in the length of the text.
 
     Thoughts begin where the prompt or the answer opens them, and end at the next closing tag that is not quoted. From
-    the first beginning of a call outside thoughts on, everything belongs to the calls. Blanks around thoughts and before
-    calls are left out.
+    the first beginning of a call outside thoughts on, everything belongs to the calls. Blanks around thoughts and
+    before calls are left out.
     """
 
     def __init__(self, marks: Marks, prompt_end: str | None = None, stops: Sequence[str] = ()) -> None:

@@ -8,6 +8,7 @@ the only vocabulary that it would load is the one of gpt-oss, and that must lie 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,12 @@ _LONGEST_ID = 256
 _HARMONY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
 """Environment variable with the folder of the vocabulary of gpt-oss."""
 _SWITCH = "enable_thinking"
+
+
+Write = Callable[[Messages, Tools, bool], tuple[list[Message], list[int]] | None]
+"""Returns messages in the form of a chat template, and the template's tokens for them, with or without the opening of
+the next answer. None: the template does not write them. Arguments: messages, tools, whether to open the next answer.
+"""
 
 
 class LibraryUnfit(Exception):
@@ -158,7 +165,7 @@ def open_renderer(
     name: str,
     tokenizer: Any,
     switches: Mapping[str, Any],
-    write: Callable[[Messages, Tools, bool], list[int] | None],
+    write: Write,
 ) -> Any:
     """Return a renderer whose tokens equal the tokens of the chat template for every probe.
 
@@ -166,8 +173,7 @@ def open_renderer(
         name: Name of the package's configuration.
         tokenizer: The model's tokenizer, in the form that the package reads.
         switches: Variables of the chat template.
-        write: Returns the tokens of the chat template for messages and tools, with or without the opening of the next
-            answer. None: the template does not write them.
+        write: Writes probes by the chat template.
 
     Raises:
         LibraryUnfit: The package cannot render for this model.
@@ -199,16 +205,17 @@ def _has_harmony() -> bool:
     return bool(folder) and (Path(folder) / "o200k_base.tiktoken").is_file()
 
 
-def _difference(renderer: Any, write: Callable[[Messages, Tools, bool], list[int] | None]) -> str:
+def _difference(renderer: Any, write: Write) -> str:
     """Return the first probe whose tokens differ; empty if none differs."""
     compared = 0
-    for description, messages, tools in PROBES:
-        for asks in (True, False):
-            expected = write(messages, tools, asks)
-            if expected is None:
+    for description, messages, offered in PROBES:
+        for asks, tools in itertools.product((True, False), {bool(offered): offered, False: None}.values()):
+            written = write(messages, tools, asks)
+            if written is None:
                 continue
             compared += 1
-            if list(renderer.render_ids(messages, tools=tools, add_generation_prompt=asks)) != expected:
+            form, expected = written
+            if list(renderer.render_ids(form, tools=tools, add_generation_prompt=asks)) != expected:
                 return f"its tokens differ from the chat template's for {description}"
     return "" if compared else "the chat template writes none of the probes"
 
@@ -238,7 +245,9 @@ _CALLS = _turn("assistant", "", tool_calls=[_probe_call(1, {"place": "K\u00f6ln 
 _TWO_CALLS = _turn(
     "assistant", "I look.", tool_calls=[_probe_call(1, {"place": "Bonn"}), _probe_call(2, {"place": 'a "b"\n<c>'})]
 )
-_RESULTS = [_turn("tool", f"{degrees} \u00b0C", tool_call_id=f"call0000{degrees}", name="weather") for degrees in (1, 2)]
+_RESULTS = [
+    _turn("tool", f"{degrees} \u00b0C", tool_call_id=f"call0000{degrees}", name="weather") for degrees in (1, 2)
+]
 _THOUGHT = _turn("assistant", "4", **{THOUGHTS: "Two and two.\nFour."})
 PROBES: tuple[tuple[str, list[Message], list[Message] | None], ...] = (
     ("a question", [_ASK], None),

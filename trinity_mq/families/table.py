@@ -42,7 +42,7 @@ FAMILIES = (
     row(
         "deepseek",
         calls_reader("deepseek-v3"),
-        ("<｜tool▁calls▁begin｜>",),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
         marks=("+ tool['function']['arguments'] +",),
         library="deepseek-v3",
         arguments="text",
