@@ -1,26 +1,24 @@
-"""Reads tool calls of the DeepSeek models.
+"""Reads tool calls of DeepSeek V3.1: ``NAME<sep>{...}`` between marks. Earlier models write the type, the name and a
+block of code; :mod:`trinity_mq.families.library` reads them.
 
-Formats: V3 and R1 write ``function<｜tool▁sep｜>NAME`` and the arguments as a Markdown block of JSON; V3.1 writes
-``NAME<｜tool▁sep｜>{...}``. Both stand between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``.
+Format: chat template of DeepSeek V3.1.
 """
 
 from __future__ import annotations
-
-import re
 
 from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.family import api_call
 from trinity_mq.families.json_calls import MAX_CALLS, decode_value
 from trinity_mq.families.messages import Message, Tools
 
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGINS, CALL_ENDS, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_NAME = r"([^\s<`{]{1,256})"
-_HEAD = re.compile(
-    rf"\s*{CALL_BEGINS}(?:function{SEPARATOR}{_NAME}\s{{0,8}}```(?:json)?\s{{0,8}}|{_NAME}{SEPARATOR}\s{{0,8}})"
-)
-_END = re.compile(rf"\s*(?:```)?\s*(?:{CALL_ENDS}|\Z)")
-_CALLS_END = re.compile(rf"\s*(?:{CALLS_END}|<｜end▁of▁sentence｜>)*")
+
+def _mark(words: str) -> str:
+    return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
+
+
+CALLS_BEGIN, CALLS_END = _mark("tool calls begin"), _mark("tool calls end")
+CALL_BEGINS, CALL_ENDS, SEPARATOR = _mark("tool call begin"), _mark("tool call end"), _mark("tool sep")
+_LONGEST_NAME = 256
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
@@ -29,18 +27,19 @@ def read_calls(text: str, tools: Tools) -> ReadCalls:
     """
     del tools  # JSON gives the types of arguments
     calls: list[Message] = []
-    place = len(CALLS_BEGIN) if text.startswith(CALLS_BEGIN) else 0
-    while head := _HEAD.match(text, place):
+    place = len(CALLS_BEGIN)
+    while text.startswith(CALL_BEGINS, place):
+        begin = place + len(CALL_BEGINS)
+        separator = text.find(SEPARATOR, begin, begin + _LONGEST_NAME)
+        if separator < 0 or len(calls) == MAX_CALLS:
+            return ReadCalls([], 1)
         try:
-            arguments, end = decode_value(text, head.end())
+            arguments, end = decode_value(text, separator + len(SEPARATOR))
         except ValueError:
             return ReadCalls([], 1)
-        ending = _END.match(text, end)
-        if not isinstance(arguments, dict) or ending is None or len(calls) == MAX_CALLS:
+        name = text[begin:separator].strip()
+        if not isinstance(arguments, dict) or not name or not text.startswith(CALL_ENDS, end):
             return ReadCalls([], 1)
-        calls.append(api_call(head[1] or head[2], arguments))
-        place = ending.end()
-    ending = _CALLS_END.match(text, place)
-    rest = text[ending.end() if ending else place :].strip()
-    is_cut = CALL_BEGINS in rest
-    return ReadCalls([] if is_cut else calls, int(is_cut or not calls), rest)
+        calls.append(api_call(name, arguments))
+        place = end + len(CALL_ENDS)
+    return ReadCalls(calls, int(not calls), text[place:].removeprefix(CALLS_END).strip())

@@ -43,12 +43,6 @@ CallReader = Callable[[str, Tools], ReadCalls]
 """Reads the calls of an answer. Arguments: its text from the first beginning of a call on; the offered tools."""
 
 
-def no_calls(text: str, tools: Tools) -> ReadCalls:
-    """Read no calls: the family has no format for them."""
-    del tools
-    return ReadCalls([], 0, text)
-
-
 class Marks(NamedTuple):
     """Texts that divide the answers of a family."""
 
@@ -97,8 +91,8 @@ class AnswerFlow:
     """Divides an answer as its text grows. The time is linear in the length of the text.
 
     Thoughts begin where the prompt or the answer opens them, and end at the next closing tag that is not quoted. From
-    the first beginning of a call outside thoughts on, everything belongs to the calls. Blanks around thoughts and before
-    calls are left out.
+    the first beginning of a call outside thoughts on, everything belongs to the calls. Blanks around thoughts and
+    before calls are left out.
     """
 
     def __init__(self, marks: Marks, prompt_end: str | None = None, stops: Sequence[str] = ()) -> None:

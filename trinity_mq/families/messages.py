@@ -91,9 +91,7 @@ def _thoughts(message: Message, where: str) -> str:
     values = [message.pop(name, None) for name in THOUGHT_KEYS]
     thoughts = next((value for value in values if value), "")
     if not isinstance(thoughts, str):
-        raise MessageError(
-            f"{where}.{THOUGHTS} is a {type(thoughts).__name__}, wanted text", f"{where}.{THOUGHTS}"
-        )
+        raise MessageError(f"{where}.{THOUGHTS} is a {type(thoughts).__name__}, wanted text", f"{where}.{THOUGHTS}")
     return thoughts
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from trinity_mq.families import deepseek, harmony, hermes, llama, mistral, phi
-from trinity_mq.families.division import CallReader, Marks, no_calls
+from trinity_mq.families.division import CallReader, Marks
 from trinity_mq.families.family import PARTS, Family, reader
 from trinity_mq.families.library import calls_reader
-from trinity_mq.thoughts import FORMATS, ThoughtFormat
+from trinity_mq.thoughts import FORMATS, GEMMA4, HARMONY, MISTRAL, ThoughtFormat
 
 
 def row(
@@ -38,65 +38,90 @@ def row(
 
 
 _TOOL_CALL = (hermes.CALL_BEGINS,)
-_DEEPSEEK = (deepseek.CALLS_BEGIN, deepseek.CALL_BEGINS)
 FAMILIES = (
     row(
-        "gpt-oss",
-        harmony.read_calls,
-        harmony.CALL_BEGINS,
-        thoughts=harmony.THOUGHTS,
-        headers=harmony.HEADERS,
-        marks=("<|channel|>analysis<|message|>",),
-    ),
-    # V3, R1
-    row(
         "deepseek",
-        deepseek.read_calls,
-        _DEEPSEEK,
-        marks=("tool▁sep", "+ tool['function']['arguments'] +"),
-        library="deepseek-v3",
+        calls_reader("deepseek-v3"),
+        (deepseek.CALLS_BEGIN,),
+        marks=("+ tool['function']['arguments'] +",),
+        library=("deepseek-v3", "deepseek-r1"),
         arguments="text",
     ),
-    row("deepseek-v3.1", deepseek.read_calls, _DEEPSEEK, marks=("tool▁sep",)),
+    row("deepseek-v3.1", deepseek.read_calls, (deepseek.CALLS_BEGIN,), marks=(deepseek.CALLS_BEGIN,)),
+    row("glm", calls_reader("glm-5"), _TOOL_CALL, marks=("<arg_key>",), library=("glm-4.5", "glm-5", "glm-5.3")),
+    row(
+        "minimax",
+        calls_reader("minimax-m2"),
+        ("<minimax:tool_call>",),
+        marks=("<minimax:tool_call>",),
+        library=("minimax-m2",),
+    ),
+    row(
+        "nemotron",
+        calls_reader("nemotron-3"),
+        _TOOL_CALL,
+        marks=("<function=", "truncate_history_thinking"),
+        library=("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+    ),
+    # Qwen3.5, Qwen3.6, Qwen3.8 and Qwen3-Coder
+    row(
+        "qwen3.5",
+        calls_reader("qwen3.5"),
+        _TOOL_CALL,
+        marks=("<function=",),
+        library=("qwen3.5", "qwen3.6", "qwen3.8"),
+    ),
     row(
         "kimi",
         calls_reader("kimi-k2"),
         ("<|tool_calls_section_begin|>",),
         marks=("<|tool_calls_section_begin|>",),
-        library="kimi-k2",
+        library=("kimi-k2", "kimi-k2.5"),
     ),
-    row("glm-4.5", calls_reader("glm-4.5"), _TOOL_CALL, marks=("<arg_key>", "'\\n<tool_call>'"), library="glm-4.5"),
-    # GLM-4.7, GLM-5
-    row("glm", calls_reader("glm-5"), _TOOL_CALL, marks=("<arg_key>", "<arg_value>"), library="glm-5"),
     row(
-        "qwen3.6",
-        calls_reader("qwen3.6"),
-        _TOOL_CALL,
-        marks=("<|im_start|>", "<function=", "preserve_thinking"),
-        library="qwen3.6",
+        "gpt-oss",
+        harmony.read_calls,
+        harmony.CALL_BEGINS,
+        thoughts=HARMONY,
+        headers=harmony.HEADERS,
+        marks=("<|channel|>", "<|message|>"),
     ),
-    # Qwen3.5, Qwen3-Coder
-    row("qwen3.5", calls_reader("qwen3.5"), _TOOL_CALL, marks=("<|im_start|>", "<function="), library="qwen3.5"),
-    row("qwen3", hermes.read_calls, _TOOL_CALL, marks=("<|im_start|>", "last_query_index"), library="qwen3"),
-    # Ministral 3, Magistral
     row(
-        "mistral-thinking",
+        "gemma4",
+        calls_reader("gemma4"),
+        ("<|tool_call>",),
+        thoughts=GEMMA4,
+        marks=("<|tool_call>", "<|channel>"),
+        library=("gemma4",),
+    ),
+    row(
+        "mistral",
         mistral.read_calls,
         (mistral.CALL_BEGINS,),
-        thoughts=mistral.THOUGHTS,
+        thoughts=MISTRAL,
         thoughts_key=PARTS,
-        marks=("[TOOL_CALLS]", "[THINK]"),
+        marks=("[TOOL_CALLS]",),
         call_id=mistral.call_id,
     ),
-    row("mistral", mistral.read_calls, (mistral.CALL_BEGINS,), marks=("[TOOL_CALLS]",), call_id=mistral.call_id),
-    row("llama", llama.read_calls, llama.CALL_BEGINS, marks=("<|start_header_id|>",), library="llama-3"),
-    # no format for calls; the templates leave tools out
-    row("gemma", no_calls, marks=("<start_of_turn>",)),
+    row(
+        "llama",
+        llama.read_calls,
+        llama.CALL_BEGINS,
+        marks=("<|start_header_id|>",),
+        library=("llama-3",),
+    ),
+    row("gemma", hermes.read_calls, _TOOL_CALL, marks=("<start_of_turn>",)),
     row("phi", phi.read_calls, phi.CALL_BEGINS, marks=("<|end|>", "<|assistant|>")),
-    # Hermes, Qwen2.5, SmolLM2, and every template without a family of its own
-    row("hermes", hermes.read_calls, _TOOL_CALL),
+    # Hermes, Qwen2.5, Qwen3, and every template without a family of its own
+    row("hermes", hermes.read_calls, _TOOL_CALL, library=("qwen3", "qwen3-vl")),
 )
 """Model families by their chat templates. The first row whose marks all occur in a template applies."""
+
+
+def has_row(template: str) -> bool:
+    """Return whether a row of the table was made for a chat template, or for templates of its form of calls."""
+    family = family_of(template)
+    return bool(family.marks) or any(mark in template for mark in family.calls_begin)
 
 
 def family_of(template: str) -> Family:

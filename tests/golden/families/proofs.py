@@ -72,12 +72,12 @@ def _with_text(call: Message) -> Message:
 
 PROOFS = (
     Proof("qwen2.5", "hermes"),
-    Proof("qwen3", "qwen3", ({}, OFF, ON), thoughts="reasoning_content"),
+    Proof("qwen3", "hermes", ({}, OFF, ON), thoughts="reasoning_content"),
     Proof("qwen3-instruct-2507", "hermes"),
-    Proof("qwen3-thinking-2507", "qwen3", thoughts="reasoning_content"),
+    Proof("qwen3-thinking-2507", "hermes", thoughts="reasoning_content"),
     Proof("qwen3.5", "qwen3.5", ({}, OFF, ON), thoughts="reasoning_content"),
     Proof("qwen3.5-small", "qwen3.5", ({}, OFF, ON), thoughts="reasoning_content"),
-    Proof("qwen3.6", "qwen3.6", ({}, OFF, ON), thoughts="reasoning_content"),
+    Proof("qwen3.6", "qwen3.5", ({}, OFF, ON), thoughts="reasoning_content"),
     Proof("smollm2", "hermes"),
     Proof("llama3", "llama"),
     Proof("llama3.1", "llama"),
@@ -85,8 +85,8 @@ PROOFS = (
     Proof("gemma3", "gemma"),
     Proof("phi3", "phi"),
     Proof("phi3.5", "phi"),
-    Proof("glm4.5", "glm-4.5", ({}, OFF), thoughts="reasoning_content"),
-    Proof("glm4.6", "glm-4.5", ({}, OFF), thoughts="reasoning_content"),
+    Proof("glm4.5", "glm", ({}, OFF), thoughts="reasoning_content"),
+    Proof("glm4.6", "glm", ({}, OFF), thoughts="reasoning_content"),
     Proof("glm4.7", "glm", ({}, OFF), thoughts="reasoning_content"),
     Proof("deepseek-r1", "deepseek", arguments="text"),
     Proof("deepseek-r1-distill", "deepseek", arguments="text"),
@@ -95,5 +95,5 @@ PROOFS = (
     Proof("kimi-k2", "kimi"),
     Proof("mistral-nemo", "mistral"),
     Proof("mistral-small-3.2", "mistral"),
-    Proof("ministral-3", "mistral-thinking", thoughts="parts"),
+    Proof("ministral-3", "mistral", thoughts="parts"),
 )

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.families import bridge
 from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.library import LibraryUnfit, open_renderer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
+from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of
 from trinity_mq.models.errors import ModelError
 
@@ -36,29 +39,9 @@ JOINED = 16
 
 
 Switches = Mapping[str, Any] | None
-"""Variables of a chat template, such as ``enable_thinking``. None: none."""
+"""Variables of a chat template, as :meth:`TextCodec.switches` returns them. None: the codec's defaults."""
 _RENDERERS = 32
 """Maximum number of combinations of switches whose renderers are cached."""
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Names that the rendering sets itself; a switch has another name."""
 
 
 class TextError(ValueError):
@@ -106,10 +89,10 @@ class TextCodec:
             tokenizer: A tokenizer of transformers.
             stop_ids: Token ids that end a response.
             family: Family of the model. None: by its chat template.
-            switches: Variables of the chat template for every rendering.
+            switches: Defaults of every rendering, ``model.chat_template_kwargs``.
         """
         self._tokenizer = tokenizer
-        self._chosen_family, self._switches = family, dict(switches or {})
+        self._chosen_family, self._default_switches = family, dict(switches or {})
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
@@ -131,10 +114,16 @@ class TextCodec:
         family: Family | None = None,
         switches: Switches = None,
     ) -> TextCodec:
-        """Return the codec of a Hugging Face folder; ``family`` and ``switches`` as in the constructor.
+        """Return the codec of a Hugging Face folder.
+
+        Args:
+            folder: The folder.
+            trust_remote_code: Allow code from the folder to run.
+            family: Family of the model. None: by its chat template.
+            switches: Defaults of every rendering, ``model.chat_template_kwargs``.
 
         Raises:
-            ModelError: The folder has no tokenizer that can be loaded.
+            ModelError: The folder has no tokenizer that can be loaded, or its chat template does not read a switch.
         """
         from transformers import AutoTokenizer
 
@@ -142,7 +131,34 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
-        return cls(tokenizer, _stop_ids(tokenizer, folder), family=family, switches=switches)
+        codec = cls(tokenizer, _stop_ids(tokenizer, folder), family=family, switches=switches)
+        try:
+            codec.switches({})
+        except SwitchError as error:
+            raise ModelError(f"model.chat_template_kwargs: {error} ({folder})") from error
+        return codec
+
+    @classmethod
+    def of_model(cls, folder: Path, config: ModelConfig) -> TextCodec:
+        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`."""
+        return cls.load(folder, trust_remote_code=config.trust_remote_code, switches=config.chat_template_kwargs)
+
+    def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
+        """Return the variables of the chat template for a request, with the codec's defaults.
+
+        Args:
+            fields: Fields of the request; ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort`` are
+                read.
+            tools: The offered tools.
+
+        Raises:
+            SwitchError: The template has no such switch, or a field has another form.
+        """
+        merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
+        return template_switches(merged, self._template(tools)) if merged else {}
+
+    def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
+        return self.switches({}, tools) if switches is None else switches
 
     @property
     def has_template(self) -> bool:
@@ -159,7 +175,7 @@ class TextCodec:
         """What renders conversations: the package ``renderers`` or the chat template, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
-        return self._renderer(self._switches).description
+        return self._renderer(None, None).description
 
     def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
         """Return the parts of a response.
@@ -242,7 +258,7 @@ class TextCodec:
         Args:
             messages: As :func:`read_messages` returns them.
             tools: As :func:`read_tools` returns them.
-            switches: Variables of the chat template, over those of this codec.
+            switches: Variables of the chat template. None: the codec's defaults.
             before: Tokens of the past, as engines read and sampled them. The prompt begins with them where the family
                 allows it.
             messages_before: Number of leading messages that ``before`` holds; the last of them is the answer. 0:
@@ -268,7 +284,7 @@ class TextCodec:
 
     def _library_tokens(self, messages: Messages, tools: Tools, switches: Switches, limit: int) -> list[int] | None:
         """Return the tokens of a prompt by the package ``renderers``; None where the chat template renders."""
-        renderer = self._renderer(self._merged(switches)).library
+        renderer = self._renderer(switches, tools).library
         characters = sum(len(message.get("content") or "") for message in messages)
         if renderer is None or characters > limit * CHARACTERS_PER_TOKEN:
             return None
@@ -332,7 +348,7 @@ class TextCodec:
     def _library_bridge(
         self, before: Sequence[int], messages: Messages, tools: Tools, switches: Switches
     ) -> list[int] | None:
-        renderer = self._renderer(self._merged(switches)).library
+        renderer = self._renderer(switches, tools).library
         if renderer is None:
             return None
         split = len(before) - 1 if before[-1] in self.stop_ids else len(before)
@@ -382,18 +398,13 @@ class TextCodec:
     def _apply(self, messages: Messages, tools: Tools, switches: Switches, **options: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise TextError("the model has no chat template; use completions with a prompt instead of chat")
-        merged = self._merged(switches)
-        if reserved := sorted(_RESERVED & merged.keys()):
-            raise TextError(f"chat_template_kwargs holds {reserved[0]!r}, which is no variable of a chat template")
+        variables = self._variables(switches, tools)
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, **options, **merged
+                list(messages), tools=list(tools) if tools else None, **options, **variables
             )
         except Exception as error:  # templates are programs of the model's author
             raise TextError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
-
-    def _merged(self, switches: Switches) -> dict[str, Any]:
-        return {**self._switches, **switches} if switches else self._switches
 
     def render_with_tools(
         self,
@@ -419,12 +430,12 @@ class TextCodec:
         Args:
             messages: As :func:`read_messages` returns them.
             tools: As :func:`read_tools` returns them.
-            switches: Variables of the chat template, over those of this codec.
+            switches: Variables of the chat template. None: the codec's defaults.
 
         Raises:
             TextError: The template leaves out the tools, the calls or the text of a message.
         """
-        template, key = self._template(tools), _key(self._merged(switches))
+        template, key = self._template(tools), _key(self._variables(switches, tools))
         family = self.family
         forms = list(family.forms_of(family.with_thoughts(messages, template)))
         problems = [self._problem(template, shape_of(form), bool(tools), key) for form in forms]
@@ -437,8 +448,8 @@ class TextCodec:
             )
         return forms[0]
 
-    def _renderer(self, switches: Mapping[str, Any]) -> _Renderer:
-        return self._cached_renderer(self._template(None), _key(switches))
+    def _renderer(self, switches: Switches, tools: Tools) -> _Renderer:
+        return self._cached_renderer(self._template(tools), _key(self._variables(switches, tools)))
 
     def _open_renderer(self, template: str, switches: str) -> _Renderer:
         """Return what renders with these switches, which are JSON."""
@@ -448,18 +459,18 @@ class TextCodec:
             return _Renderer(None, f"chat template, because the package renderers has no family {family.name}")
         variables = json.loads(switches)
 
-        def write(messages: Messages, tools: Tools, asks: bool) -> list[int] | None:
+        def write(messages: Messages, tools: Tools, asks: bool) -> tuple[list[Message], list[int]] | None:
             try:
                 written = self.messages_for_template(messages, tools, variables)
-                return self.encode(self._render(written, tools, variables, add_generation_prompt=asks))
+                return written, self.encode(self._render(written, tools, variables, add_generation_prompt=asks))
             except TextError:
                 return None
 
         try:
-            renderer = open_renderer(family.library, _LibraryTokenizer(self, self._tokenizer), variables, write)
+            name, renderer = open_renderer(family.library, _LibraryTokenizer(self, self._tokenizer), variables, write)
         except LibraryUnfit as error:
-            return _Renderer(None, f"chat template, because the renderer {family.library} does not fit: {error}")
-        return _Renderer(renderer, f"renderers: {family.library}")
+            return _Renderer(None, f"chat template, because the package renderers does not fit ({error})")
+        return _Renderer(renderer, f"renderers: {name}")
 
     def _template(self, tools: Tools) -> str:
         template = self._tokenizer.chat_template
@@ -467,16 +478,12 @@ class TextCodec:
             template = self._tokenizer.get_chat_template(tools=tools or None)
         return str(template or "")
 
-    def _problem(
-        self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str
-    ) -> str | None:
+    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
         if len(shape) > _LONGEST_SHAPE:
             return self._left_out(template, shape, has_tools, switches)
         return self._cached_left_out(template, shape, has_tools, switches)
 
-    def _left_out(
-        self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str
-    ) -> str | None:
+    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
         """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
         probe.
         """
