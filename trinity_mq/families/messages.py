@@ -71,6 +71,12 @@ def _message(message: Any, where: str) -> Message:
     if not calls and function_call:
         calls = [{"function": function_call}]
     converted = {**present, "content": _text(present.get("content"), f"{where}.content")}
+    thoughts = [converted.pop(name) for name in ("reasoning", "reasoning_content") if name in converted]
+    if thoughts:
+        if not isinstance(thoughts[-1], str):
+            where = f"{where}.reasoning_content"
+            raise MessageError(f"{where} is a {type(thoughts[-1]).__name__}, wanted text", where)
+        converted["reasoning_content"] = thoughts[-1]
     return {**converted, "tool_calls": _calls(calls, f"{where}.tool_calls")} if calls else converted
 
 

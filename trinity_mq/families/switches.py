@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config.switches import (
@@ -121,33 +121,33 @@ def _thinking_switches(
         raise SwitchError(f"{ENABLE_THINKING} is true and {EFFORT} is none; leave one of them out", EFFORT)
     switch = next((name for name in THINKING if name in readable), None)
     levels = list(_levels(template)) if EFFORT in readable else []
-    thinks = bool(levels) or any(tag in template for thoughts in FORMATS for tag in thoughts)
+    thinks = switch is not None or bool(levels) or any(tag in template for thoughts in FORMATS for tag in thoughts)
     if thinking is False or effort == "none":
-        if switch is not None:
-            return {switch: False}
-        if "none" in levels:
-            return {EFFORT: "none"}
-        if thinks:
-            advice = f"the lowest {EFFORT} is {levels[0]}" if levels else "leave it out"
-            raise SwitchError(f"thinking cannot be switched off: the chat template has no switch for it; {advice}")
-        return {}
-    if switch is None and not thinks:
-        raise SwitchError(
-            "thinking cannot be switched on: the chat template of this model has no thoughts; leave it out"
-        )
-    switches: dict[str, Any] = {} if switch is None else {switch: True}
-    if effort is None:
-        return switches
-    if levels:
+        return _switches_without_thoughts(switch, levels) if thinks else {}
+    if not thinks:
+        if thinking:
+            raise SwitchError("thinking cannot be switched on: the chat template has no thoughts; leave it out")
+        return {}  # a level limits thoughts, and there are none
+    on: dict[str, Any] = {} if switch is None else {switch: True}
+    if levels and effort is not None:
         if effort not in levels:
             raise SwitchError(f"{EFFORT} is {effort}; the template of this model knows {', '.join(levels)}", EFFORT)
-        return {**switches, EFFORT: effort}
-    if effort not in _SATISFIED:
+        return {**on, EFFORT: effort}
+    if effort is not None and effort not in _SATISFIED:
         advice = "send none, or medium or more" if switch is not None else "leave it out"
         raise SwitchError(
             f"{EFFORT} is {effort}, and the chat template of this model cannot limit its thoughts; {advice}", EFFORT
         )
-    return switches
+    return on
+
+
+def _switches_without_thoughts(switch: str | None, levels: Sequence[str]) -> dict[str, Any]:
+    if switch is not None:
+        return {switch: False}
+    if "none" in levels:
+        return {EFFORT: "none"}
+    advice = f"the lowest {EFFORT} is {levels[0]}" if levels else "leave it out"
+    raise SwitchError(f"thinking cannot be switched off: the chat template has no switch for it; {advice}")
 
 
 def _levels(template: str) -> Iterator[str]:
