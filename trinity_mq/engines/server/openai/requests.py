@@ -129,7 +129,11 @@ class ChatBody(SamplingBody):
     """Level of thinking (:data:`trinity_mq.config.switches.EFFORTS`)."""
     continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Our extension: tokens of the conversation up to and including an earlier answer. The prompt begins with these
-    tokens if their text is the beginning of the prompt's text.
+    tokens if the family of the model allows it; ``prompt_token_ids`` of the answer shows it.
+    """
+    continue_messages: int = Field(default=0, ge=0)
+    """Our extension: number of leading messages whose tokens ``continue_tokens`` holds. The last of them is the answer.
+    Only the later messages are rendered. 0: unknown; then the text of the tokens must begin the prompt's text.
     """
 
     def offered_tools(self) -> list[dict[str, Any]]:
