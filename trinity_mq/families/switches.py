@@ -21,7 +21,7 @@ from trinity_mq.config.switches import (
     SwitchError,
     check_switch_fields,
 )
-from trinity_mq.thoughts import FORMATS
+from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
 THINKING = (ENABLE_THINKING, "thinking")
 """Names under which templates read whether the model thinks: Qwen3, GLM, Nemotron and Gemma 4; DeepSeek V3.1, Kimi."""
@@ -62,12 +62,15 @@ def without_switches(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in SWITCH_FIELDS}
 
 
-def template_switches(fields: Mapping[str, Any], template: str) -> dict[str, Any]:
+def template_switches(
+    fields: Mapping[str, Any], template: str, thoughts: ThoughtFormat | None = FORMATS[0]
+) -> dict[str, Any]:
     """Return the variables for a template, from the switch fields of a request.
 
     Args:
         fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; other fields are ignored.
         template: The chat template.
+        thoughts: Tags around the thoughts of the model's family. A template that writes them is of a model that thinks.
 
     Raises:
         SwitchError: A field has another form, two fields contradict each other, or the template has no such switch.
@@ -82,7 +85,7 @@ def template_switches(fields: Mapping[str, Any], template: str) -> dict[str, Any
         raise SwitchError(
             f"{SWITCHES}.{unknown[0]} has no effect: the chat template of this model does not read it; it reads {names}"
         )
-    return switches | _thinking_switches(thinking, effort, readable, template)
+    return switches | _thinking_switches(thinking, effort, readable, template, thoughts or ())
 
 
 @functools.lru_cache(maxsize=64)
@@ -113,7 +116,7 @@ def _agreed(values: Mapping[str, Any]) -> Any:
 
 
 def _thinking_switches(
-    thinking: bool | None, effort: str | None, readable: Collection[str], template: str
+    thinking: bool | None, effort: str | None, readable: Collection[str], template: str, tags: Collection[str]
 ) -> dict[str, Any]:
     if thinking is None and effort is None:
         return {}
@@ -121,7 +124,7 @@ def _thinking_switches(
         raise SwitchError(f"{ENABLE_THINKING} is true and {EFFORT} is none; leave one of them out", EFFORT)
     switch = next((name for name in THINKING if name in readable), None)
     levels = list(_levels(template)) if EFFORT in readable else []
-    thinks = switch is not None or bool(levels) or any(tag in template for thoughts in FORMATS for tag in thoughts)
+    thinks = switch is not None or bool(levels) or any(tag in template for tag in tags)
     if thinking is False or effort == "none":
         return _switches_without_thoughts(switch, levels) if thinks else {}
     if not thinks:

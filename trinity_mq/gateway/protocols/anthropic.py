@@ -230,7 +230,7 @@ def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
     text = "".join(texts)
     if role == "assistant":
         message: dict[str, Any] = {"role": role, "content": text or None}
-        if thought := "\n".join(filter(None, thoughts)):
+        if thought := "\n\n".join(filter(None, thoughts)):
             message["reasoning_content"] = thought
         return [{**message, "tool_calls": calls} if calls else message]
     return [*results, *([{"role": role, "content": text}] if text or not results else [])]

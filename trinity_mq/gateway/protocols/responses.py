@@ -246,7 +246,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
     """Return a message of the assistant with the thoughts before it, which are then used up."""
-    thought = "\n".join(filter(None, thoughts))
+    thought = "\n\n".join(filter(None, thoughts))
     thoughts.clear()
     return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
 
