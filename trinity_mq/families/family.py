@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import uuid
@@ -69,6 +70,8 @@ class Family:
     """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    call_id: Callable[[str], str] | None = None
+    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
     name.
@@ -118,6 +121,8 @@ class Family:
                 else message
                 for message in messages
             ]
+        if self.call_id is not None:
+            written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
         yield written
@@ -158,6 +163,20 @@ def _without(message: Message, key: str) -> Message:
 def _names(template: str, key: str) -> bool:
     """Return whether a chat template reads ``key`` of a message."""
     return re.search(rf"\.{key}\b|['\"]{key}['\"]", template) is not None
+
+
+def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
+    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    calls, results = itertools.count(), itertools.count()
+    changed = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            numbered = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+            message = {**message, "tool_calls": numbered}
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": call_id(str(message.get("tool_call_id") or next(results)))}
+        changed.append(message)
+    return changed
 
 
 def _with_text(call: Message) -> Message:

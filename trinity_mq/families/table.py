@@ -101,6 +101,7 @@ FAMILIES = (
         thoughts=MISTRAL,
         thoughts_key=PARTS,
         marks=("[TOOL_CALLS]",),
+        call_id=mistral.call_id,
     ),
     row(
         "llama",
