@@ -304,27 +304,26 @@ class TextCodec:
         limit: int,
     ) -> list[int] | None:
         """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
-        short = bridge.abridge(messages, count, has_thoughts=self._has_thoughts(before))
-        if short is None:
-            return None
-        try:
-            ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
-            by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
-            if by_library is not None:
-                return by_library
-            behind = bridge.continuation(
-                self._render(ended, tools, switches, add_generation_prompt=False),
-                self._render(continued, tools, switches),
-                self.family.thoughts,
-                has_thoughts=bridge.has_thoughts(short),
-            )
-            if behind is None:
-                return None
-            added = self.encode_within(behind[1], max(0, limit - len(before)))
-        except TextError:
-            return None  # whole renderings have readable errors
-        position = self._place_behind_turn(before[-1], behind[0], added)
-        return None if position is None else [*before, *added[position:]]
+        has_thoughts = self._has_thoughts(before)
+        for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
+            try:
+                ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
+                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
+                if by_library is not None:
+                    return by_library
+                behind = bridge.continuation(
+                    self._render(ended, tools, switches, add_generation_prompt=False),
+                    self._render(continued, tools, switches),
+                    self.family.thoughts,
+                    has_thoughts=has_thoughts,
+                )
+                added = [] if behind is None else self.encode_within(behind[1], max(0, limit - len(before)))
+            except TextError:
+                continue  # whole renderings have readable errors
+            position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
+            if position is not None:
+                return [*before, *added[position:]]
+        return None
 
     def _place_behind_turn(self, last: int, after: str, added: Sequence[int]) -> int | None:
         """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
