@@ -113,7 +113,8 @@ def calls_reader(name: str) -> CallReader:
             return ReadCalls([], len(attempts))
         if not attempts:
             return ReadCalls([], 1)
-        calls = [_call(attempt) for attempt in attempts]
+        schemas = _schemas(tools)
+        calls = [_call(attempt, schemas) for attempt in attempts]
         valid = [call for call in calls if call is not None]
         if len(valid) < len(calls):
             return ReadCalls([], len(calls) - len(valid))
@@ -132,16 +133,46 @@ def _reading(name: str) -> tuple[Any, MarkTokenizer]:
     return renderer, tokenizer
 
 
-def _call(attempt: Any) -> Message | None:
-    if attempt.status != "ok" or not isinstance(attempt.name, str) or not attempt.name:
+def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | None:
+    """Return the call of an attempt; None if it is malformed. Whether a tool and its parameters exist is the client's
+    question: its error tells the model.
+    """
+    is_read = attempt.status in _READ or (attempt.status == "invalid_json" and isinstance(attempt.arguments, dict))
+    if not is_read or not isinstance(attempt.name, str) or not attempt.name:
         return None
-    if not isinstance(attempt.arguments, str | dict):
+    arguments = attempt.arguments
+    if isinstance(arguments, dict):
+        types = schemas.get(attempt.name, {})
+        arguments = {name: _boolean(value, types.get(name)) for name, value in arguments.items()}
+    elif not isinstance(arguments, str):
         return None
     try:
         call_id = attempt.id if attempt.id and len(attempt.id) <= _LONGEST_ID else None
-        return api_call(attempt.name, attempt.arguments, call_id)
+        return api_call(attempt.name, arguments, call_id)
     except (ValueError, RecursionError):
         return None
+
+
+def _boolean(value: Any, declared: Any) -> Any:
+    """Return a boolean for the form in which Python writes it: templates write earlier calls so."""
+    return _PYTHON_BOOLEANS.get(value, value) if isinstance(value, str) and declared == "boolean" else value
+
+
+def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:
+    """Return the declared types of the parameters of each tool."""
+    types = {}
+    for tool in tools or ():
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        if isinstance(properties, Mapping):
+            types[function["name"]] = {
+                name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)
+            }
+    return types
+
+
+_READ = frozenset({"ok", "unknown_tool"})
+_PYTHON_BOOLEANS = {"True": True, "False": False}
 
 
 # -- rendering

@@ -155,7 +155,7 @@ class TextCodec:
             SwitchError: The template has no such switch, or a field has another form.
         """
         merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
-        return template_switches(merged, self._template(tools)) if merged else {}
+        return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
 
     def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
         return self.switches({}, tools) if switches is None else switches
@@ -304,27 +304,26 @@ class TextCodec:
         limit: int,
     ) -> list[int] | None:
         """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
-        short = bridge.abridge(messages, count, has_thoughts=self._has_thoughts(before))
-        if short is None:
-            return None
-        try:
-            ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
-            by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
-            if by_library is not None:
-                return by_library
-            behind = bridge.continuation(
-                self._render(ended, tools, switches, add_generation_prompt=False),
-                self._render(continued, tools, switches),
-                self.family.thoughts,
-                has_thoughts=bridge.has_thoughts(short),
-            )
-            if behind is None:
-                return None
-            added = self.encode_within(behind[1], max(0, limit - len(before)))
-        except TextError:
-            return None  # whole renderings have readable errors
-        position = self._place_behind_turn(before[-1], behind[0], added)
-        return None if position is None else [*before, *added[position:]]
+        has_thoughts = self._has_thoughts(before)
+        for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
+            try:
+                ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
+                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
+                if by_library is not None:
+                    return by_library
+                behind = bridge.continuation(
+                    self._render(ended, tools, switches, add_generation_prompt=False),
+                    self._render(continued, tools, switches),
+                    self.family.thoughts,
+                    has_thoughts=has_thoughts,
+                )
+                added = [] if behind is None else self.encode_within(behind[1], max(0, limit - len(before)))
+            except TextError:
+                continue  # whole renderings have readable errors
+            position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
+            if position is not None:
+                return [*before, *added[position:]]
+        return None
 
     def _place_behind_turn(self, last: int, after: str, added: Sequence[int]) -> int | None:
         """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
@@ -596,8 +595,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
-        engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
+        Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -609,6 +608,7 @@ class TextCodec:
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
+            **({"switches": self._default_switches} if self._default_switches else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
