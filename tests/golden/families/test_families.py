@@ -138,6 +138,28 @@ def parts_of(message: Mapping[str, Any]) -> tuple[str | None, str, list[tuple[st
     return message.get("reasoning_content"), message["content"].strip(), calls, 0
 
 
+def sampled(proof: Proof, case: Case, count: int, switches: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The prompt for message ``count`` and what an engine would sample for it, with the token that ends the turn; None
+    if the template writes a turn that nobody samples after this prompt. Thoughts that the prompt opens are short.
+    """
+    prompt = proof.truth(case.messages[:count], case.tools, asks=True, **switches)
+    alone = proof.truth(case.messages[: count + 1], case.tools, asks=False, **switches)
+    opening = next((tag for tag in ("<think>\n", "<think>") if prompt.endswith(tag)), "")
+    if alone.startswith(prompt):
+        text = alone[len(prompt) :]
+    elif opening and alone.startswith(prompt.removesuffix(opening)):
+        body = alone[len(prompt) - len(opening) :].removeprefix("<think>")
+        text = f"Hm.{body}" if "</think>" in body else f"Hm.\n</think>\n\n{body}"
+    else:
+        return None
+    ends = vocabulary_of(proof.template).ends
+    places = [text.find(end) + len(end) for end in ends if end in text]
+    if places:
+        return prompt, text[: min(places)]
+    following = proof.truth(case.messages, case.tools, asks=True, **switches).removeprefix(prompt + text)
+    return prompt, text + next((end for end in ends if following.startswith(end)), ends[0])
+
+
 @BY_TEMPLATE
 def test_answers_of_the_template_are_read_back(proof: Proof) -> None:
     codec = codec_of(proof)
@@ -150,26 +172,18 @@ def test_answers_of_the_template_are_read_back(proof: Proof) -> None:
             assert is_equal == (title not in proof.unread), (title, switches, turn.text, answer)
 
 
-def sampled(proof: Proof, case: Case, count: int, switches: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The prompt for message ``count`` and what an engine would sample for it, with the token that ends the turn; None
-    if the template writes a turn that nobody samples after this prompt. Thoughts that the prompt opens are short.
-    """
-    prompt = proof.truth(case.messages[:count], case.tools, asks=True, **switches)
-    alone = proof.truth(case.messages[: count + 1], case.tools, asks=False, **switches)
-    opening = next((tag for tag in ("<think>\n", "<think>") if prompt.endswith(tag)), "")
-    if alone.startswith(prompt):
-        text = alone[len(prompt) :]
-    elif opening and alone.startswith(prompt.removesuffix(opening)):
-        body = alone[len(prompt) - len(opening) :]
-        text = f"Hm.{body}" if "</think>" in body else f"Hm.\n</think>\n\n{body}"
-    else:
-        return None
-    ends = vocabulary_of(proof.template).ends
-    places = [text.find(end) + len(end) for end in ends if end in text]
-    if places:
-        return prompt, text[: min(places)]
-    following = proof.truth(case.messages, case.tools, asks=True, **switches).removeprefix(prompt + text)
-    return prompt, text + next((end for end in ends if following.startswith(end)), ends[0])
+@BY_TEMPLATE
+def test_answers_behind_thoughts_that_the_prompt_opens_are_read_back(proof: Proof) -> None:
+    codec = codec_of(proof)
+    for title, case, switches, _ in written(proof):
+        for number, message in enumerate(case.messages):
+            turn = sampled(proof, case, number, switches) if message["role"] == "assistant" else None
+            if turn is None or not turn[1].startswith("Hm.") or title in proof.unread:
+                continue
+            answer = codec.read_answer(without_end(turn[1], proof), turn[0][-200:], TOOLS)
+            thoughts, content, calls, malformed = parts(answer)
+            _, text, wanted, _ = parts_of(message)
+            assert (thoughts, content.strip(), calls, malformed) == ("Hm.", text, wanted, 0), (title, switches, turn)
 
 
 @BY_TEMPLATE
