@@ -170,12 +170,12 @@ def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Me
     calls, results = itertools.count(), itertools.count()
     changed = []
     for message in messages:
+        other = dict(message)
         if listed := message.get("tool_calls"):
-            numbered = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
-            message = {**message, "tool_calls": numbered}
+            other["tool_calls"] = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
         if message["role"] == "tool":
-            message = {**message, "tool_call_id": call_id(str(message.get("tool_call_id") or next(results)))}
-        changed.append(message)
+            other["tool_call_id"] = call_id(str(message.get("tool_call_id") or next(results)))
+        changed.append(other)
     return changed
 
 
