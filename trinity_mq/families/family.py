@@ -168,15 +168,16 @@ def _names(template: str, key: str) -> bool:
 def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
     """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
     calls, results = itertools.count(), itertools.count()
-    changed = []
-    for message in messages:
-        other = dict(message)
-        if listed := message.get("tool_calls"):
-            other["tool_calls"] = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+
+    def changed(message: Message) -> Message:
+        listed, others = message.get("tool_calls"), dict(message)
+        if listed:
+            others["tool_calls"] = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
         if message["role"] == "tool":
-            other["tool_call_id"] = call_id(str(message.get("tool_call_id") or next(results)))
-        changed.append(other)
-    return changed
+            others["tool_call_id"] = call_id(str(message.get("tool_call_id") or next(results)))
+        return others
+
+    return [changed(message) for message in messages]
 
 
 def _with_text(call: Message) -> Message:
