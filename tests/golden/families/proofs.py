@@ -62,6 +62,8 @@ class Proof:
     reason: str = ""
     breaks: frozenset[str] = frozenset()
     """Conversations whose last finished turn is rendered anew, because the template would write it in another form."""
+    calls: str = ""
+    """Words for what is known of tools and calls. Empty: by the conversations above."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Variables that make the template independent of the day."""
 
@@ -217,7 +219,7 @@ PROOFS = (
         reason="the template writes text next to calls as thoughts",
         breaks=EARLIER,
     ),
-    Proof("kimi-k2", "kimi", refused=WITH_CALLS - WITH_THOUGHTS),
+    Proof("kimi-k2", "kimi", writes_tools=False, refused=WITH_CALLS - WITH_THOUGHTS, calls="not proven"),
     Proof(
         "mistral-nemo",
         "mistral",
