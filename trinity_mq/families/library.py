@@ -1,18 +1,17 @@
 """The package ``renderers``: rendering, bridges and readers of calls for the families that it knows.
 
 The configuration of a renderer is chosen by the row of the family, never by the name of the model. A renderer is used
-only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. The package reads no network:
-the only vocabulary that it would load is the one of gpt-oss, and that must lie in a folder.
+only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. Its renderer of gpt-oss is
+never used: it loads a vocabulary of its own over the network, whose tokens need not be the
+model's.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trinity_mq.families.division import CallReader, ReadCalls
@@ -27,8 +26,6 @@ _COSTLY = re.compile(r"<(?:invoke|parameter|function|arg_key|arg_value)\b")
 _MAX_COST = 1 << 26
 _LONGEST_ID = 256
 """Maximum characters of the identifier of a call that the model writes."""
-_HARMONY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
-"""Environment variable with the folder of the vocabulary of gpt-oss."""
 _SWITCH = "enable_thinking"
 
 
@@ -97,7 +94,8 @@ _MARKS = 0x110000
 
 
 def calls_reader(name: str) -> CallReader:
-    """Return a reader of the calls of a family that the package knows.
+    """Return a reader of the calls of a family that the package knows. If any call is malformed, the answer has no
+    calls. Text between and behind the calls is left out.
 
     Args:
         name: Name of the package's configuration.
@@ -116,10 +114,12 @@ def calls_reader(name: str) -> CallReader:
             return ReadCalls([], len(attempts))
         if not attempts:
             return ReadCalls([], 1)
-        calls = [_call(attempt) for attempt in attempts]
+        schemas = _schemas(tools)
+        calls = [_call(attempt, schemas) for attempt in attempts]
         valid = [call for call in calls if call is not None]
-        rest = [attempt.raw.strip() for attempt, call in zip(attempts, calls, strict=True) if call is None]
-        return ReadCalls(valid, len(rest), "\n".join(rest))
+        if len(valid) < len(calls):
+            return ReadCalls([], len(calls) - len(valid))
+        return ReadCalls(valid)
 
     return read
 
@@ -134,16 +134,46 @@ def _reading(name: str) -> tuple[Any, MarkTokenizer]:
     return renderer, tokenizer
 
 
-def _call(attempt: Any) -> Message | None:
-    if attempt.status != "ok" or not isinstance(attempt.name, str) or not attempt.name:
+def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | None:
+    """Return the call of an attempt; None if it is malformed. Whether a tool and its parameters exist is the client's
+    question: its error tells the model.
+    """
+    is_read = attempt.status in _READ or (attempt.status == "invalid_json" and isinstance(attempt.arguments, dict))
+    if not is_read or not isinstance(attempt.name, str) or not attempt.name:
         return None
-    if not isinstance(attempt.arguments, str | dict):
+    arguments = attempt.arguments
+    if isinstance(arguments, dict):
+        types = schemas.get(attempt.name, {})
+        arguments = {name: _boolean(value, types.get(name)) for name, value in arguments.items()}
+    elif not isinstance(arguments, str):
         return None
     try:
         call_id = attempt.id if attempt.id and len(attempt.id) <= _LONGEST_ID else None
-        return api_call(attempt.name, attempt.arguments, call_id)
+        return api_call(attempt.name, arguments, call_id)
     except (ValueError, RecursionError):
         return None
+
+
+def _boolean(value: Any, declared: Any) -> Any:
+    """Return a boolean for the form in which Python writes it: templates write earlier calls so."""
+    return _PYTHON_BOOLEANS.get(value, value) if isinstance(value, str) and declared == "boolean" else value
+
+
+def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:
+    """Return the declared types of the parameters of each tool."""
+    types = {}
+    for tool in tools or ():
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        if isinstance(properties, Mapping):
+            types[function["name"]] = {
+                name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)
+            }
+    return types
+
+
+_READ = frozenset({"ok", "unknown_tool"})
+_PYTHON_BOOLEANS = {"True": True, "False": False}
 
 
 # -- rendering
@@ -156,21 +186,45 @@ def _config_class(name: str) -> Any:
 
 
 def _renderer(tokenizer: Any, config: Any) -> Any:
-    from renderers import create_renderer
+    import renderers
 
-    return create_renderer(tokenizer, config)
+    # not by create_renderer, which imports all families and the vocabulary of gpt-oss
+    return getattr(renderers, _CLASSES[config.name])(tokenizer, config)
+
+
+_CLASSES = {
+    "deepseek-r1": "DeepSeekR1Renderer",
+    "deepseek-v3": "DeepSeekV3Renderer",
+    "gemma4": "Gemma4Renderer",
+    "glm-4.5": "GLM45Renderer",
+    "glm-5": "GLM5Renderer",
+    "glm-5.3": "GLM53Renderer",
+    "kimi-k2": "KimiK2Renderer",
+    "kimi-k2.5": "KimiK25Renderer",
+    "llama-3": "Llama3Renderer",
+    "minimax-m2": "MiniMaxM2Renderer",
+    "nemotron-3": "Nemotron3Renderer",
+    "nemotron-3-ultra": "Nemotron3UltraRenderer",
+    "nemotron-3.5": "Nemotron35Renderer",
+    "qwen3": "Qwen3Renderer",
+    "qwen3-vl": "Qwen3VLRenderer",
+    "qwen3.5": "Qwen35Renderer",
+    "qwen3.6": "Qwen36Renderer",
+    "qwen3.8": "Qwen38Renderer",
+}
+"""Classes of the package by the names of its configurations."""
 
 
 def open_renderer(
-    name: str,
+    names: Sequence[str],
     tokenizer: Any,
     switches: Mapping[str, Any],
     write: Write,
-) -> Any:
-    """Return a renderer whose tokens equal the tokens of the chat template for every probe.
+) -> tuple[str, Any]:
+    """Return the first renderer whose tokens equal the tokens of the chat template for every probe, with its name.
 
     Args:
-        name: Name of the package's configuration.
+        names: Names of the package's configurations.
         tokenizer: The model's tokenizer, in the form that the package reads.
         switches: Variables of the chat template.
         write: Writes probes by the chat template.
@@ -178,8 +232,18 @@ def open_renderer(
     Raises:
         LibraryUnfit: The package cannot render for this model.
     """
-    if name == "gpt-oss" and not _has_harmony():
-        raise LibraryUnfit(f"the vocabulary of gpt-oss is missing; set {_HARMONY_FOLDER} to its folder")
+    reasons = []
+    for name in names:
+        try:
+            return name, _fitting(name, tokenizer, switches, write)
+        except LibraryUnfit as error:
+            reasons.append(f"{name}: {error}")
+        except ImportError as error:
+            raise LibraryUnfit(f"it cannot be imported: {error}") from error
+    raise LibraryUnfit("; ".join(reasons))
+
+
+def _fitting(name: str, tokenizer: Any, switches: Mapping[str, Any], write: Write) -> Any:
     config = _config_class(name)
     fields = config.template_field_names()
     if others := sorted(set(switches) - fields):
@@ -198,11 +262,6 @@ def open_renderer(
             return renderer
         reason = reason or difference
     raise LibraryUnfit(reason)
-
-
-def _has_harmony() -> bool:
-    folder = os.environ.get(_HARMONY_FOLDER, "")
-    return bool(folder) and (Path(folder) / "o200k_base.tiktoken").is_file()
 
 
 def _difference(renderer: Any, write: Write) -> str:
@@ -241,7 +300,11 @@ _TOOL: Message = {
     },
 }
 _ASK = _turn("user", "What is 2 + 2?\nThink.  ")
-_CALLS = _turn("assistant", "", tool_calls=[_probe_call(1, {"place": "K\u00f6ln \u4e2d", "days": 2})])
+_CALLS = _turn(
+    "assistant",
+    "",
+    tool_calls=[_probe_call(1, {"place": "K\u00f6ln \u4e2d", "days": 2, "now": True, "of": {"a": [1, None]}})],
+)
 _TWO_CALLS = _turn(
     "assistant", "I look.", tool_calls=[_probe_call(1, {"place": "Bonn"}), _probe_call(2, {"place": 'a "b"\n<c>'})]
 )
