@@ -252,7 +252,7 @@ def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
 
 
 def _unanswered(thoughts: list[str]) -> list[dict[str, Any]]:
-    """Return the message of an answer that ended within its thoughts. The list is empty if there are none."""
+    """Return the message of an answer that ended within its thoughts. Empty: no thoughts are left."""
     return [_answered(None, thoughts)] if any(thoughts) else []
 
 
