@@ -85,7 +85,7 @@ async def local_session(
         headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.
-        merge: With ``renderer``, engines continue from the tokens of earlier turns.
+        merge: As ``gateway.merge``: whether and how engines continue from the tokens of earlier turns.
     """
     store, key, name = MemorySessionStore(), access.new_key(), access.new_session_id()
     settings = AppSettings(
