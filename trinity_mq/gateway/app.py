@@ -720,12 +720,10 @@ class _Recording:
         self._chain = await self._app.chain_of(self._asked.body)
         if self._chain is None:
             return
-        merge = self._app.settings.gateway.merge
         self._match = self.conversation.lineages.match(self._chain, _temperature(self._asked.body))
-        if self._match is not None and merge != "per_call":
+        if self._match is not None and self._app.settings.gateway.merge == "renderer":
             self._asked.body["continue_tokens"] = self._match.sequence.tokens
-            if merge == "renderer":
-                self._asked.body["continue_messages"] = self._match.messages
+            self._asked.body["continue_messages"] = self._match.messages
 
     def _store(self, answer: Mapping[str, Any]) -> StoredResponse | None:
         """Store the answer for requests that refer to it by its id. Return None if it is not stored."""

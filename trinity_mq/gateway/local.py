@@ -74,7 +74,7 @@ async def local_session(
     headers: Mapping[str, str],
     not_ready_timeout: float,
     request_timeout: float,
-    merge: Merge = "prefix",
+    merge: Merge = "renderer",
     switches: Switches = "agent",
 ) -> AsyncIterator[LocalSession]:
     """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.

@@ -289,7 +289,7 @@ async def merging_server(script: Script) -> AsyncIterator[tuple[InferenceModel, 
         yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
 
 
-@pytest.mark.parametrize("merge", ["prefix", "per_call"])
+@pytest.mark.parametrize("merge", ["renderer", "prefix"])
 async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) -> None:
     config = serving_config(gateway={"merge": merge})
     async with serving(["aab", "b"], config=config, server=merging_server) as at:
@@ -304,7 +304,7 @@ async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) ->
         prompt = Answers(calls).prompt(calls[1])
         sampled, cut = [0, 3, 4, 0, 0, 1, 4], [0, 3, 4, 0, MERGED, 4]
         follows = [MERGED, 3, 4]
-        if merge == "prefix":
+        if merge == "renderer":
             assert prompt == [*sampled, *follows]
             assert (calls[1].continues, calls[1].break_cause) == (calls[0].call, "")
         else:

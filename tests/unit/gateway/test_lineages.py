@@ -222,7 +222,8 @@ async def test_branches_of_a_turn_and_an_edited_past_begin_where_they_leave_thei
 
 
 async def test_a_template_that_rewrites_earlier_turns_is_a_break_by_template() -> None:
-    async with serving(lambda prompt: "hm|5", server=forgetful_server) as at:
+    config = serving_config(gateway={"merge": "prefix"})
+    async with serving(lambda prompt: "hm|5", config=config, server=forgetful_server) as at:
         session = (await at.open())["id"]
         agent = Agent(at, session)
         for text in ("one", "two", "three"):
@@ -278,7 +279,7 @@ async def test_engines_get_the_tokens_of_the_continued_answer(merge: str) -> Non
         first, second = asked.bodies
         call = calls_of(at, session)[0]
         assert "continue_tokens" not in first
-        assert second.get("continue_tokens") == (None if merge == "per_call" else call.prompt + call.choices[0].ids)
+        assert second.get("continue_tokens") == (call.prompt + call.choices[0].ids if merge == "renderer" else None)
         assert second.get("continue_messages") == (3 if merge == "renderer" else None)
 
 

@@ -46,12 +46,12 @@ class GatewayConfig(Section):
     another limit."""
     group_size: int | None = Field(default=None, ge=2)
     """Number of sessions in a group. None: ``algorithm.repeat_times``."""
-    merge: Merge = "prefix"
-    """Experiences of a session. ``prefix``: a turn whose prompt begins with exactly the tokens of an earlier turn is
-    merged with that turn into one experience. The prompt's text is the chat template's; where it begins with an earlier
-    turn, the prompt has the tokens that were sampled. ``renderer``: like ``prefix``, and a prompt that continues a
-    recorded answer consists of the answer's exact tokens and of the later messages, also where the chat template would
-    write earlier turns differently, for example without their thoughts. ``per_call``: each answer is an experience."""
+    merge: Merge = "renderer"
+    """Experiences of a session. ``renderer``: a turn whose prompt begins with exactly the tokens of an earlier turn is
+    merged with that turn into one experience, and a prompt that continues a recorded answer is rendered behind the
+    exact tokens of that answer, unless the model's family would write the past in another form. ``prefix``: turns are
+    merged likewise, but each prompt is rendered as a whole, so that a turn is lost where the same text is tokenized
+    differently. ``per_call``: each answer is an experience."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Reward of an answer without a reward of its own: this factor times the reward of the next answer."""
     sampling: Literal["configured", "agent"] = "configured"
