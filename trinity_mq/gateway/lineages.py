@@ -16,6 +16,7 @@ import json
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from trinity_mq.families.messages import Message, MessageError, read_messages, without_nulls
@@ -49,9 +50,9 @@ class Chain:
         """
         try:
             [answer] = read_messages([{**message, "role": "assistant"}])
-        except MessageError:
+            return _next_digest(self.digests[-1], answer), identity_of(answer)
+        except (MessageError, RecursionError):
             return "", ""
-        return _next_digest(self.digests[-1], answer), identity_of(answer)
 
 
 def read_chain(body: Mapping[str, Any]) -> Chain | None:
@@ -68,15 +69,15 @@ def read_chain(body: Mapping[str, Any]) -> Chain | None:
     if not isinstance(messages := body.get("messages"), list):
         return None
     try:
-        read = read_messages(messages)
+        read = [message if _is_plain(message) else read_messages([message])[0] for message in messages]
         # without the choice of tools, the template does not write them
         tools = [] if body.get("tool_choice") == "none" else without_nulls(body.get("tools")) or []
         options = {name: body[name] for name in OPTIONS_IN_PROMPT if body.get(name) is not None}
         digests = [_digest(json.dumps([tools, options], sort_keys=True))]
+        for message in read:
+            digests.append(_next_digest(digests[-1], message))
     except (MessageError, RecursionError):
         return None
-    for message in read:
-        digests.append(_next_digest(digests[-1], message))
     return Chain(tuple(digests), tuple(map(identity_of, read)))
 
 
@@ -84,27 +85,38 @@ def identity_of(message: Message) -> str:
     """Return what tells an answer apart from an equal answer: a digest of the ids of its calls, or else of its
     thoughts. Empty: the message has neither.
     """
+    if len(message) == 2:
+        return ""
     if calls := message.get("tool_calls"):
         return _digest(json.dumps([call.get("id") for call in calls], default=str))
     thoughts = message.get("reasoning_content")
     return _digest(thoughts.strip()) if isinstance(thoughts, str) and thoughts.strip() else ""
 
 
+def _is_plain(message: Any) -> bool:
+    """Return whether a message is a role and a text, as most are: reading it changes nothing."""
+    return (
+        isinstance(message, dict)
+        and len(message) == 2
+        and isinstance(message.get("content"), str)
+        and isinstance(message.get("role"), str)
+    )
+
+
 def _next_digest(digest: str, message: Message) -> str:
-    role, text = message["role"], message["content"]
-    is_answer = role == "assistant"
-    calls = [_plain_call(call["function"]) for call in message.get("tool_calls") or ()]
-    name = None if role in ("assistant", "tool") else message.get("name")
-    return _digest(json.dumps([digest, role, name, text.strip() if is_answer else text, calls], default=str))
+    role, text, calls, name = message["role"], message["content"], message.get("tool_calls"), message.get("name")
+    if role == "assistant":
+        text, name = text.strip(), None
+    elif role == "tool":
+        name = None
+    rest = ""
+    if calls or name:
+        rest = json.dumps([name, [_plain_call(call["function"]) for call in calls or ()]], default=str)
+    return _digest(f"{digest} {role} {len(text)} {text}{rest}")
 
 
 def _plain_call(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    try:
-        arguments = json.dumps(_plain(arguments), sort_keys=True)
-    except RecursionError:  # text of a model, nested without end
-        arguments = ""
-    return f"{function['name']} {arguments}"
+    return f"{function['name']} {json.dumps(_plain(function['arguments']), sort_keys=True)}"
 
 
 def _plain(value: Any) -> Any:
@@ -141,14 +153,20 @@ class Beginnings(Generic[T]):
             self._sizes.insert(place, size)
         self._items.setdefault(digest, []).append(item)
 
-    def of(self, content: bytes) -> list[list[T]]:
-        """Return the items whose bytes begin ``content``, those of equal bytes in one list, short ones first."""
-        state, end, matches = new_state(), 0, []
+    def of(self, content: bytes, start: int = 0, state: hashlib.blake2b | None = None) -> list[list[T]]:
+        """Return the items whose bytes begin the given bytes, those of equal bytes in one list, short ones first.
+
+        Args:
+            content: The bytes from ``start`` on.
+            start: Number of bytes before ``content``. Only longer items are returned.
+            state: Digest of the bytes before ``content``.
+        """
+        state, end, matches = new_state() if state is None else state.copy(), start, []
         view = memoryview(content)
-        for size in self._sizes:
-            if size > len(content):
+        for size in self._sizes[bisect.bisect_right(self._sizes, start) :]:
+            if size > start + len(content):
                 break
-            state.update(view[end:size])
+            state.update(view[end - start : size - start])
             end = size
             if items := self._items.get(state.digest()):
                 matches.append(items)
@@ -207,7 +225,7 @@ class Sampled:
         while node is not None:
             parts += [node.ids, node.added]
             node = node.parent
-        return [token for part in reversed(parts) for token in part]
+        return list(chain.from_iterable(reversed(parts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +233,8 @@ class Match:
     """The sequence that a conversation continues, according to its messages."""
 
     sequence: Sampled
+    tokens: list[int]
+    """Tokens of the sequence."""
     messages: int
     """Number of leading messages that lead to the answer, the answer included."""
     is_tied: bool
@@ -345,18 +365,18 @@ class Lineages:
         """Return whether a call begins a lineage."""
         return call in self._beginning
 
-    def match(self, chain: Chain, temperature: float) -> Match | None:
+    def match(self, chat: Chain, temperature: float) -> Match | None:
         """Return the recorded answer that a conversation continues: the last one whose messages are its beginning.
 
         Of equal answers the one with the client's ids or thoughts counts. If these do not decide, an answer counts that
         nothing continues yet, and of these the latest: parallel branches with equal answers then stay apart.
         """
-        for place in range(len(chain.digests) - 2, 0, -1):
-            if equal := self._answers.get(chain.digests[place]):
-                sequence, is_tied = self._choose(equal, temperature, chain.identities[place - 1])
+        for place in range(len(chat.digests) - 2, 0, -1):
+            if equal := self._answers.get(chat.digests[place]):
+                sequence, is_tied = self._choose(equal, temperature, chat.identities[place - 1])
                 if is_tied:
                     sequence.is_continued = True  # equal requests under way at the same time take different answers
-                return Match(sequence, place, is_tied)
+                return Match(sequence, sequence.tokens, place, is_tied)
         return None
 
     def place(self, prompt: Sequence[int], text: str, temperature: float, match: Match | None) -> Place:
@@ -371,18 +391,18 @@ class Lineages:
         Raises:
             ValueError: A token id is not a whole number of at most 31 bits.
         """
-        matches = self._by_tokens.of(token_bytes(prompt))
-        same = [warm for equal in matches if (warm := [node for node in equal if node.temperature == temperature])]
         expected = None if match is None else match.sequence
-        continued, is_tied = None, False
-        if same:
-            if expected in same[-1]:
-                continued, is_tied = expected, match is not None and match.is_tied
-            else:
-                continued, is_tied = self._choose(same[-1], temperature, "")
-        length = 0 if continued is None else continued.length
-        if length > 0 and (expected is None or length >= expected.length):
-            return Place(continued, "", is_tied)
+        is_warm = match is not None and match.sequence.temperature == temperature
+        if match is not None and is_warm and prompt[: len(match.tokens)] == match.tokens:
+            start = match.sequence.length  # the beginning needs no look-up
+            rest = self._by_tokens.of(token_bytes(prompt[start:]), 4 * start, match.sequence.state)
+            matches = [[match.sequence], *rest]
+        else:
+            matches = self._by_tokens.of(token_bytes(prompt))
+        same = [warm for equal in matches if (warm := [node for node in equal if node.temperature == temperature])]
+        continued, is_tied = self._choose(same[-1], temperature, "") if same else (None, False)
+        if continued is not None and (expected is None or continued.length >= expected.length):
+            return Place(continued, "", is_tied or (continued is expected and match is not None and match.is_tied))
         return Place(continued, self._break_cause(matches, text, expected), is_tied)
 
     def _break_cause(self, matches: Sequence[Sequence[Sampled]], text: str, expected: Sampled | None) -> str:
