@@ -386,7 +386,8 @@ class GatewayApp:
         """Return the digests of a chat. Long chats are read in a thread."""
         if not isinstance(messages := body.get("messages"), list):
             return None
-        size = sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
+        texts = [message.get("content") for message in messages if isinstance(message, dict)]
+        size = sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
         return await self._reader.run(size, lambda: read_chain(body))
 
     async def _stream(

@@ -49,7 +49,8 @@ class Chain:
         empty if the answer cannot be read.
         """
         try:
-            [answer] = read_messages([{**message, "role": "assistant"}])
+            message = {**message, "role": "assistant"}
+            answer = message if _is_plain(message) else read_messages([message])[0]
             return _next_digest(self.digests[-1], answer), identity_of(answer)
         except (MessageError, RecursionError):
             return "", ""
@@ -73,7 +74,7 @@ def read_chain(body: Mapping[str, Any]) -> Chain | None:
         # without the choice of tools, the template does not write them
         tools = [] if body.get("tool_choice") == "none" else without_nulls(body.get("tools")) or []
         options = {name: body[name] for name in OPTIONS_IN_PROMPT if body.get(name) is not None}
-        digests = [_digest(json.dumps([tools, options], sort_keys=True))]
+        digests = [_digest(json.dumps([tools, options], sort_keys=True) if tools or options else "")]
         for message in read:
             digests.append(_next_digest(digests[-1], message))
     except (MessageError, RecursionError):
