@@ -4,7 +4,7 @@ Each recorded answer ends a sequence: the tokens of its prompt, then its own tok
 sequence continues it. A sequence is found in two ways, both in time linear in the request:
 
 * before the engine is asked, by the client's messages: each answer is indexed by a digest of the messages that led to
-  it and of the answer, in the form in which clients send it back (:func:`read_chain`);
+  it and of the answer, in a form that clients do not change (:func:`read_chain`);
 * after the engine has answered, by the tokens of the prompt: each sequence is indexed by the digest of its tokens.
 """
 
@@ -155,7 +155,7 @@ class Beginnings(Generic[T]):
         self._items.setdefault(digest, []).append(item)
 
     def of(self, content: bytes, start: int = 0, state: hashlib.blake2b | None = None) -> list[list[T]]:
-        """Return the items whose bytes begin the given bytes, those of equal bytes in one list, short ones first.
+        """Return the items whose bytes begin the given bytes, the shortest first. Items of equal bytes share a list.
 
         Args:
             content: The bytes from ``start`` on.
@@ -195,7 +195,7 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Sampled:
+class TokenSequence:
     """A sequence: the tokens of a prompt and of one of its answers."""
 
     call: str
@@ -203,7 +203,7 @@ class Sampled:
     temperature: float
     number: int
     """Position of its call among the session's calls."""
-    parent: Sampled | None
+    parent: TokenSequence | None
     added: Sequence[int]
     """Tokens of the prompt after the parent's sequence."""
     ids: Sequence[int]
@@ -222,7 +222,7 @@ class Sampled:
     def tokens(self) -> list[int]:
         """All tokens."""
         parts: list[Sequence[int]] = []
-        node: Sampled | None = self
+        node: TokenSequence | None = self
         while node is not None:
             parts += [node.ids, node.added]
             node = node.parent
@@ -233,20 +233,20 @@ class Sampled:
 class Match:
     """The sequence that a conversation continues, according to its messages."""
 
-    sequence: Sampled
+    sequence: TokenSequence
     tokens: list[int]
     """Tokens of the sequence."""
     messages: int
     """Number of leading messages that lead to the answer, the answer included."""
     is_tied: bool
-    """True if other answers are equal, so that the client may have continued another one."""
+    """True if other answers are equal, so that the client may have continued another answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Position of a prompt in the forest."""
 
-    continued: Sampled | None
+    continued: TokenSequence | None
     """Longest sequence that the prompt begins with. None: the prompt begins a new lineage."""
     break_cause: str
     """Why the prompt does not begin with the sequence whose answer the client continued; empty: it does, or the client
@@ -257,19 +257,19 @@ class Place:
 class Lineages:
     """The sequences of one session.
 
-    The index holds digests. Tokens are those of the recorded calls, which the session's record holds anyway.
+    The index holds digests. It shares the tokens of the recorded calls with the session's record.
     """
 
     def __init__(self) -> None:
         self.count = 0
         """Number of sequences."""
         self.tokens = 0
-        """Number of recorded tokens, those of a shared prefix once."""
-        self._sequences: dict[str, list[Sampled]] = {}
+        """Number of recorded tokens. A shared prefix counts once."""
+        self._sequences: dict[str, list[TokenSequence]] = {}
         """Sequences by call id. Empty for a call that continues a call that was not stored."""
-        self._answers: dict[str, list[Sampled]] = {}
-        self._by_tokens = Beginnings[Sampled]()
-        self._by_text = Beginnings[Sampled]()
+        self._answers: dict[str, list[TokenSequence]] = {}
+        self._by_tokens = Beginnings[TokenSequence]()
+        self._by_text = Beginnings[TokenSequence]()
         self._superseded: set[str] = set()
         self._extended: set[str] = set()
         """Calls that another call continues."""
@@ -286,7 +286,7 @@ class Lineages:
         """
         for name in [name for name in self._unread if name in calls]:
             self._unread.remove(name)
-            for sequence in self._sequences[name]:  # the tokens of the record replace those of the answer
+            for sequence in self._sequences[name]:  # no second copy of the tokens stays in memory
                 sequence.added, sequence.ids = calls[name].prompt, calls[name].choices[sequence.choice].ids
         if len(self._sequences) == len(calls) + len(self._unread):
             return
@@ -323,7 +323,7 @@ class Lineages:
         self._sequences[call.call] = list(self._sequences_of(call, parent))
         self._add_texts(self._sequences[call.call], call, prompt_text)
 
-    def _sequences_of(self, call: SessionCall, parent: Sampled | None) -> Iterator[Sampled]:
+    def _sequences_of(self, call: SessionCall, parent: TokenSequence | None) -> Iterator[TokenSequence]:
         state = new_state() if parent is None else parent.state.copy()
         state.update(token_bytes(call.prompt))
         before = len(call.prompt) if parent is None else parent.length + len(call.prompt)
@@ -332,7 +332,7 @@ class Lineages:
         for index, choice in enumerate(call.choices):
             whole = state.copy()
             whole.update(token_bytes(choice.ids))
-            sequence = Sampled(
+            sequence = TokenSequence(
                 call.call,
                 index,
                 call.temperature,
@@ -351,7 +351,7 @@ class Lineages:
             self.tokens += len(choice.ids)
             yield sequence
 
-    def _add_texts(self, sequences: Sequence[Sampled], call: SessionCall, prompt_text: str) -> None:
+    def _add_texts(self, sequences: Sequence[TokenSequence], call: SessionCall, prompt_text: str) -> None:
         if not prompt_text or not sequences or sequences[0].text:
             return
         prompt, state = _text_bytes(prompt_text), new_state()
@@ -367,10 +367,10 @@ class Lineages:
         return call in self._beginning
 
     def match(self, chat: Chain, temperature: float) -> Match | None:
-        """Return the recorded answer that a conversation continues: the last one whose messages are its beginning.
+        """Return the recorded answer that a conversation continues: the answer with the longest beginning.
 
-        Of equal answers the one with the client's ids or thoughts counts. If these do not decide, an answer counts that
-        nothing continues yet, and of these the latest: parallel branches with equal answers then stay apart.
+        Among equal answers, the ids of calls or the thoughts decide. If these are equal too, an answer without a
+        continuation comes first, then the latest answer. Parallel branches with equal answers then stay apart.
         """
         for place in range(len(chat.digests) - 2, 0, -1):
             if equal := self._answers.get(chat.digests[place]):
@@ -406,7 +406,9 @@ class Lineages:
             return Place(continued, "", is_tied or (continued is expected and match is not None and match.is_tied))
         return Place(continued, self._break_cause(matches, text, expected), is_tied)
 
-    def _break_cause(self, matches: Sequence[Sequence[Sampled]], text: str, expected: Sampled | None) -> str:
+    def _break_cause(
+        self, matches: Sequence[Sequence[TokenSequence]], text: str, expected: TokenSequence | None
+    ) -> str:
         if matches and (expected is None or matches[-1][0].length >= expected.length):
             return "temperature"
         equal_texts = self._by_text.of(_text_bytes(text)) if text else []
@@ -414,7 +416,7 @@ class Lineages:
             return "retoken"
         return "" if expected is None else "template"
 
-    def _choose(self, equal: Sequence[Sampled], temperature: float, identity: str) -> tuple[Sampled, bool]:
+    def _choose(self, equal: Sequence[TokenSequence], temperature: float, identity: str) -> tuple[TokenSequence, bool]:
         """Return one of equal sequences, and whether others could be meant as well."""
         kept = [node for node in equal if node.call not in self._superseded] or equal
         candidates = [node for node in kept if identity and node.identity == identity] or kept
@@ -429,8 +431,8 @@ class Lineages:
 
 
 @dataclass(slots=True)
-class Lineage:
-    """Calls of which each continues the one before; trained on as one experience where tokens allow it."""
+class SessionLineage:
+    """A chain of calls: each call continues the call before it, if possible as one experience."""
 
     calls: list[str]
     """Call ids, in order. The first is the id of the lineage."""
@@ -470,7 +472,7 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
     return superseded
 
 
-def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) -> list[Lineage]:
+def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) -> list[SessionLineage]:
     """Return the lineages of a session in the order of their first calls. Each call belongs to one lineage.
 
     The first call that continues a call extends its lineage. A later one begins a lineage of its own, whose parent is
@@ -480,7 +482,7 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
         calls: Calls of the session, in their order.
         superseded: Calls that their client repeated; see :func:`superseded_calls`.
     """
-    lineages: dict[str, Lineage] = {}
+    lineages: dict[str, SessionLineage] = {}
     lengths: dict[str, list[int]] = {}
     continued: set[str] = set()
     for call in calls:
@@ -494,7 +496,7 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
             lineage.calls.append(call.call)
             lineage.tokens = max(lineage.tokens, length)
         else:
-            lineages[call.call] = Lineage([call.call], call.continues or None, length)
+            lineages[call.call] = SessionLineage([call.call], call.continues or None, length)
     return list({id(lineage): lineage for lineage in lineages.values()}.values())
 
 
