@@ -1,5 +1,5 @@
-"""The proof that experiences are what engines read and sampled: a witness in front of the engine, an agent that talks in
-random ways, and a comparison that shares no code with the gateway.
+"""The proof that experiences are what engines read and sampled: a witness in front of the engine, an agent that talks
+in random ways, and a comparison that shares no code with the gateway.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def check(
         )
     if not maybe and max(counts.values(), default=1) == 1:
         joined = 0
-        for one, following in continued.items():
+        for following in continued.values():
             children = sum(uses[choice] for request in following for choice in requests[request])
             joined += merge != "per_call" and (children == 1 or (children > 1 and shared_prefix != "mean"))
         assert len(experiences) == sum(uses.values()) - joined, "one experience for each lineage"

@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED, SINGLE_TURN, Versions
+from trinity_mq.models.recording.beginnings import TOKEN_BYTES, Beginnings, new_state, token_bytes
 
 T = TypeVar("T")
-_BYTES = 4
-"""Bytes of a token in a digest."""
-
-
-Tokens = Sequence[int] | Tensor | memoryview
-"""Token ids; a memoryview holds them as int32."""
 
 
 class TokenDigest:
-    """Digest of a sequence of tokens. Equal sequences at equal temperatures have equal digests, and no others
-    (BLAKE2b, 16 bytes).
+    """Digest of a sequence of tokens. Equal sequences at equal temperatures have equal digests, and no others.
+
+    Args:
+        state: Digest of the tokens.
+        length: Number of tokens.
     """
 
-    def __init__(self, state: Any, length: int) -> None:
-        self._state = state
-        self.length = length
-        """Number of tokens."""
+    def __init__(self, state: hashlib.blake2b, length: int) -> None:
+        self.state, self.length = state, length
 
     @classmethod
     def empty(cls, temperature: float | None) -> TokenDigest:
         """Return the digest of an empty sequence at a sampling temperature."""
-        return cls(hashlib.blake2b(repr(temperature).encode(), digest_size=16), 0)
+        return cls(new_state(repr(temperature).encode()), 0)
 
-    @property
-    def value(self) -> bytes:
-        """The digest in bytes."""
-        return bytes(self._state.digest())
-
-    def extended(self, tokens: Tokens) -> TokenDigest:
+    def extended(self, tokens: Sequence[int] | Tensor) -> TokenDigest:
         """Return the digest of this sequence followed by ``tokens``."""
-        state, data = self._state.copy(), _as_bytes(tokens)
-        state.update(data)
-        return TokenDigest(state, self.length + len(data) // _BYTES)
+        state = self.state.copy()
+        state.update(_as_bytes(tokens))
+        return TokenDigest(state, self.length + len(tokens))
 
 
 class TokenPrefixes(Generic[T]):
@@ -56,49 +45,29 @@ class TokenPrefixes(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._lengths: list[int] = []
-        self._items: dict[int, dict[bytes, list[T]]] = {}
-        """Items by length and digest, in the order in which they were added."""
+        self._beginnings: Beginnings[T] = Beginnings()
 
     def add(self, sequence: TokenDigest, item: T) -> None:
         """Add a sequence."""
-        if sequence.length not in self._items:
-            bisect.insort(self._lengths, sequence.length)
-        self._items.setdefault(sequence.length, {}).setdefault(sequence.value, []).append(item)
+        self._beginnings.add(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
 
     def remove(self, sequence: TokenDigest, item: T) -> None:
         """Remove a sequence that was added."""
-        of_length = self._items[sequence.length]
-        items = of_length[sequence.value]
-        items.remove(item)
-        if not items:
-            del of_length[sequence.value]
-        if not of_length:
-            del self._items[sequence.length]
-            self._lengths.remove(sequence.length)
+        self._beginnings.remove(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
 
-    def longest(self, start: TokenDigest, tokens: Tokens) -> list[T]:
+    def longest(self, start: TokenDigest, tokens: Sequence[int] | Tensor) -> list[T]:
         """Return the items of the longest sequence with which the prompt begins. Empty: there is none.
 
         Args:
             start: Beginning of the prompt. Only sequences that are longer count.
             tokens: The remaining tokens of the prompt.
         """
-        data, digest = _as_bytes(tokens), start
-        first = bisect.bisect_right(self._lengths, start.length)
-        last = bisect.bisect_right(self._lengths, start.length + len(data) // _BYTES)
-        longest: list[T] = []
-        for length in self._lengths[first:last]:
-            begin, end = digest.length - start.length, length - start.length
-            digest = digest.extended(data[begin * _BYTES : end * _BYTES])
-            longest = self._items[length].get(digest.value, longest)
-        return longest
+        matches = self._beginnings.of(_as_bytes(tokens), start.state, start.length * TOKEN_BYTES)
+        return matches[-1] if matches else []
 
 
-def _as_bytes(tokens: Tokens) -> memoryview:
-    if isinstance(tokens, memoryview):
-        return tokens
-    return memoryview(tokens.numpy().tobytes() if isinstance(tokens, Tensor) else array("i", tokens).tobytes())
+def _as_bytes(tokens: Sequence[int] | Tensor) -> bytes:
+    return tokens.numpy().tobytes() if isinstance(tokens, Tensor) else token_bytes(tokens)
 
 
 def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:

@@ -1,56 +1,24 @@
 """Converts the calls of a session into experiences with rewards. No text is tokenised again.
 
 The answers of a session are a forest: the parent of an answer is the answer whose prompt and response begin its prompt,
-token by token. A lineage is a path of this forest from a first answer to a last answer.
+token by token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from statistics import fmean
 
 from trinity_mq.config.modes.gateway import Merge, SharedPrefix
 from trinity_mq.experience import Experience
+from trinity_mq.gateway.lineages import BREAK_CAUSES, lineage_ids, lineages_of, superseded_calls
 from trinity_mq.gateway.recorded_call import answer_of
 from trinity_mq.messages import SampledChoice, SessionCall
 from trinity_mq.models.recording.merging import TokenDigest, TokenPrefixes, join_turns
 from trinity_mq.models.recording.responses import experiences_of
-
-CAUSES = ("new", "template", "retoken", "temperature")
-"""Reasons why the prompt of a call does not continue an earlier call."""
-
-
-def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
-    """Return the calls whose client did not receive the answer and repeated the request.
-
-    A repeat names the call that it replaces if its gateway knows that call. The answer of another gateway may reach the
-    stream later than the repeat. Therefore a repeat that names no call replaces one call with an equal request. That
-    call began before the repeat was answered, has a lower retry count, and is not a sibling of the repeat. If several
-    calls match, the call with the highest retry count is replaced.
-
-    Args:
-        calls: All calls of a session, in the order of the stream.
-    """
-    superseded = {call.supersedes for call in calls if call.supersedes}
-    for repeat in calls:
-        if not repeat.retry or not repeat.digest or repeat.supersedes:
-            continue
-        equal = [
-            call
-            for call in calls
-            if call.digest == repeat.digest
-            and call.retry < repeat.retry
-            and 0.0 < call.began <= repeat.at
-            and call.call not in superseded
-            and call.call not in repeat.siblings
-            and repeat.call not in call.siblings
-        ]
-        if equal:
-            superseded.add(max(equal, key=lambda call: call.retry).call)
-    return superseded
 
 
 def session_experiences(
@@ -85,26 +53,34 @@ def session_experiences(
         call_rewards: Rewards by (call id, choice index). Index None covers every choice of the call.
         merge: Rule that merges turns into experiences.
         turn_discount: Discount per turn, from 0 to 1.
-        lineage_rewards: Rewards by the id of any call of the lineage. If several calls of a lineage are named, the
-            latest of them counts. A call that several lineages share names all of them.
+        lineage_rewards: Rewards by the id of any call of the lineage; see
+            :func:`trinity_mq.gateway.lineages.lineages_of`.
         shared_prefix: Credit of answers that several lineages share, as ``gateway.shared_prefix``.
 
     Raises:
         ValueError: A call continues a call that is missing.
     """
-    answers = _trained_answers(calls, call_rewards)
-    _set_rewards(answers, reward, call_rewards, lineage_rewards or {}, turn_discount, shared_prefix)
+    superseded = superseded_calls(calls)
+    answers = _trained_answers(calls, superseded, call_rewards)
+    lineages = lineage_ids(calls, superseded)
+    rewards_of_lineages = {lineages[call]: value for call, value in (lineage_rewards or {}).items() if call in lineages}
+    by_call = {call: rewards_of_lineages[name] for call, name in lineages.items() if name in rewards_of_lineages}
+    _set_rewards(answers, reward, call_rewards, by_call, turn_discount, shared_prefix)
     rewarded = [answer for answer in answers if answer.reward is not None]
     return [_experience(turns) for turns in _rows(rewarded, merge, shared_prefix)]
 
 
 def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str, float]:
-    """Return a session's metrics: its number of calls and of experiences, and the prefix breaks by cause."""
+    """Return a session's metrics: its numbers of calls, lineages, experiences and ties, and the prefix breaks by
+    cause.
+    """
     causes = Counter(call.break_cause for call in calls if call.break_cause)
     return {
         "session_calls": float(len(calls)),
+        "session_lineages": float(len(lineages_of(calls, superseded_calls(calls)))),
         "session_experiences": float(experiences),
-        **{f"session_breaks_{cause}": float(causes[cause]) for cause in CAUSES},
+        "session_ties": float(sum(call.tied for call in calls)),
+        **{f"session_breaks_{cause}": float(causes[cause]) for cause in BREAK_CAUSES},
     }
 
 
@@ -153,14 +129,13 @@ class _Answer:
 
 
 def _trained_answers(
-    calls: Sequence[SessionCall], call_rewards: Mapping[tuple[str, int | None], float]
+    calls: Sequence[SessionCall], superseded: Collection[str], call_rewards: Mapping[tuple[str, int | None], float]
 ) -> list[_Answer]:
     """Return the answers to train on as a forest, in the order of the session.
 
     The parent of an answer is usually the answer that its call continues by record. Another gateway may have recorded a
     longer answer that the recording gateway did not know. Therefore all answers are looked up by their tokens.
     """
-    superseded = superseded_calls(calls)
     by_name: dict[tuple[str, int], _Answer] = {}
     prefixes: TokenPrefixes[_Answer] = TokenPrefixes()
     answers: list[_Answer] = []
@@ -208,20 +183,14 @@ def _set_rewards(
     shared_prefix: SharedPrefix,
 ) -> None:
     """Set the rewards of answers, as :func:`session_experiences` describes them."""
-    lineage: dict[_Answer, float | None] = {}
-    for answer in answers:
-        inherited = None if answer.parent is None else lineage[answer.parent]
-        lineage[answer] = lineage_rewards.get(answer.call.call, inherited)
     followers = _followers(answers)
     for answer in reversed(answers):
         name = answer.call.call
         own = call_rewards.get((name, answer.number), call_rewards.get((name, None)))
         following = _credit(answer.branches, shared_prefix)
-        if own is None and following is None and lineage[answer] is None:
+        if following is None and (own := own if own is not None else lineage_rewards.get(name)) is None:
             following = _credit(followers.get(answer.root.call, ()), shared_prefix)
             own = reward if following is None else None
-        elif own is None and following is None:
-            own = lineage[answer]
         answer.reward = own if own is not None or following is None else turn_discount * following
 
 

@@ -32,7 +32,7 @@ class SessionArguments(Arguments):
     """Environment variables of the program, which override the runner's variables."""
     cwd: str | None = None
     """Working directory of the program. None: the runner's directory."""
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
     switches: Switches = "agent"
     """Whether the program may switch thinking, as ``gateway.switches``. ``configured``: only ``rollout_args`` and
