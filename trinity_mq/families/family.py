@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import uuid
@@ -15,6 +16,8 @@ from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messag
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
+PARTS = "content"
+"""Templates read thoughts from parts of the content, of the type ``thinking``."""
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
 """API roles that have another name in most families, each with that name."""
 
@@ -56,16 +59,19 @@ class Family:
     headers: tuple[str, ...] = ()
     """Texts around the content of an answer that are no part of it."""
     thoughts_key: str | None = None
-    """Key of a message from which templates read thoughts. Empty: they read them from the content, between the tags.
-    None: the key that the template names.
+    """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
+    Empty: they read them from the content, between the tags. None: the key that the template names.
     """
     marks: tuple[str, ...] = ()
     """Texts that all chat templates of the family contain, and no template outside the family."""
-    library: str = ""
-    """Name of the family's configuration in the package ``renderers``. Empty: that package does not render this family.
+    library: tuple[str, ...] = ()
+    """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
+    template's is used. Empty: that package does not render this family.
     """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    call_id: Callable[[str], str] | None = None
+    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
     name.
@@ -85,18 +91,25 @@ class Family:
         key = self.thoughts_key
         if key is None:
             key = next((name for name in THOUGHT_KEYS if _names(template, name)), "")
+        elif key == PARTS and not _names(template, "thinking"):
+            return [_without(message, THOUGHTS) for message in messages]
         return [self._with_thoughts(message, key) if THOUGHTS in message else message for message in messages]
 
     def _with_thoughts(self, message: Message, key: str) -> Message:
+        thoughts, content, others = message[THOUGHTS], message.get("content") or "", _without(message, THOUGHTS)
         if key == THOUGHTS:
             return message
-        others = {name: value for name, value in message.items() if name != THOUGHTS}
+        if key == PARTS:
+            texts = [{"type": "text", "text": content}] if content else []
+            return {**others, PARTS: [{"type": "thinking", "thinking": thoughts}, *texts]}
         if key:
-            return {**others, key: message[THOUGHTS]}
+            if message.get("tool_calls") and content:  # gpt-oss refuses both next to calls
+                return {**others, "content": "", key: f"{thoughts}\n\n{content}"}
+            return {**others, key: thoughts}
         if self.thoughts is None:
             return others
         opening, closing = self.thoughts
-        return {**others, "content": f"{opening}\n{message[THOUGHTS]}\n{closing}\n\n{message.get('content') or ''}"}
+        return {**others, "content": f"{opening}\n{thoughts}\n{closing}\n\n{content}"}
 
     def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
         """Yield these messages in the forms that a template may accept, the most likely form first."""
@@ -108,6 +121,8 @@ class Family:
                 else message
                 for message in messages
             ]
+        if self.call_id is not None:
+            written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
         yield written
@@ -141,9 +156,27 @@ def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
     return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
 def _names(template: str, key: str) -> bool:
     """Return whether a chat template reads ``key`` of a message."""
     return re.search(rf"\.{key}\b|['\"]{key}['\"]", template) is not None
+
+
+def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
+    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    calls, results = itertools.count(), itertools.count()
+    changed = []
+    for message in messages:
+        if listed := message.get("tool_calls"):
+            numbered = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+            message = {**message, "tool_calls": numbered}
+        if message["role"] == "tool":
+            message = {**message, "tool_call_id": call_id(str(message.get("tool_call_id") or next(results)))}
+        changed.append(message)
+    return changed
 
 
 def _with_text(call: Message) -> Message:

@@ -10,17 +10,16 @@ sequence continues it. A sequence is found in two ways, both in time linear in t
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
-from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from trinity_mq.families.messages import Message, MessageError, read_messages, without_nulls
 from trinity_mq.messages import SessionCall
+from trinity_mq.models.recording.beginnings import TOKEN_BYTES, Beginnings, new_state, token_bytes
 
 SEQUENCE_BYTES = 2048
 """More bytes than the index takes for a sequence, apart from tokens that the session's record holds anyway."""
@@ -28,8 +27,6 @@ OPTIONS_IN_PROMPT = ("chat_template_kwargs", "reasoning_effort")
 """Options of a chat that can change how earlier messages are written."""
 BREAK_CAUSES = ("template", "retoken", "temperature")
 """Reasons why a prompt does not begin with the tokens of the answer that its messages continue."""
-_DIGEST_BYTES = 16
-T = TypeVar("T")
 
 
 # -- by messages
@@ -130,65 +127,13 @@ def _plain(value: Any) -> Any:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(_text_bytes(text), digest_size=_DIGEST_BYTES).hexdigest()
+    state = new_state()
+    state.update(_text_bytes(text))
+    return state.hexdigest()
 
 
 def _text_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-# -- by tokens
-
-
-class Beginnings(Generic[T]):
-    """Items by the digests of their bytes, to look up those whose bytes are the beginning of other bytes."""
-
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._items: dict[bytes, list[T]] = {}
-
-    def add(self, size: int, digest: bytes, item: T) -> None:
-        """Add an item with so many bytes and this digest."""
-        place = bisect.bisect_left(self._sizes, size)
-        if place == len(self._sizes) or self._sizes[place] != size:
-            self._sizes.insert(place, size)
-        self._items.setdefault(digest, []).append(item)
-
-    def of(self, content: bytes, start: int = 0, state: hashlib.blake2b | None = None) -> list[list[T]]:
-        """Return the items whose bytes begin the given bytes, the shortest first. Items of equal bytes share a list.
-
-        Args:
-            content: The bytes from ``start`` on.
-            start: Number of bytes before ``content``. Only longer items are returned.
-            state: Digest of the bytes before ``content``.
-        """
-        state, end, matches = new_state() if state is None else state.copy(), start, []
-        view = memoryview(content)
-        for size in self._sizes[bisect.bisect_right(self._sizes, start) :]:
-            if size > start + len(content):
-                break
-            state.update(view[end - start : size - start])
-            end = size
-            if items := self._items.get(state.digest()):
-                matches.append(items)
-        return matches
-
-
-def new_state() -> hashlib.blake2b:
-    """Return the state of an empty digest."""
-    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return token ids as bytes, four for each.
-
-    Raises:
-        ValueError: A token id is not a whole number of at most 31 bits.
-    """
-    try:
-        return array("i", tokens).tobytes()
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"token ids: {error}; wanted whole numbers of at most 31 bits") from None
 
 
 # -- the forest
@@ -344,7 +289,7 @@ class Lineages:
                 whole,
                 choice.identity,
             )
-            self._by_tokens.add(4 * sequence.length, whole.digest(), sequence)
+            self._by_tokens.add(TOKEN_BYTES * sequence.length, whole.digest(), sequence)
             if choice.conversation:
                 self._answers.setdefault(choice.conversation, []).append(sequence)
             self.count += 1
@@ -396,7 +341,7 @@ class Lineages:
         is_warm = match is not None and match.sequence.temperature == temperature
         if match is not None and is_warm and prompt[: len(match.tokens)] == match.tokens:
             start = match.sequence.length  # the beginning needs no look-up
-            rest = self._by_tokens.of(token_bytes(prompt[start:]), 4 * start, match.sequence.state)
+            rest = self._by_tokens.of(token_bytes(prompt[start:]), match.sequence.state, TOKEN_BYTES * start)
             matches = [[match.sequence], *rest]
         else:
             matches = self._by_tokens.of(token_bytes(prompt))

@@ -74,9 +74,7 @@ CASES = {
     "text and call": Case([ASKED, assistant("I look.", tool_calls=[WEATHER]), RAIN], TOOLS),
     "thoughts": Case([user("1 + 1?"), assistant("2", reasoning_content="One and one.")]),
     "turn after thoughts": Case([user("1 + 1?"), assistant("2", reasoning_content="One and one."), user("And?")]),
-    "thoughts and call": Case(
-        [ASKED, assistant("", reasoning_content="I look.", tool_calls=[SEARCH]), NOTHING], TOOLS
-    ),
+    "thoughts and call": Case([ASKED, assistant("", reasoning_content="I look.", tool_calls=[SEARCH]), NOTHING], TOOLS),
     "unicode": Case([user("Grüße 中文 🎉\n\n\ttab "), assistant(" é\n1. b "), user("ok ")]),
     "empty answer": Case([user("1?"), assistant(""), user("2?")]),
 }

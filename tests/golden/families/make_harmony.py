@@ -77,7 +77,9 @@ def converted(message: dict[str, Any]) -> list[Message]:
     for call in calls:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         made = Message.from_role_and_content(Role.ASSISTANT, arguments).with_channel("commentary")
-        parts.append(made.with_recipient(f"functions.{call['function']['name']}").with_content_type("<|constrain|>json"))
+        parts.append(
+            made.with_recipient(f"functions.{call['function']['name']}").with_content_type("<|constrain|>json")
+        )
     return parts
 
 

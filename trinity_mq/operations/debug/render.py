@@ -271,7 +271,12 @@ def print_rendered(console: Console, rendered: RenderedConversation) -> None:
     mask = rendered.mask or [None] * len(rendered.token_ids)
     columns = zip(rendered.token_ids, rendered.texts, mask, rendered.messages, strict=True)
     for place, (token, text, bit, message) in enumerate(columns):
-        cells = (str(token), Text(repr(text)), "?" if bit is None else str(bit), "-" if message is None else str(message))
+        cells = (
+            str(token),
+            Text(repr(text)),
+            "?" if bit is None else str(bit),
+            "-" if message is None else str(message),
+        )
         table.add_row(str(place), *cells, style=None if bit else "dim")
     console.print(table)
     for turn in rendered.turns:
