@@ -74,7 +74,7 @@ async def local_session(
     headers: Mapping[str, str],
     not_ready_timeout: float,
     request_timeout: float,
-    merge: Merge = "prefix",
+    merge: Merge = "renderer",
     switches: Switches = "agent",
 ) -> AsyncIterator[LocalSession]:
     """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.
@@ -86,7 +86,7 @@ async def local_session(
         headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.
-        merge: With ``renderer``, engines continue from the tokens of earlier turns.
+        merge: As ``gateway.merge``: whether and how engines continue from the tokens of earlier turns.
         switches: Whether the program may switch thinking, as ``gateway.switches``.
     """
     store, key, name = MemorySessionStore(), access.new_key(), access.new_session_id()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_mq.config.modes.gateway import Merge, Switches
+from trinity_mq.config.modes.gateway import Merge, SharedPrefix, Switches
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
 from trinity_mq.models.errors import EngineLost
@@ -32,13 +32,15 @@ class SessionArguments(Arguments):
     """Environment variables of the program, which override the runner's variables."""
     cwd: str | None = None
     """Working directory of the program. None: the runner's directory."""
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
     switches: Switches = "agent"
     """Whether the program may switch thinking, as ``gateway.switches``. ``configured``: only ``rollout_args`` and
     ``model.chat_template_kwargs`` do."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn, as ``gateway.turn_discount``."""
+    shared_prefix: SharedPrefix = "first"
+    """Credit of answers that several branches share, as ``gateway.shared_prefix``."""
 
 
 class ProgramArguments(SessionArguments):
@@ -165,6 +167,7 @@ class ProgramWorkflow(Workflow):
             call_rewards=rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
+            shared_prefix=self.arguments.shared_prefix,
         )
         if not experiences:
             raise RunFailedError(f"{program.name} rewarded no answer that its conversation continued")
