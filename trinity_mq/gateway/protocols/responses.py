@@ -7,7 +7,6 @@ the whole conversation in ``input``, as agent frameworks do.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,14 @@ from trinity_mq.gateway.protocols.base import (
     usage_of,
 )
 from trinity_mq.gateway.protocols.openai import CHAT
+from trinity_mq.gateway.protocols.response_tools import (
+    CALLS,
+    OUTPUTS,
+    SEARCH_OUTPUT,
+    ResponseTools,
+    call_events,
+    call_of_item,
+)
 
 PARTS = ("input_text", "output_text", "text")
 PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
@@ -50,21 +57,21 @@ class ResponsesProtocol(Protocol):
         if form.get("type", "text") != "text":
             raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        chat |= {"model": body.get("model"), "messages": _messages(body)}
+        tools = ResponseTools(body)
+        chat |= {"model": body.get("model"), "messages": _messages(body, tools)}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
-        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
-            chat["tools"] = tools
-            choice = body.get("tool_choice", "auto")
-            chat["tool_choice"] = (
-                {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
-            )
+        if tools.functions:
+            chat["tools"] = tools.functions
+            chat["tool_choice"] = tools.choice(body.get("tool_choice", "auto"))
+        else:
+            chat.pop("parallel_tool_calls", None)  # without tools it changes nothing
         return EngineRequest(CHAT, chat, bool(body.get("stream")), _asks_logprobs(body))
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
         logprobs = _logprobs(choice, body)
-        return _response(call, body, _output(choice.get("message") or {}, call, logprobs), answer)
+        return _response(call, body, _output(choice.get("message") or {}, call, body, logprobs), answer)
 
     def events(self, call: str, body: Mapping[str, Any]) -> ResponsesEvents:
         return ResponsesEvents(call, body)
@@ -117,22 +124,15 @@ class ResponsesEvents(Events):
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
         message = answer["choices"][0].get("message") or {}
         logprobs = [*self._logprobs, *self._news]
-        output = _output({**message, "content": self._text}, self._call, logprobs)
+        output = _output({**message, "content": self._text}, self._call, self._body, logprobs)
         events = []
         if self._is_open:
             events.append(self._part("response.output_text.done", text=self._text, logprobs=logprobs))
             events.append(self._part("response.content_part.done", part=_text_part(self._text, logprobs)))
             events.append(self._event("response.output_item.done", output_index=0, item=output[0]))
         for place, item in enumerate(output):
-            if item["type"] != "function_call":
-                continue
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            events.append(self._event("response.output_item.added", output_index=place, item=begun))
-            where = {"item_id": item["id"], "output_index": place}
-            events.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
-            done = {"arguments": item["arguments"], "name": item["name"], **where}
-            events.append(self._event("response.function_call_arguments.done", **done))
-            events.append(self._event("response.output_item.done", output_index=place, item=item))
+            if item["type"] in CALLS:
+                events += [self._event(kind, output_index=place, **fields) for kind, fields in call_events(item)]
         response = _response(self._call, self._body, output, answer)
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return [*events, self._event(kind, response=response)]
@@ -148,7 +148,7 @@ class ResponsesEvents(Events):
         return named_event({"type": kind, "sequence_number": self._number - 1, **fields})
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(body: Mapping[str, Any], tools: ResponseTools) -> list[dict[str, Any]]:
     """Return ``instructions`` and ``input`` as chat messages."""
     chat_messages: list[dict[str, Any]] = []
     if instructions := body.get("instructions"):
@@ -168,30 +168,24 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             chat_messages.append(
                 {"role": role, "content": text_of_parts(item.get("content"), PARTS, f"{where}.content")}
             )
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+        elif kind in CALLS:
+            call = call_of_item(item)
             if chat_messages and chat_messages[-1]["role"] == "assistant":  # text and calls came from the same answer
                 chat_messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 chat_messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        elif kind == "function_call_output":
+        elif kind in OUTPUTS:
             output = item.get("output")
             text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
             chat_messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        elif kind == SEARCH_OUTPUT:
+            text = tools.found_tools(item, where)
+            chat_messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind != "reasoning":  # reasoning of another model is not passed to this model
             raise BadRequest(
-                f"{where} is of type {kind!r}; taken are message, function_call and function_call_output", where
+                f"{where} is of type {kind!r}; taken are message, {', '.join(CALLS)} and their outputs", where
             )
     return chat_messages
-
-
-def _tool(number: int, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise BadRequest(f"tools.{number} is of type {kind!r}; this model takes functions only", f"tools.{number}")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _message_id(call: str) -> str:
@@ -218,26 +212,18 @@ def _message(name: str, text: str, status: str, logprobs: Sequence[Any] = ()) ->
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
+def _output(
+    message: Mapping[str, Any], call: str, body: Mapping[str, Any], logprobs: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
     """Return the output items of a response: a message with the text if there is text or no call, then the tool
     calls.
     """
     calls = message.get("tool_calls") or ()
     text = message.get("content") or ""
     items = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []
-    for tool_call in calls:
-        function = tool_call.get("function") or {}
-        name = tool_call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-        items.append(
-            {
-                "id": f"fc_{name}",
-                "type": "function_call",
-                "call_id": name,
-                "name": function.get("name"),
-                "arguments": function.get("arguments") or "{}",
-                "status": "completed",
-            }
-        )
+    if calls:
+        tools = ResponseTools(body)
+        items += [tools.item(tool_call) for tool_call in calls]
     return items
 
 
@@ -271,7 +257,7 @@ def _response(
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice", "auto"),
-        "tools": body.get("tools") or [],
+        "tools": ResponseTools(body).offered,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "usage": None if answer is None else usage,
