@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.families.family import ParsedAnswer, Family
+from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
 from trinity_mq.families.table import family_of
 from trinity_mq.models.errors import ModelError
