@@ -28,15 +28,15 @@ _CALL = r"<tool_call>\s*\{(?:(?!<tool_call>).)*?</tool_call>"
 """A complete tool call. Its arguments are data: a tag in them neither begins nor ends thoughts."""
 
 
-def _written(tag: str) -> str:
+def written(tag: str) -> str:
     """Return a pattern for a tag that is used, not quoted as in: I close with `</think>`."""
     return rf"(?!(?<=[\s(:][\"'`]){re.escape(tag)}[\"'`]){re.escape(tag)}"
 
 
-_CLOSING = {thoughts.opening: re.compile(_written(thoughts.closing)) for thoughts in FORMATS}
+_CLOSING = {thoughts.opening: re.compile(written(thoughts.closing)) for thoughts in FORMATS}
 _TAG = re.compile(
-    f"(?P<opening>{'|'.join(_written(thoughts.opening) for thoughts in FORMATS)})"
-    f"|(?P<closing>{'|'.join(_written(thoughts.closing) for thoughts in FORMATS)})"
+    f"(?P<opening>{'|'.join(written(thoughts.opening) for thoughts in FORMATS)})"
+    f"|(?P<closing>{'|'.join(written(thoughts.closing) for thoughts in FORMATS)})"
     f"|{_CALL}",
     re.DOTALL,
 )

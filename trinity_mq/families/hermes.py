@@ -7,12 +7,11 @@ Format: NousResearch/Hermes-Function-Calling; the chat templates of Qwen2.5 and 
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
-from trinity_mq.families.family import ParsedAnswer
-from trinity_mq.families.messages import Tools
-from trinity_mq.messages.msgpack_scan import repair_surrogates
+from trinity_mq.families.division import ReadCalls
+from trinity_mq.families.family import api_call
+from trinity_mq.families.messages import Message, Tools
 from trinity_mq.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -21,12 +20,11 @@ MAX_CALLS = 64
 MAX_CALL_CHARACTERS = 1 << 18
 
 
-def read_answer(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-    """Return the parts of a response; see :data:`trinity_mq.families.family.ReadAnswer`. Without tools nothing is a
-    call.
-    """
-    content, calls = parse_tool_calls(text, prompt_end) if tools else (text, [])
-    return ParsedAnswer(content, calls=calls)
+def read_calls(text: str, tools: Tools) -> ReadCalls:
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
+    del tools  # JSON gives the types of arguments
+    pieces, calls, malformed = _read(text, None)
+    return ReadCalls(calls, malformed, pieces if calls else "")
 
 
 def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
@@ -39,16 +37,22 @@ def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, lis
         text: The response.
         prompt_end: See :func:`answer_spans`.
     """
+    content, calls, _ = _read(text, prompt_end)
+    return content, calls
+
+
+def _read(text: str, prompt_end: str | None) -> tuple[str, list[Message], int]:
+    """Return the text before the calls, the calls, and the number of malformed calls."""
     answers = [(start, text[start:end].split(CALL_BEGINS)) for start, end in answer_spans(text, prompt_end)]
     blocks = [block for _, pieces in answers for block in pieces[1:]]
     if not blocks or len(blocks) > MAX_CALLS:
-        return text, []
+        return text, [], len(blocks)
     calls = [_call(block) for block in blocks]
     valid = [call for call in calls if call is not None]
     if len(valid) < len(calls):
-        return text, []
+        return text, [], len(calls) - len(valid)
     first = next(start + len(pieces[0]) for start, pieces in answers if len(pieces) > 1)
-    return text[:first].rstrip(), valid
+    return text[:first].rstrip(), valid, 0
 
 
 def _call(block: str) -> dict[str, Any] | None:
@@ -67,9 +71,4 @@ def _call(block: str) -> dict[str, Any] | None:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         return None
-    name, arguments = repair_surrogates(call["name"]), repair_surrogates(arguments)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return api_call(call["name"], arguments)

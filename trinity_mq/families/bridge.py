@@ -1,0 +1,88 @@
+"""The bridge: text that continues a finished turn with later messages, without a new rendering of the past.
+
+The chat template renders a short conversation in which a mark stands for the text of the finished turn. What it writes
+behind the mark continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from trinity_mq.families.messages import THOUGHTS, Message, Messages
+from trinity_mq.thoughts import ThoughtFormat
+
+TURN, THOUGHT = "tmq1turn", "tmq2thought"
+"""Marks for the text and for the thoughts of the finished turn."""
+
+
+class Abridged(NamedTuple):
+    """Short conversations that end with the finished turn, and with the later messages."""
+
+    ended: list[Message]
+    continued: list[Message]
+
+
+def abridge(messages: Messages, count: int, *, has_thoughts: bool) -> Abridged | None:
+    """Return the short conversations; None if the messages allow no bridge.
+
+    Args:
+        messages: The conversation.
+        count: Number of leading messages that the past holds.
+        has_thoughts: Whether the past holds thoughts.
+    """
+    if not 0 < count < len(messages) or messages[count - 1]["role"] != "assistant":
+        return None
+    turn: Message = {"role": "assistant", "content": TURN}
+    if has_thoughts:
+        turn[THOUGHTS] = THOUGHT
+    if calls := messages[count - 1].get("tool_calls"):
+        turn["tool_calls"] = [_without_arguments(call) for call in calls]
+    ended: list[Message] = [{"role": "user", "content": "text"}, turn]
+    return Abridged(ended, [*ended, *messages[count:]])
+
+
+def continuation(
+    ended: str, continued: str, thoughts: ThoughtFormat | None, *, has_thoughts: bool
+) -> tuple[str, str] | None:
+    """Return what the template writes behind the mark: after a turn that ends the conversation, and with the later
+    messages. None: the template would write the past in another form once these messages follow.
+
+    Args:
+        ended: Text of :attr:`Abridged.ended`.
+        continued: Text of :attr:`Abridged.continued`.
+        thoughts: Tags around thoughts.
+        has_thoughts: Whether the past holds thoughts.
+    """
+    parts = [text.split(TURN) for text in (ended, continued)]
+    if any(len(pieces) != 2 for pieces in parts):
+        return None
+    (before, after), (before_continued, after_continued) = parts
+    if has_thoughts and THOUGHT not in before_continued:
+        return None
+    if _without_empty(before, thoughts) != _without_empty(before_continued, thoughts):
+        return None
+    return after, after_continued
+
+
+def has_thoughts(short: Abridged) -> bool:
+    """Return whether the finished turn of a short conversation has thoughts."""
+    return THOUGHTS in short.ended[-1]
+
+
+def begins_thoughts(text: str, thoughts: ThoughtFormat) -> bool:
+    """Return whether ``text`` holds thoughts that are not empty."""
+    opening, closing = map(re.escape, thoughts)
+    return re.search(rf"{opening}\s*(?!{closing})\S", text) is not None
+
+
+def _without_empty(text: str, thoughts: ThoughtFormat | None) -> str:
+    """Return ``text`` without empty thoughts, which templates write or leave out by the place of a turn."""
+    if thoughts is None:
+        return text
+    return re.sub(rf"{re.escape(thoughts.opening)}\s*{re.escape(thoughts.closing)}\s*", "", text)
+
+
+def _without_arguments(call: Message) -> Message:
+    return {**call, "function": {**call["function"], "arguments": {}}}
