@@ -26,13 +26,9 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 
-class SessionArguments(Arguments):
-    """Arguments of all workflows that run a program."""
+class RecordedArguments(Arguments):
+    """Arguments of all workflows whose answers a session records."""
 
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, which override the runner's variables."""
-    cwd: str | None = None
-    """Working directory of the program. None: the runner's directory."""
     merge: Merge = "prefix"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
     switches: Switches = "agent"
@@ -40,6 +36,15 @@ class SessionArguments(Arguments):
     ``model.chat_template_kwargs`` do."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn, as ``gateway.turn_discount``."""
+
+
+class SessionArguments(RecordedArguments):
+    """Arguments of all workflows that run a program."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the program, which override the runner's variables."""
+    cwd: str | None = None
+    """Working directory of the program. None: the runner's directory."""
 
 
 class ProgramArguments(SessionArguments):
@@ -79,7 +84,7 @@ class ProgramWorkflow(Workflow):
     """
 
     is_async = True
-    arguments_kind: ClassVar[type[Arguments]] = ProgramArguments
+    arguments_kind: ClassVar[type[RecordedArguments]] = ProgramArguments
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None

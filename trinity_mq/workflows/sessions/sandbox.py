@@ -22,9 +22,9 @@ from trinity_mq.workflows.errors import SandboxFailed
 
 log = structlog.get_logger(__name__)
 
-WORK, HOME = "/work", "/home/agent"
+WORK, HOME = "/agent/work", "/agent/home"
 """Working directory and home of the agent in the sandbox."""
-SOCKET = "/run/gateway"
+SOCKET, ENTRY_INSIDE = "/agent/gateway", "/agent/entry.py"
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
 PATH = "/usr/local/bin:/usr/bin:/bin"
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/ld.so.cache")
@@ -62,6 +62,7 @@ class Sandbox:
         memory_bytes: Size of each of the file systems in memory, ``/tmp`` and ``/dev/shm``.
         file_bytes: Maximum size of each file that the agent writes.
         cpu_seconds: Maximum processor time of each process.
+        processes: Maximum number of processes and threads. The kernel does not limit those of root.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class Sandbox:
     memory_bytes: int = 1 << 28
     file_bytes: int = 1 << 28
     cpu_seconds: int = 3600
+    processes: int = 1024
 
     @property
     def work(self) -> Path:
@@ -119,7 +121,12 @@ class Sandbox:
         entry = {
             "socket": SOCKET,
             "port": port,
-            "limits": {"RLIMIT_FSIZE": self.file_bytes, "RLIMIT_CPU": self.cpu_seconds, "RLIMIT_CORE": 0},
+            "limits": {
+                "RLIMIT_FSIZE": self.file_bytes,
+                "RLIMIT_CPU": self.cpu_seconds,
+                "RLIMIT_NPROC": self.processes,
+                "RLIMIT_CORE": 0,
+            },
             "command": list(command),
         }
         arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
@@ -136,7 +143,7 @@ class Sandbox:
             arguments += ["--ro-bind-try", path, path]
         arguments += ["--ro-bind", str(self.folder / "passwd"), "/etc/passwd"]
         arguments += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
-        arguments += ["--ro-bind", str(python), str(python), "--ro-bind", str(ENTRY), "/run/entry.py"]
+        arguments += ["--ro-bind", str(python), str(python), "--ro-bind", str(ENTRY), ENTRY_INSIDE]
         for path in self.visible:
             arguments += ["--ro-bind", path, path]
         arguments += ["--bind", str(self.work), WORK, "--bind", str(self.home), HOME]
@@ -145,7 +152,7 @@ class Sandbox:
         for name, value in variables.items():
             arguments += ["--setenv", name, value]
         interpreter = python / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        return ["bwrap", *arguments, "--", str(interpreter), "-I", "-S", "/run/entry.py", json.dumps(entry)]
+        return ["bwrap", *arguments, "--", str(interpreter), "-I", "-S", ENTRY_INSIDE, json.dumps(entry)]
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.

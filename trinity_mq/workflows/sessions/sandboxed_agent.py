@@ -14,17 +14,15 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from trinity_mq.config.modes.gateway import Merge
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession
-from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.sessions.children import Program, make_program
-from trinity_mq.workflows.sessions.program import ProgramWorkflow, environment_of
+from trinity_mq.workflows.sessions.program import ProgramWorkflow, RecordedArguments, environment_of
 from trinity_mq.workflows.sessions.sandbox import Sandbox
 
 
-class SandboxedAgentArguments(Arguments):
+class SandboxedAgentArguments(RecordedArguments):
     """Arguments of :class:`SandboxedAgentWorkflow`."""
 
     command: list[str] = Field(min_length=1)
@@ -39,10 +37,6 @@ class SandboxedAgentArguments(Arguments):
     """Time limit of the agent. What it has done until then is judged."""
     file_bytes: int = Field(default=1 << 28, gt=0)
     """Maximum size of each file that the agent writes."""
-    merge: Merge = "prefix"
-    """Rule that merges calls into experiences, as ``gateway.merge``."""
-    turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """Discount per turn, as ``gateway.turn_discount``."""
 
 
 class Judged(BaseModel):
@@ -57,7 +51,7 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
     ``ANTHROPIC_API_KEY`` set, and judges the files that it leaves. Subclasses give the judge.
     """
 
-    arguments_kind: ClassVar[type[Arguments]] = SandboxedAgentArguments
+    arguments_kind: ClassVar[type[RecordedArguments]] = SandboxedAgentArguments
 
     def prompt(self) -> str:
         """Return the text for the agent, its last argument."""
