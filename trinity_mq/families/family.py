@@ -16,6 +16,8 @@ from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messag
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
+PARTS = "content"
+"""Templates read thoughts from parts of the content, of the type ``thinking``."""
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
 """API roles that have another name in most families, each with that name."""
 
@@ -57,13 +59,14 @@ class Family:
     headers: tuple[str, ...] = ()
     """Texts around the content of an answer that are no part of it."""
     thoughts_key: str | None = None
-    """Key of a message from which templates read thoughts. Empty: they read them from the content, between the tags.
-    None: the key that the template names.
+    """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
+    Empty: they read them from the content, between the tags. None: the key that the template names.
     """
     marks: tuple[str, ...] = ()
     """Texts that all chat templates of the family contain, and no template outside the family."""
-    library: str = ""
-    """Name of the family's configuration in the package ``renderers``. Empty: that package does not render this family.
+    library: tuple[str, ...] = ()
+    """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
+    template's is used. Empty: that package does not render this family.
     """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
@@ -86,18 +89,25 @@ class Family:
         key = self.thoughts_key
         if key is None:
             key = next((name for name in THOUGHT_KEYS if _names(template, name)), "")
+        elif key == PARTS and not _names(template, "thinking"):
+            return [_without(message, THOUGHTS) for message in messages]
         return [self._with_thoughts(message, key) if THOUGHTS in message else message for message in messages]
 
     def _with_thoughts(self, message: Message, key: str) -> Message:
+        thoughts, content, others = message[THOUGHTS], message.get("content") or "", _without(message, THOUGHTS)
         if key == THOUGHTS:
             return message
-        others = {name: value for name, value in message.items() if name != THOUGHTS}
+        if key == PARTS:
+            texts = [{"type": "text", "text": content}] if content else []
+            return {**others, PARTS: [{"type": "thinking", "thinking": thoughts}, *texts]}
         if key:
-            return {**others, key: message[THOUGHTS]}
+            if message.get("tool_calls") and content:  # gpt-oss refuses both next to calls
+                return {**others, "content": "", key: f"{thoughts}\n\n{content}"}
+            return {**others, key: thoughts}
         if self.thoughts is None:
             return others
         opening, closing = self.thoughts
-        return {**others, "content": f"{opening}\n{message[THOUGHTS]}\n{closing}\n\n{message.get('content') or ''}"}
+        return {**others, "content": f"{opening}\n{thoughts}\n{closing}\n\n{content}"}
 
     def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
         """Yield these messages in the forms that a template may accept, the most likely form first."""
@@ -144,6 +154,10 @@ def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": repair_surrogates(name), "arguments": repair_surrogates(text)}
     return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
 
 
 def _names(template: str, key: str) -> bool:

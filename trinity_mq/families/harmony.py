@@ -15,13 +15,14 @@ from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.family import api_call
 from trinity_mq.families.json_calls import MAX_CALLS, decode_value
 from trinity_mq.families.messages import Message, Tools
-from trinity_mq.thoughts import ThoughtFormat
 
 START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
-THOUGHTS = ThoughtFormat(f"{CHANNEL}analysis{MESSAGE}", "<|end|>")
-HEADERS = tuple(
-    f"{start}{CHANNEL}{channel}{MESSAGE}" for start in (START, "") for channel in ("final", "commentary")
-) + (START, "<|end|>", "<|return|>")
+HEADERS = (
+    *(f"{start}{CHANNEL}{channel}{MESSAGE}" for start in (START, "") for channel in ("final", "commentary")),
+    START,
+    "<|end|>",
+    "<|return|>",
+)
 CALL_BEGINS = tuple(
     f"{start}{channel} to=functions." for start in (START, "") for channel in (f"{CHANNEL}commentary", "")
 )

@@ -40,7 +40,7 @@ def call_of(value: Any, *keys: str) -> Message | None:
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     if not isinstance(arguments, dict | str):
         return None
     call_id = value.get("id")

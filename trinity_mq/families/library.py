@@ -1,18 +1,16 @@
 """The package ``renderers``: rendering, bridges and readers of calls for the families that it knows.
 
 The configuration of a renderer is chosen by the row of the family, never by the name of the model. A renderer is used
-only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. The package reads no network:
-the only vocabulary that it would load is the one of gpt-oss, and that must lie in a folder.
+only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. Its renderer of gpt-oss is
+never used: it loads a vocabulary of its own over the network, whose tokens need not be the model's.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from trinity_mq.families.division import CallReader, ReadCalls
@@ -27,8 +25,6 @@ _COSTLY = re.compile(r"<(?:invoke|parameter|function|arg_key|arg_value)\b")
 _MAX_COST = 1 << 26
 _LONGEST_ID = 256
 """Maximum characters of the identifier of a call that the model writes."""
-_HARMONY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
-"""Environment variable with the folder of the vocabulary of gpt-oss."""
 _SWITCH = "enable_thinking"
 
 
@@ -97,7 +93,8 @@ _MARKS = 0x110000
 
 
 def calls_reader(name: str) -> CallReader:
-    """Return a reader of the calls of a family that the package knows.
+    """Return a reader of the calls of a family that the package knows. If any call is malformed, the answer has no
+    calls. Text between and behind the calls is left out.
 
     Args:
         name: Name of the package's configuration.
@@ -118,8 +115,9 @@ def calls_reader(name: str) -> CallReader:
             return ReadCalls([], 1)
         calls = [_call(attempt) for attempt in attempts]
         valid = [call for call in calls if call is not None]
-        rest = [attempt.raw.strip() for attempt, call in zip(attempts, calls, strict=True) if call is None]
-        return ReadCalls(valid, len(rest), "\n".join(rest))
+        if len(valid) < len(calls):
+            return ReadCalls([], len(calls) - len(valid))
+        return ReadCalls(valid)
 
     return read
 
@@ -162,15 +160,15 @@ def _renderer(tokenizer: Any, config: Any) -> Any:
 
 
 def open_renderer(
-    name: str,
+    names: Sequence[str],
     tokenizer: Any,
     switches: Mapping[str, Any],
     write: Write,
-) -> Any:
-    """Return a renderer whose tokens equal the tokens of the chat template for every probe.
+) -> tuple[str, Any]:
+    """Return the first renderer whose tokens equal the tokens of the chat template for every probe, with its name.
 
     Args:
-        name: Name of the package's configuration.
+        names: Names of the package's configurations.
         tokenizer: The model's tokenizer, in the form that the package reads.
         switches: Variables of the chat template.
         write: Writes probes by the chat template.
@@ -178,8 +176,16 @@ def open_renderer(
     Raises:
         LibraryUnfit: The package cannot render for this model.
     """
-    if name == "gpt-oss" and not _has_harmony():
-        raise LibraryUnfit(f"the vocabulary of gpt-oss is missing; set {_HARMONY_FOLDER} to its folder")
+    reasons = []
+    for name in names:
+        try:
+            return name, _fitting(name, tokenizer, switches, write)
+        except LibraryUnfit as error:
+            reasons.append(f"{name}: {error}")
+    raise LibraryUnfit("; ".join(reasons))
+
+
+def _fitting(name: str, tokenizer: Any, switches: Mapping[str, Any], write: Write) -> Any:
     config = _config_class(name)
     fields = config.template_field_names()
     if others := sorted(set(switches) - fields):
@@ -198,11 +204,6 @@ def open_renderer(
             return renderer
         reason = reason or difference
     raise LibraryUnfit(reason)
-
-
-def _has_harmony() -> bool:
-    folder = os.environ.get(_HARMONY_FOLDER, "")
-    return bool(folder) and (Path(folder) / "o200k_base.tiktoken").is_file()
 
 
 def _difference(renderer: Any, write: Write) -> str:
@@ -241,7 +242,11 @@ _TOOL: Message = {
     },
 }
 _ASK = _turn("user", "What is 2 + 2?\nThink.  ")
-_CALLS = _turn("assistant", "", tool_calls=[_probe_call(1, {"place": "K\u00f6ln \u4e2d", "days": 2})])
+_CALLS = _turn(
+    "assistant",
+    "",
+    tool_calls=[_probe_call(1, {"place": "K\u00f6ln \u4e2d", "days": 2, "now": True, "of": {"a": [1, None]}})],
+)
 _TWO_CALLS = _turn(
     "assistant", "I look.", tool_calls=[_probe_call(1, {"place": "Bonn"}), _probe_call(2, {"place": 'a "b"\n<c>'})]
 )

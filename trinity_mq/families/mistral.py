@@ -1,8 +1,8 @@
 """Reads tool calls of the Mistral models.
 
-Formats, by the version of the tokenizer (package mistral-common): 2 to 7 write ``[TOOL_CALLS][{"name": ..., "arguments":
-{...}, "id": ...}, ...]``; from 11 on each call is ``[TOOL_CALLS]name[ARGS]{...}``, in version 11 with ``[CALL_ID]id``
-behind the name.
+Formats, by the version of the tokenizer (package mistral-common): 2 to 7 write ``[TOOL_CALLS][{"name": ...,
+"arguments": {...}, "id": ...}, ...]``; from 11 on each call is ``[TOOL_CALLS]name[ARGS]{...}``, in version 11 with
+``[CALL_ID]id`` behind the name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.family import api_call
 from trinity_mq.families.json_calls import MAX_CALLS, calls_of_list, decode_value
 from trinity_mq.families.messages import Message, Tools
-from trinity_mq.thoughts import ThoughtFormat
 
 CALL_BEGINS = "[TOOL_CALLS]"
-THOUGHTS = ThoughtFormat("[THINK]", "[/THINK]")
 _HEAD = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]{1,256})(?:\[CALL_ID\]([^\[\]{}]{1,64}))?\[ARGS\]")
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
 _END = re.compile(r"(?:\s|</s>)*")

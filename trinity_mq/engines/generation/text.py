@@ -467,10 +467,10 @@ class TextCodec:
                 return None
 
         try:
-            renderer = open_renderer(family.library, _LibraryTokenizer(self, self._tokenizer), variables, write)
+            name, renderer = open_renderer(family.library, _LibraryTokenizer(self, self._tokenizer), variables, write)
         except LibraryUnfit as error:
-            return _Renderer(None, f"chat template, because the renderer {family.library} does not fit: {error}")
-        return _Renderer(renderer, f"renderers: {family.library}")
+            return _Renderer(None, f"chat template, because the package renderers does not fit ({error})")
+        return _Renderer(renderer, f"renderers: {name}")
 
     def _template(self, tools: Tools) -> str:
         template = self._tokenizer.chat_template
