@@ -76,7 +76,7 @@ async def local_session(
     headers: Mapping[str, str],
     not_ready_timeout: float,
     request_timeout: float,
-    merge: Merge = "prefix",
+    merge: Merge = "renderer",
     socket: Path | None = None,
     switches: Switches = "agent",
 ) -> AsyncIterator[LocalSession]:
@@ -89,7 +89,7 @@ async def local_session(
         headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.
-        merge: With ``renderer``, engines continue from the tokens of earlier turns.
+        merge: As ``gateway.merge``: whether and how engines continue from the tokens of earlier turns.
         socket: Path of a Unix socket that also serves the session, for programs without network. None: no such socket.
         switches: Whether the program may switch thinking, as ``gateway.switches``.
     """

@@ -404,6 +404,7 @@ def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
             "calls": [encode(call) for call in session.calls.values()],
             "reward": session.reward,
             "call_rewards": [[call, choice, reward] for (call, choice), reward in session.call_rewards.items()],
+            "lineage_rewards": session.lineage_rewards,
             "metrics": session.metrics,
             "labels": {} if session.opened is None else session.opened.labels,
         }

@@ -46,11 +46,12 @@ class GatewayConfig(Section):
     another limit."""
     group_size: int | None = Field(default=None, ge=2)
     """Number of sessions in a group. None: ``algorithm.repeat_times``."""
-    merge: Merge = "prefix"
-    """Experiences of a session. ``prefix``: a turn whose prompt begins with exactly the tokens of an earlier turn is
-    merged with that turn into one experience. ``per_call``: each answer is an experience. ``renderer``: like
-    ``prefix``, and the prompt of a chat is rendered after the exact tokens of the previous turn if these belong to its
-    text, so that no turn is lost because the same text was tokenized differently."""
+    merge: Merge = "renderer"
+    """Experiences of a session. ``renderer``: a turn whose prompt begins with exactly the tokens of an earlier turn is
+    merged with that turn into one experience, and a prompt that continues a recorded answer is rendered behind the
+    exact tokens of that answer, unless the model's family would write the past in another form. ``prefix``: turns are
+    merged likewise, but each prompt is rendered as a whole, so that a turn is lost where the same text is tokenized
+    differently. ``per_call``: each answer is an experience."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Reward of an answer without a reward of its own: this factor times the reward of the next answer."""
     sampling: Literal["configured", "agent"] = "configured"
@@ -77,6 +78,9 @@ class GatewayConfig(Section):
     """Maximum number of open sessions."""
     max_calls: int = Field(default=1000, ge=1)
     """Maximum number of calls in one session."""
+    max_session_tokens: int = Field(default=10_000_000, ge=1)
+    """Maximum number of recorded tokens in one session; tokens that several answers share count once. Further calls are
+    refused. It bounds the memory that a gateway needs for a session: some 40 bytes for each token."""
     calls_per_minute: int = Field(default=600, ge=1)
     """Maximum number of calls in one session within a minute."""
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)

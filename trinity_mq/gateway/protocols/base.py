@@ -31,6 +31,13 @@ class EngineRequest:
     """True if the agent asked for a streamed answer."""
     logprobs: bool = False
     """True if the agent asked for the logprob and the text of each token."""
+    previous: str = ""
+    """Id of the stored response whose conversation comes before ``messages``, but after their instructions."""
+    unstored: int = 0
+    """Number of leading messages that are not stored with the response: instructions, and the conversation of
+    ``previous``."""
+    stores: bool = False
+    """True if later requests may refer to the response by its id."""
 
 
 class Events(ABC):

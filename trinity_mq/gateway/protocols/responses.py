@@ -1,7 +1,7 @@
 """OpenAI's Responses API on top of chat completions.
 
-Source of the format: OpenAI API reference, "Responses" and "Streaming events". Nothing is stored: each request sends
-the whole conversation in ``input``, as agent frameworks do.
+Source of the format: OpenAI API reference, "Responses" and "Streaming events". A request sends the whole
+conversation in ``input``, as agent frameworks do, or only what follows the response ``previous_response_id``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metada
 """Options with the same meaning in chat completions."""
 
 
+PREVIOUS = "previous_response_id"
 LOGPROBS = "message.output_text.logprobs"
 """Entry of ``include`` that requests the logprobs of the text."""
 
@@ -47,10 +48,16 @@ class ResponsesProtocol(Protocol):
     prefix = "resp_"
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
-        if body.get("previous_response_id"):
+        previous, stores = body.get("previous_response_id") or "", body.get("store")
+        if not isinstance(previous, str):
+            raise BadRequest(f"previous_response_id is {previous!r:.80}, wanted the id of a response", PREVIOUS)
+        if stores not in (None, False, True):
+            raise BadRequest(f"store is {stores!r:.80}, wanted true or false", "store")
+        if body.get("conversation") is not None:
             raise BadRequest(
-                "previous_response_id names a response, and none is stored here: send the whole conversation in input",
-                "previous_response_id",
+                "conversation names a stored conversation, and there are none here: send previous_response_id, or the "
+                "whole conversation in input",
+                "conversation",
             )
         check_options(body, PASSED)
         form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
@@ -66,7 +73,15 @@ class ResponsesProtocol(Protocol):
             chat["tool_choice"] = tools.choice(body.get("tool_choice", "auto"))
         else:
             chat.pop("parallel_tool_calls", None)  # without tools it changes nothing
-        return EngineRequest(CHAT, chat, bool(body.get("stream")), _asks_logprobs(body))
+        return EngineRequest(
+            CHAT,
+            chat,
+            bool(body.get("stream")),
+            _asks_logprobs(body),
+            previous=previous,
+            unstored=int(bool(body.get("instructions"))),
+            stores=stores is not False,
+        )
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
@@ -253,7 +268,8 @@ def _response(
         "model": body.get("model") or (answer or {}).get("model") or "",
         "output": output,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": None,
+        "previous_response_id": body.get(PREVIOUS) or None,
+        "store": body.get("store") is not False,
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice", "auto"),

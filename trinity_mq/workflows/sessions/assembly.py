@@ -7,43 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from trinity_mq.config.modes.gateway import Merge
 from trinity_mq.experience import Experience
+from trinity_mq.gateway.lineages import BREAK_CAUSES, lineages_of, superseded_calls
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.messages import SessionCall
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import experiences_of
-
-CAUSES = ("new", "template", "retoken", "temperature")
-"""Reasons why the prompt of a call does not continue an earlier call."""
-
-
-def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
-    """Return the calls whose client did not receive the answer and repeated the request.
-
-    A repeat names the call that it replaces if its gateway knows that call. The answer of another gateway may reach the
-    stream later than the repeat. Therefore a repeat that names no call replaces one call with an equal request. That
-    call began before the repeat was answered, has a lower retry count, and is not a sibling of the repeat. If several
-    calls match, the call with the highest retry count is replaced.
-
-    Args:
-        calls: All calls of a session, in the order of the stream.
-    """
-    superseded = {call.supersedes for call in calls if call.supersedes}
-    for repeat in calls:
-        if not repeat.retry or not repeat.digest or repeat.supersedes:
-            continue
-        equal = [
-            call
-            for call in calls
-            if call.digest == repeat.digest
-            and call.retry < repeat.retry
-            and 0.0 < call.began <= repeat.at
-            and call.call not in superseded
-            and call.call not in repeat.siblings
-            and repeat.call not in call.siblings
-        ]
-        if equal:
-            superseded.add(max(equal, key=lambda call: call.retry).call)
-    return superseded
 
 
 def session_experiences(
@@ -100,10 +68,14 @@ def session_experiences(
 
 
 def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str, float]:
-    """Return a session's metrics: its number of calls and of experiences, and the prefix breaks by cause."""
+    """Return a session's metrics: its numbers of calls, lineages, experiences and ties, and the prefix breaks by
+    cause.
+    """
     causes = Counter(call.break_cause for call in calls if call.break_cause)
     return {
         "session_calls": float(len(calls)),
+        "session_lineages": float(len(lineages_of(calls, superseded_calls(calls)))),
         "session_experiences": float(experiences),
-        **{f"session_breaks_{cause}": float(causes[cause]) for cause in CAUSES},
+        "session_ties": float(sum(call.tied for call in calls)),
+        **{f"session_breaks_{cause}": float(causes[cause]) for cause in BREAK_CAUSES},
     }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class RecordedArguments(Arguments):
     """Arguments of all workflows whose answers a session records."""
 
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
     switches: Switches = "agent"
     """Whether the program may switch thinking, as ``gateway.switches``. ``configured``: only ``rollout_args`` and

@@ -33,7 +33,7 @@ class RecordedSessions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     sessions: list[RecordedSession]
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     turn_discount: float = 1.0
 
 
