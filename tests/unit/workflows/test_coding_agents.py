@@ -1,4 +1,4 @@
-"""Coding agents of other makers, unmodified and in their sandbox, on a scripted model that answers in a family's format.
+"""Coding agents of other makers, unmodified in their sandbox, on a scripted model that answers in a family's format.
 
 ``scripts/test-harnesses`` installs them. TRINITY_MQ_HARNESSES is their folder; without it these tests are left out.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.golden.families.makers import template_of, vocabulary_of
 from trinity_mq.config import load_config
@@ -26,6 +27,8 @@ from trinity_mq.workflows import Task, load_workflow
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(os.environ.get("TRINITY_MQ_HARNESSES", ROOT / ".harnesses"))
 QUESTION, SUBTASK = "Write 42 into answer.txt with the help of another agent.", "SUBTASK: think about it."
+LONG_PROMPTS = {"OPENCODE_DISABLE_AUTOCOMPACT": "1"}
+"""Tokens of the scripted model are bytes, so that prompts are longer than the examples expect."""
 Step = Answer | Callable[[str], Answer]
 
 pytestmark = [
@@ -58,7 +61,7 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
         [
             call("write", "I begin.", filePath="/agent/work/answer.txt", content="4"),
             call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
-            call("bash", command="printf 2 >> answer.txt", description="Write"),
+            call("bash", command="printf 2 >> answer.txt"),
             "Done: answer.txt holds 42.",
         ],
         3,  # the agent, its helper, and the title of the conversation
@@ -70,7 +73,6 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
             call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude"),
             call("Bash", command="printf 2 >> answer.txt", description="Write"),
             "Done: answer.txt holds 42.",
-            "The helper is done too.",
         ],
         2,  # the agent and its helper
     ),
@@ -94,7 +96,7 @@ class Model:
         elif "title" in prompt.partition(QUESTION)[0][-500:]:
             step = "A file with a number"
         else:
-            step = next(self.steps)
+            step = next(self.steps, "Nothing is left to do.")  # Claude Code tells the model when its helper has ended
         answer = step(prompt) if callable(step) else step
         self.texts.append(
             written_answer(self.codec, {"content": answer} if isinstance(answer, str) else answer, prompt)
@@ -120,7 +122,7 @@ async def model_of(family: str, steps: Sequence[Step]) -> AsyncIterator[tuple[Mo
             await model.aclose()
 
 
-def task_of(agent: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Task:
+def task_of(agent: str, monkeypatch: pytest.MonkeyPatch) -> Task:
     """Return the task as the example configures it."""
     monkeypatch.setenv("TRINITY_MQ_MODEL", "model")
     monkeypatch.setenv("TRINITY_MQ_HARNESSES", str(FOLDER))
@@ -130,7 +132,7 @@ def task_of(agent: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Ta
         workflow=load_workflow(taskset.workflow),
         format_args=taskset.format,
         raw_task={"question": QUESTION, "answer": "42"},
-        workflow_args={**taskset.workflow_args, **arguments},
+        workflow_args={**taskset.workflow_args, "env": {**taskset.workflow_args.get("env", {}), **LONG_PROMPTS}},
     )
 
 
@@ -160,15 +162,11 @@ async def test_an_agent_works_and_each_of_its_conversations_is_one_experience(
     assert [experience.reward for experience in experiences] == [1.0] * conversations
     turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
     assert sorted(turns) == sorted(script.texts)
+    known = torch.tensor([logprob(position) for position in range(8)])
     for experience in experiences:
-        count = int(experience.action_mask.sum())
-        assert len(experience.logprobs) == len(experience.action_mask)
-        assert {round(value, 6) for value in experience.logprobs[experience.action_mask].tolist()} <= {
-            round(logprob(position), 6) for position in range(8)
-        }
-        assert count
+        assert torch.isin(experience.logprobs[experience.action_mask], known).all()
     metrics = experiences[-1].metrics
     assert metrics["session_calls"] == len(script.texts)
     assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0
-    breaks = {name: value for name, value in metrics.items() if name.startswith("session_breaks") and value}
-    assert set(breaks) <= {"session_breaks_new"}, breaks
+    assert metrics["session_lineages"] == conversations
+    assert not {name for name, value in metrics.items() if name.startswith("session_breaks") and value}
