@@ -202,8 +202,11 @@ def read_text(folder: Path, name: str, max_bytes: int = 1 << 20) -> str | None:
 
     An agent may leave links to files of the host, or files that are no regular files. They are not read.
     """
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()) or not path.is_file():
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return file.read(max_bytes).decode(errors="replace")
+    except (OSError, RuntimeError):  # unreadable, or a link to itself
         return None
-    with path.open("rb") as file:
-        return file.read(max_bytes).decode(errors="replace")
