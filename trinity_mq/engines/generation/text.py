@@ -155,7 +155,7 @@ class TextCodec:
             SwitchError: The template has no such switch, or a field has another form.
         """
         merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
-        return template_switches(merged, self._template(tools)) if merged else {}
+        return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
 
     def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
         return self.switches({}, tools) if switches is None else switches
@@ -596,8 +596,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
-        engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
+        Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -609,6 +609,7 @@ class TextCodec:
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
+            **({"switches": self._default_switches} if self._default_switches else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

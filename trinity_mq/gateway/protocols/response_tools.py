@@ -37,9 +37,9 @@ NAMESPACE_ENDS = "__"
 TOOL_SEARCH = "tool_search"
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "tool_search_call")
 """Types of items that are calls of tools that the client runs."""
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 SEARCH_OUTPUT = "tool_search_output"
 """Type of the item with the tools that the client's search found."""
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output", SEARCH_OUTPUT)
 
 
 class ResponseTools:
