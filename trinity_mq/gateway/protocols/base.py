@@ -228,6 +228,14 @@ def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
     return "".join(texts)
 
 
+def definitions(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that shows a model the definitions of tools which a search found in the middle of a conversation.
+    They are not added to the offered tools: that would change the beginning of the prompt.
+    """
+    lines = [f"<function>{json.dumps(function, ensure_ascii=False)}</function>" for function in functions]
+    return "\n".join(["<functions>", *lines, "</functions>"])
+
+
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of prompt tokens and the number of sampled tokens."""
     used = answer.get("usage") or {}
