@@ -2,7 +2,8 @@
 
 The configuration of a renderer is chosen by the row of the family, never by the name of the model. A renderer is used
 only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. Its renderer of gpt-oss is
-never used: it loads a vocabulary of its own over the network, whose tokens need not be the model's.
+never used: it loads a vocabulary of its own over the network, whose tokens need not be the
+model's.
 """
 
 from __future__ import annotations
@@ -185,9 +186,33 @@ def _config_class(name: str) -> Any:
 
 
 def _renderer(tokenizer: Any, config: Any) -> Any:
-    from renderers import create_renderer
+    import renderers
 
-    return create_renderer(tokenizer, config)
+    # not by create_renderer, which imports all families and the vocabulary of gpt-oss
+    return getattr(renderers, _CLASSES[config.name])(tokenizer, config)
+
+
+_CLASSES = {
+    "deepseek-r1": "DeepSeekR1Renderer",
+    "deepseek-v3": "DeepSeekV3Renderer",
+    "gemma4": "Gemma4Renderer",
+    "glm-4.5": "GLM45Renderer",
+    "glm-5": "GLM5Renderer",
+    "glm-5.3": "GLM53Renderer",
+    "kimi-k2": "KimiK2Renderer",
+    "kimi-k2.5": "KimiK25Renderer",
+    "llama-3": "Llama3Renderer",
+    "minimax-m2": "MiniMaxM2Renderer",
+    "nemotron-3": "Nemotron3Renderer",
+    "nemotron-3-ultra": "Nemotron3UltraRenderer",
+    "nemotron-3.5": "Nemotron35Renderer",
+    "qwen3": "Qwen3Renderer",
+    "qwen3-vl": "Qwen3VLRenderer",
+    "qwen3.5": "Qwen35Renderer",
+    "qwen3.6": "Qwen36Renderer",
+    "qwen3.8": "Qwen38Renderer",
+}
+"""Classes of the package by the names of its configurations."""
 
 
 def open_renderer(
@@ -213,6 +238,8 @@ def open_renderer(
             return name, _fitting(name, tokenizer, switches, write)
         except LibraryUnfit as error:
             reasons.append(f"{name}: {error}")
+        except ImportError as error:
+            raise LibraryUnfit(f"it cannot be imported: {error}") from error
     raise LibraryUnfit("; ".join(reasons))
 
 
