@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# otherwise: a greeting, the user's own configuration, a download of prices
+# otherwise: a greeting, the user's own configuration, a download of prices, ten tries with long pauses
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir()}
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2"}
 
 import rollouts
 from minisweagent.agents.default import DefaultAgent

@@ -7,10 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,11 @@ import pytest_asyncio
 
 from tests.golden.families.makers import template_of, vocabulary_of
 from tests.golden.families.proofs import PROOFS, Proof
-from tests.processes import gone
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
 from trinity_mq.models.wrapper import ModelWrapper
-from trinity_mq.testing.scripted import Answer, ScriptedGenerator, byte_codec, logprob, scripted_server
-from trinity_mq.workflows import SandboxFailed, Task
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec, logprob, scripted_server
+from trinity_mq.workflows import Task
 from trinity_mq.workflows.sessions.children import close_persistent_programs
 from trinity_mq.workflows.sessions.program import ProgramWorkflow
 
@@ -36,7 +32,10 @@ NEEDS_HARNESSES = pytest.mark.skipif(
 )
 SANDBOX = EXAMPLES / "harness-mini-swe-agent" / "sandbox"
 WITH_TOOLS = [proof for proof in PROOFS if proof.writes_tools and "one call" not in proof.refused]
-THINKING = [proof for proof in WITH_TOOLS if proof.thoughts]
+"""Templates of makers that write tools and calls. Those of DeepSeek R1, Gemma 3, Phi 3 and SmolLM2 do not."""
+BY_TEMPLATE = pytest.mark.parametrize("proof", WITH_TOOLS, ids=lambda proof: proof.template)
+OPEN_THOUGHTS = ("qwen3-thinking-2507", "glm4.7")
+"""Templates whose prompts open thoughts, so that every answer has thoughts."""
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -84,9 +83,7 @@ def masked_runs(experience: Experience) -> list[tuple[list[int], list[float]]]:
     response = experience.tokens[experience.prompt_length :].tolist()
     bits = "".join(str(int(bit)) for bit in experience.action_mask.tolist())
     logprobs = experience.logprobs.tolist()
-    return [
-        (response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)
-    ]
+    return [(response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)]
 
 
 def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
@@ -103,22 +100,20 @@ def codec_of(template: str) -> TextCodec:
     return byte_codec(template_of(template), ends=tuple(vocabulary.ends), specials=tuple(vocabulary.special))
 
 
-async def roll_out(
-    example: str,
-    script: Sequence[Answer],
-    template: str = "qwen3",
-    *,
-    arguments: Sequence[str] = (),
-    question: str = "2+3?",
-    answer: str = "5",
-) -> Rollout:
+async def roll_out(example: str, template: str, script: Sequence[dict[str, Any]], *arguments: str) -> Rollout:
     """Run a harness of the examples as the program of a rollout."""
-    command = [str(PYTHON), str(EXAMPLES / example / "agent.py"), *arguments]
     task = Task(
         workflow=ProgramWorkflow,
-        raw_task={"question": question, "answer": answer},
-        workflow_args={"command": command, "keep": True, "env": {"PYTHONPATH": str(EXAMPLES / "harness")}},
+        raw_task={"question": "2+3?", "answer": "5"},
+        workflow_args={
+            "command": [str(PYTHON), str(EXAMPLES / example / "agent.py"), *arguments],
+            "env": {"PYTHONPATH": str(EXAMPLES / "harness")},
+            "keep": True,
+            "merge": "renderer",
+        },
     )
+    if template in OPEN_THOUGHTS:
+        script = [{**answer, "reasoning_content": f"Thought {number}."} for number, answer in enumerate(script)]
     async with scripted_server(script, codec=codec_of(template)) as (engine, generator):
         model = ModelWrapper(engine)
         try:
@@ -129,18 +124,14 @@ async def roll_out(
     return Rollout(experiences, generator)
 
 
-def ids(proofs: Sequence[Proof]) -> Mapping[str, Any]:
-    return {"argvalues": proofs, "ids": [proof.template for proof in proofs]}
-
-
 @NEEDS_HARNESSES
 class TestMiniSweAgent:
     SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat f"
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
+    @BY_TEMPLATE
     async def test_commands_run_and_their_output_is_read(self, proof: Proof) -> None:
         script = [calls(call("bash", command=command)) for command in ("echo 5 > f; echo seen $((6 * 7))", self.SUBMIT)]
-        rollout = await roll_out("harness-mini-swe-agent", script, proof.template, arguments=["mini.yaml"])
+        rollout = await roll_out("harness-mini-swe-agent", proof.template, script, "mini.yaml")
         assert "seen 42" in rollout.generator.prompts[1]
         rollout.check([2])
         assert rollout.breaks == {}
@@ -150,10 +141,10 @@ class TestMiniSweAgent:
 class TestAgentsSdk:
     SCRIPT = (calls(call("transfer_to_calculator")), calls(call("add", first=2, second=3)), {"content": "5"})
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
+    @BY_TEMPLATE
     @pytest.mark.parametrize("api", ["responses", "chat_completions"])
     async def test_an_agent_hands_off_to_another(self, proof: Proof, api: str) -> None:
-        rollout = await roll_out("harness-agents-sdk", self.SCRIPT, proof.template, arguments=[api])
+        rollout = await roll_out("harness-agents-sdk", proof.template, self.SCRIPT, api)
         assert "transfer_to_calculator" in rollout.generator.prompts[0]
         assert "Answer with the number only." in rollout.generator.prompts[1]
         assert "5.0" in rollout.generator.prompts[2]
@@ -170,9 +161,9 @@ class TestSmolagents:
         calls(call("final_answer", answer="5")),
     )
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
+    @BY_TEMPLATE
     async def test_an_agent_manages_another(self, proof: Proof) -> None:
-        rollout = await roll_out("harness-smolagents", self.SCRIPT, proof.template)
+        rollout = await roll_out("harness-smolagents", proof.template, self.SCRIPT)
         assert "add 2 and 3" in rollout.generator.prompts[1]
         assert "Observation:\n5" in rollout.generator.prompts[2]
         rollout.check([1, 1, 1, 1])
