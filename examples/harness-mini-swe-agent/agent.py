@@ -1,7 +1,7 @@
 """mini-swe-agent 2.4.6, unmodified, as the program of a session. Arguments: configurations, as ``mini -c`` takes them.
 
-The model's commands run in bubblewrap (``sandbox.py``). A task has a ``question``, which is the task of the agent, and an
-``answer``, which the agent must submit, or else see as the output of its last command.
+The model's commands run in bubblewrap (``sandbox.py``). A task has a ``question``, which is the task of the agent, and
+an ``answer``, which the agent must submit, or else see as the output of its last command.
 """
 
 import os

@@ -4,26 +4,22 @@ scripted model answers in the format of each family, as its maker's template wri
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
 from tests.golden.families.makers import template_of, vocabulary_of
 from tests.golden.families.proofs import PROOFS, Proof
+from tests.unit.workflows.test_command_sandbox import NEEDS_BWRAP
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
 from trinity_mq.models.wrapper import ModelWrapper
@@ -38,10 +34,6 @@ NEEDS_HARNESSES = pytest.mark.skipif(
     not PYTHON.exists(), reason="TRINITY_MQ_HARNESSES/python has no harnesses: scripts/test-harnesses makes it"
 )
 SANDBOX = EXAMPLES / "harness-mini-swe-agent" / "sandbox.py"
-CHECKED = subprocess.run([SANDBOX, "bash", "-c", ":"], capture_output=True, text=True, check=False)
-NEEDS_BWRAP = pytest.mark.skipif(
-    CHECKED.returncode != 0, reason=f"bubblewrap cannot run here: {CHECKED.stdout}{CHECKED.stderr}".strip()
-)
 PARENT = """
 import asyncio
 
@@ -63,11 +55,10 @@ rollouts.serve(lambda rollout: float(asyncio.run(answer_of(rollout)) == "done"))
 """
 WITH_TOOLS = [proof for proof in PROOFS if proof.writes_tools and "one call" not in proof.refused]
 """Templates of makers that write tools and calls. Those of DeepSeek R1, Gemma 3, Phi 3 and SmolLM2 do not."""
-THINKING = [proof for proof in WITH_TOOLS if proof.thoughts]
+THINKING = [proof for proof in WITH_TOOLS if proof.thoughts and proof.template != "qwen3.5-small"]
+"""Templates with thoughts. The prompts of the small Qwen3.5 close them."""
 BEGIN_WITH_RESULT = [proof for proof in WITH_TOOLS if proof.template != "mistral-nemo"]
 BY_TEMPLATE = pytest.mark.parametrize("proof", WITH_TOOLS, ids=lambda proof: proof.template)
-OPEN_THOUGHTS = ("qwen3-thinking-2507", "glm4.7")
-"""Templates whose prompts open thoughts, so that every answer has thoughts."""
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -156,9 +147,10 @@ async def roll_out(example: Path, template: str, script: Sequence[dict[str, Any]
             "merge": "renderer",
         },
     )
-    if template in OPEN_THOUGHTS:
+    codec = codec_of(template)
+    if codec.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>"):  # every answer has thoughts
         script = [{"reasoning_content": f"Thought {number}.", **answer} for number, answer in enumerate(script)]
-    async with scripted_server(script, codec=codec_of(template)) as (engine, generator):
+    async with scripted_server(script, codec=codec) as (engine, generator):
         model = ModelWrapper(engine)
         try:
             experiences = await ProgramWorkflow(task=task, model=model).run_async()
@@ -199,7 +191,7 @@ class TestMiniSweAgent:
         for secret in ("sk-tmq", "OPENAI", "PYTHONPATH", "TRINITY"):
             assert secret not in observed
         for folder in ("/root", "/home", "/work"):
-            assert f"cannot access '{folder}'" in observed
+            assert f"cannot access \\u0027{folder}\\u0027" in observed
         rollout.check([2])
 
     async def test_without_bubblewrap_no_command_runs(self, tmp_path: Path) -> None:
@@ -264,101 +256,3 @@ class TestSmolagents:
         assert "Calling tools:" in rollout.generator.prompts[2]
         assert "Observation:\n5" in rollout.generator.prompts[2]
         rollout.check([1, 1, 1, 1])
-
-
-# -- the sandbox of mini-swe-agent's commands, attacked
-
-
-def sandboxed(command: str, folder: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    words = [str(SANDBOX), "--bind", folder, folder, "--chdir", folder, "bash", "-c", command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=60, env=env)
-
-
-@pytest.fixture
-def folder() -> Iterator[str]:
-    """A working folder that the user nobody can reach, as mini-swe-agent makes it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        yield path
-
-
-@NEEDS_BWRAP
-class TestSandbox:
-    async def test_a_command_sees_neither_environment_nor_files_nor_processes_nor_network(
-        self, folder: str, tmp_path: Path
-    ) -> None:
-        (tmp_path / "secret").write_text("sk-file")
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        attack = f"""
-            env; cat /proc/[0-9]*/environ; cat {tmp_path}/secret /etc/shadow; ls /proc | grep -c '^[0-9]'
-            (exec 3<>/dev/tcp/127.0.0.1/{port}) && echo connected
-            unshare -U true && echo nested; touch /usr/x /etc/x && echo written
-            (echo core > /proc/sys/kernel/core_pattern) && echo written
-            echo kept > {folder}/kept; id -u
-        """
-        done = await asyncio.to_thread(
-            sandboxed, attack, folder, env={**os.environ, "OPENAI_API_KEY": "sk-environment"}
-        )
-        server.close()
-        assert "sk-" not in done.stdout
-        for success in ("connected", "nested", "written"):
-            assert success not in done.stdout.splitlines()
-        assert Path(folder, "kept").read_text() == "kept\n"
-        assert done.stdout.splitlines()[-1] != "0"
-
-    @pytest.mark.parametrize(
-        ("command", "output"),
-        [
-            ("for i in $(seq 200); do sleep 5 & done 2>&1; echo", "Resource temporarily unavailable"),
-            (":(){ :|:& };: 2>&1 | head -c 300; exit", "Resource temporarily unavailable"),
-            ("python3 -c 'bytearray(2 << 30)'", "MemoryError"),
-            ("head -c 100M /dev/zero > /tmp/x", "No space left on device"),
-            ("head -c 300M /dev/zero > x; echo $?", "153"),
-            ("yes", "the sandbox ended the command after 1048576 bytes of output"),
-        ],
-        ids=["processes", "fork bomb", "memory", "temporary files", "file", "output"],
-    )
-    def test_a_command_is_limited(self, folder: str, command: str, output: str) -> None:
-        done = sandboxed(command, folder)
-        assert output in done.stdout[-2000:]
-        assert len(done.stdout) < 2 << 20
-
-    def test_nothing_of_a_killed_command_is_left(self, folder: str) -> None:
-        words = [
-            str(SANDBOX),
-            "--bind",
-            folder,
-            folder,
-            "bash",
-            "-c",
-            f"setsid sleep 6789 & echo on > {folder}/on; wait",
-        ]
-        process = subprocess.Popen(words)
-        assert waited(lambda: Path(folder, "on").exists())
-        assert running("sleep 6789")
-        process.kill()
-        process.wait()
-        assert waited(lambda: not running("sleep 6789"))
-
-
-def test_a_missing_bubblewrap_is_named(tmp_path: Path) -> None:
-    words = [sys.executable, str(SANDBOX), "bash", "-c", ":"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)})
-    assert done.returncode == 125
-    assert "bubblewrap is not installed" in done.stderr
-
-
-def running(command: str) -> list[int]:
-    """Return the processes with this command line."""
-    processes = psutil.process_iter(["cmdline"])
-    return [process.pid for process in processes if " ".join(process.info["cmdline"] or ()) == command]
-
-
-def waited(condition: Callable[[], object]) -> bool:
-    """Return whether a condition holds within some seconds."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
