@@ -234,7 +234,7 @@ class TestAgentsSdk:
             script += [calls(call("ask", input=f"Question {number}")), {"content": f"Answer {number}"}]
         rollout = await roll_out(parent, proof.template, [*script, {"content": "done"}])
         assert f"Answer {self.HELPED - 1}" in rollout.generator.prompts[-1]
-        rollout.check([self.HELPED + 1, *[1] * self.HELPED])
+        rollout.check([*[1] * self.HELPED, self.HELPED + 1])
 
 
 @NEEDS_HARNESSES
