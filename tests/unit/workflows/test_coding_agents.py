@@ -128,7 +128,7 @@ def task_of(agent: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Ta
     """Return the task as the example configures it, with other ``arguments`` of the workflow."""
     monkeypatch.setenv("TRINITY_MQ_MODEL", "model")
     monkeypatch.setenv("TRINITY_MQ_HARNESSES", str(FOLDER))
-    taskset = load_config(ROOT / "examples" / f"harness-{agent}" / f"{agent}.yaml").buffer.taskset
+    taskset = load_config(ROOT / "examples" / f"harness-{agent}.yaml").buffer.taskset
     add_plugins([str(ROOT / "examples" / f"harness-{agent}")])
     env = {**taskset.workflow_args.get("env", {}), **LONG_PROMPTS}
     return Task(
