@@ -70,6 +70,8 @@ class Family:
     """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    call_id: Callable[[str], str] | None = None
+    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
     name.
@@ -119,6 +121,8 @@ class Family:
                 else message
                 for message in messages
             ]
+        if self.call_id is not None:
+            written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
             renamed = [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
             yield renamed
@@ -163,6 +167,21 @@ def _without(message: Message, key: str) -> Message:
 def _names(template: str, key: str) -> bool:
     """Return whether a chat template reads ``key`` of a message."""
     return re.search(rf"\.{key}\b|['\"]{key}['\"]", template) is not None
+
+
+def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
+    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    calls, results = itertools.count(), itertools.count()
+
+    def changed(message: Message) -> Message:
+        listed, others = message.get("tool_calls"), dict(message)
+        if listed:
+            others["tool_calls"] = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+        if message["role"] == "tool":
+            others["tool_call_id"] = call_id(str(message.get("tool_call_id") or next(results)))
+        return others
+
+    return [changed(message) for message in messages]
 
 
 def _strict_forms(messages: Messages) -> Iterator[list[Message]]:

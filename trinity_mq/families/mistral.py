@@ -7,6 +7,7 @@ Formats, by the version of the tokenizer (package mistral-common): 2 to 7 write 
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from trinity_mq.families.division import ReadCalls
@@ -15,6 +16,7 @@ from trinity_mq.families.json_calls import MAX_CALLS, calls_of_list, decode_valu
 from trinity_mq.families.messages import Message, Tools
 
 CALL_BEGINS = "[TOOL_CALLS]"
+_CALL_ID = re.compile("[A-Za-z0-9]{9}")
 _HEAD = re.compile(r"\[TOOL_CALLS\]\s*([^\s\[\]{}]{1,256})(?:\[CALL_ID\]([^\[\]{}]{1,64}))?\[ARGS\]")
 _LIST = re.compile(r"\[TOOL_CALLS\]\s*(?=\[)")
 _END = re.compile(r"(?:\s|</s>)*")
@@ -29,7 +31,13 @@ def read_calls(text: str, tools: Tools) -> ReadCalls:
         calls, end = _read(text)
     except ValueError:
         return ReadCalls([], 1)
-    return ReadCalls(calls, 0, text[end:])
+    rest = text[end:]
+    return ReadCalls([], 1) if CALL_BEGINS in rest else ReadCalls(calls, 0, rest)
+
+
+def call_id(text: str) -> str:
+    """Return an id of nine letters and digits, as the templates ask for: ``text`` itself, or a digest of it."""
+    return text if _CALL_ID.fullmatch(text) else hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _read(text: str) -> tuple[list[Message], int]:

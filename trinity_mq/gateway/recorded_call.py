@@ -107,8 +107,34 @@ def _sampled(choice: Mapping[str, Any], chain: Chain | None) -> SampledChoice:
     )
 
 
+def answer_of(call: SessionCall, prompt: list[int], choice: int | None = None) -> dict[str, Any]:
+    """Return the answer to a call in the engine's format.
+
+    Args:
+        call: The call.
+        prompt: Token ids of its prompt.
+        choice: Index of the only choice to return. None: all choices.
+    """
+    choices = call.choices if choice is None else [call.choices[choice]]
+    return {
+        "prompt_token_ids": prompt,
+        "prompt_text": call.prompt_text or None,
+        **({} if call.version is None else {"weight_version": list(call.version)}),
+        "choices": [
+            {
+                "token_ids": choice.ids,
+                "token_logprobs": choice.logprobs,
+                "weight_versions": [list(row) for row in choice.versions],
+                "finish_reason": choice.finish_reason,
+                "text": choice.text,
+            }
+            for choice in choices
+        ],
+    }
+
+
 class Answers:
-    """Answers of the calls of a session, in the engine's format.
+    """Prompts of the calls of a session.
 
     Args:
         calls: Recorded calls of the session, in their order.
@@ -133,21 +159,3 @@ class Answers:
             parts += [continued.choices[call.choice].ids, continued.prompt]
             call, left = continued, left - 1
         return [token for part in reversed(parts) for token in part]
-
-    def answer(self, call: SessionCall) -> dict[str, Any]:
-        """Return the answer to a call in the engine's format. Errors are the same as for :meth:`prompt`."""
-        return {
-            "prompt_token_ids": self.prompt(call),
-            "prompt_text": call.prompt_text or None,
-            **({} if call.version is None else {"weight_version": list(call.version)}),
-            "choices": [
-                {
-                    "token_ids": choice.ids,
-                    "token_logprobs": choice.logprobs,
-                    "weight_versions": [list(row) for row in choice.versions],
-                    "finish_reason": choice.finish_reason,
-                    "text": choice.text,
-                }
-                for choice in call.choices
-            ],
-        }

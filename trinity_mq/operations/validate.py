@@ -350,7 +350,7 @@ def check_switches(config: Config) -> list[str]:
     machine.
 
     Raises:
-        ConfigError: A chat template does not read a switch, or cannot do what it asks for.
+        ConfigError: A chat template does not read a switch, or cannot follow its value.
     """
     models = {"": config.model} | {auxiliary.name: auxiliary.model for auxiliary in config.explorer.auxiliary_models}
     uses: list[tuple[str, str, Mapping[str, Any]]] = [

@@ -411,7 +411,12 @@ def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
         for session in sessions
     ]
     gateway = config.gateway
-    raw_task = {"sessions": record, "merge": gateway.merge, "turn_discount": gateway.turn_discount}
+    raw_task = {
+        "sessions": record,
+        "merge": gateway.merge,
+        "turn_discount": gateway.turn_discount,
+        "shared_prefix": gateway.shared_prefix,
+    }
     return TaskBody(workflow=RECORDED_SESSIONS, raw_task=raw_task, repeat_times=len(sessions))
 
 

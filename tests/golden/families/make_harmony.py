@@ -1,5 +1,6 @@
-"""Writes ``harmony.json``, the renderings of OpenAI's reference encoder: ``python tests/golden/families/make_harmony.py``
-from the repository's root.
+"""Writes ``harmony.json``, the renderings of OpenAI's reference encoder.
+
+Run ``python tests/golden/families/make_harmony.py`` from the repository's root.
 
 The package openai-harmony reads the vocabulary ``o200k_base.tiktoken`` from the folder ``TIKTOKEN_ENCODINGS_BASE``. The
 npm package js-tiktoken holds it in ``dist/ranks/o200k_base.cjs``: there a line ``! START TOKEN TOKEN ...`` gives tokens
@@ -77,7 +78,9 @@ def converted(message: dict[str, Any]) -> list[Message]:
     for call in calls:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         made = Message.from_role_and_content(Role.ASSISTANT, arguments).with_channel("commentary")
-        parts.append(made.with_recipient(f"functions.{call['function']['name']}").with_content_type("<|constrain|>json"))
+        parts.append(
+            made.with_recipient(f"functions.{call['function']['name']}").with_content_type("<|constrain|>json")
+        )
     return parts
 
 

@@ -131,7 +131,6 @@ async def test_anthropic_messages_with_a_tool(stream: bool) -> None:
         assert [call.continues for call in at.session(made["id"]).calls.values()] == ["", first.id]
 
 
-
 async def _message(client: anthropic.AsyncAnthropic, messages: list[Any], tools: Any, stream: bool) -> Any:
     asked: Any = {"model": "claude-x", "max_tokens": 512, "system": "Be brief.", "messages": messages, "tools": tools}
     if not stream:

@@ -289,7 +289,7 @@ def _switches(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in THINKING_TYPES:
         raise BadRequest(f"thinking.type is {kind!r:.80}, wanted {' or '.join(THINKING_TYPES)}", "thinking.type")
     enabled, effort = THINKING_TYPES[kind], as_object(body.get("output_config"), "output_config").get("effort")
-    if enabled is False:  # an effort limits thoughts, and there are none
+    if enabled is False:  # an effort only limits thoughts
         effort = None
     fields = {"enable_thinking": enabled, "reasoning_effort": effort}
     return {name: value for name, value in fields.items() if value is not None}

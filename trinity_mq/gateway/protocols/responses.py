@@ -270,7 +270,7 @@ def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
 
 
 def _unanswered(thoughts: list[str]) -> list[dict[str, Any]]:
-    """Return the message of an answer that ended within its thoughts. The list is empty if there are none."""
+    """Return the message of an answer that ended within its thoughts. Empty: no thoughts are left."""
     return [_answered(None, thoughts)] if any(thoughts) else []
 
 
@@ -380,9 +380,9 @@ def _response(
         "model": body.get("model") or (answer or {}).get("model") or "",
         "output": output,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "reasoning": {"effort": as_object(body.get("reasoning"), "reasoning").get("effort"), "summary": None},
         "previous_response_id": body.get(PREVIOUS) or None,
         "store": body.get("store") is not False,
-        "reasoning": {"effort": as_object(body.get("reasoning"), "reasoning").get("effort"), "summary": None},
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice", "auto"),

@@ -169,7 +169,7 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
         texts = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
         for name in texts:
             texts[name] += (call.get("function") or {}).get(name) or ""
-    for name in ("finish_reason", "stop_reason", "response_text", "prompt_token_ids", "prompt_text"):
+    for name in ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text"):
         if piece.get(name) is not None:
             choice[name] = piece[name]
 

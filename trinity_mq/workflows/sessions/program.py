@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_mq.config.modes.gateway import Merge, Switches
+from trinity_mq.config.modes.gateway import Merge, SharedPrefix, Switches
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
 from trinity_mq.models.errors import EngineLost
@@ -36,6 +36,8 @@ class RecordedArguments(Arguments):
     ``model.chat_template_kwargs`` do."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn, as ``gateway.turn_discount``."""
+    shared_prefix: SharedPrefix = "first"
+    """Credit of answers that several branches share, as ``gateway.shared_prefix``."""
 
 
 class SessionArguments(RecordedArguments):
@@ -186,6 +188,7 @@ class ProgramWorkflow(Workflow):
             call_rewards=rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
+            shared_prefix=self.arguments.shared_prefix,
         )
         if not experiences:
             raise RunFailedError(f"{program.name} rewarded no answer that its conversation continued")
