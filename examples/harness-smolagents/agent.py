@@ -27,7 +27,9 @@ def main() -> None:
     """Answer the rollout on the standard input; reward 1 for the right answer."""
     rollout = json.load(sys.stdin)
     # the engine samples freely: a forced call would need constrained sampling
-    model = OpenAIModel(rollout["model"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], tool_choice="auto")
+    model = OpenAIModel(
+        rollout["model"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], tool_choice="auto"
+    )
     options = {"model": model, "max_steps": MAX_STEPS, "verbosity_level": LogLevel.OFF}
     calculator = ToolCallingAgent([add], name="calculator", description="Adds numbers.", **options)
     manager = ToolCallingAgent([], managed_agents=[calculator], **options)

@@ -59,7 +59,7 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
     ),
     "opencode": (
         [
-            call("write", "I begin.", filePath="/agent/work/answer.txt", content="4"),
+            call("write", "I begin.", filePath="/agent/files/answer.txt", content="4"),
             call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
             call("bash", command="printf 2 >> answer.txt"),
             "Done: answer.txt holds 42.",
@@ -68,7 +68,7 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
     ),
     "claude-code": (
         [
-            call("Write", "I begin.", file_path="/agent/work/answer.txt", content="4"),
+            call("Write", "I begin.", file_path="/agent/files/answer.txt", content="4"),
             call("ToolSearch", query="select:NotebookEdit,WebFetch"),
             call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude"),
             call("Bash", command="printf 2 >> answer.txt", description="Write"),
