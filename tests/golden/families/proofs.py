@@ -32,7 +32,6 @@ FINISHED = EARLIER | {
 """Conversations with a turn before the last answer. Qwen3 writes empty thoughts for the last answer only."""
 TAGS = frozenset(("tags in arguments",))
 AFTER_THOUGHTS = frozenset(("turn after thoughts",))
-RESULTS = frozenset(("result", "parallel calls", "text and call", "two rounds", "turn after a result"))
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ PROOFS = (
         (({}, frozenset(("turn after a result",))),),
         unread=frozenset(("text and call",)),
         reason=_ALONE,
-        breaks=RESULTS,
+        breaks=frozenset(("turn after a result",)),
     ),
     Proof(
         "mistral-small-3.2",
@@ -229,7 +228,7 @@ PROOFS = (
         (({}, frozenset(("turn after a result",))),),
         unread=frozenset(("text and call",)),
         reason=_ALONE,
-        breaks=RESULTS,
+        breaks=frozenset(("turn after a result",)),
     ),
     Proof("ministral-3", "mistral", thoughts="parts", refused=frozenset(("empty answer",))),
 )
