@@ -1,4 +1,4 @@
-"""What renders the conversations of a model, for ``trinity-mq validate`` and ``trinity-mq doctor``."""
+"""The renderer of a model's conversations, for ``trinity-mq validate`` and ``trinity-mq doctor``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What renders the conversations of a model."""
+    """The renderer of a model's conversations."""
 
     description: str
     """Family and rendering, in words."""
