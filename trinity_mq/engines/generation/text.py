@@ -168,7 +168,9 @@ class TextCodec:
         return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
 
     def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
-        return self.switches({}, tools) if switches is None else switches
+        if switches is not None:
+            return switches
+        return self.switches({}, tools) if self._default_switches else {}
 
     @property
     def has_template(self) -> bool:
