@@ -184,13 +184,13 @@ class TestMiniSweAgent:
         rollout.check([3])
 
     async def test_a_command_reaches_neither_key_nor_gateway_nor_files(self) -> None:
-        attack = "echo 5 > f; env; cat /proc/[0-9]*/environ | tr '\\0' '\\n'; ls /root /home /work; cat /proc/net/tcp"
+        attack = "echo 5 > f; env; cat /proc/[0-9]*/environ | tr '\\0' '\\n'; ls /root /home /srv; cat /proc/net/tcp"
         rollout = await roll_out(self.AGENT, "qwen2.5", self.script(attack), "mini.yaml")
         observed = rollout.generator.prompts[1].removeprefix(rollout.generator.prompts[0])
         assert "PATH=" in observed
         for secret in ("sk-tmq", "OPENAI", "PYTHONPATH", "TRINITY"):
             assert secret not in observed
-        for folder in ("/root", "/home", "/work"):
+        for folder in ("/root", "/home", "/srv"):
             assert f"cannot access \\u0027{folder}\\u0027" in observed
         rollout.check([2])
 
