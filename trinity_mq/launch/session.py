@@ -181,6 +181,9 @@ class RunSession:
                 group.create_task(trim_memory_periodically(), name="give back freed memory"),
             ]
             code = await group.create_task(supervisor.run(), name="supervise")
+            if self.signal is None and supervisor.phases[self._leader] == "finished":
+                # all processes may end before the last heartbeat of the leader has arrived
+                self.finished = await self._leader_finished()
             self.finished = self.finished and code == 0
             for task in watching:
                 task.cancel()
