@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -124,8 +124,12 @@ class Family:
         if self.call_id is not None:
             written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
-            yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
+            renamed = [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
+            yield renamed
+        else:
+            renamed = written
         yield written
+        yield from _strict_forms(renamed)
 
 
 def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
@@ -178,6 +182,34 @@ def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Me
         return others
 
     return [changed(message) for message in messages]
+
+
+def _strict_forms(messages: Messages) -> Iterator[list[Message]]:
+    """Yield these messages for templates that take a system message only at the beginning, and for templates that take
+    no neighbours of the same role. Coding agents send several system and user messages in a row, and system messages
+    behind tool results.
+    """
+    if [message["role"] for message in messages[1:]].count("system"):
+        messages = _joined(messages, ("system",))
+        messages = [
+            {**message, "role": "user"} if number and message["role"] == "system" else message
+            for number, message in enumerate(messages)
+        ]
+        yield list(messages)
+    if any(first["role"] == second["role"] == "user" for first, second in itertools.pairwise(messages)):
+        yield _joined(messages, ("user",))
+
+
+def _joined(messages: Messages, roles: Sequence[str]) -> list[Message]:
+    """Return messages with neighbours of one of these roles joined to one message."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
+            texts = [text for text in (joined[-1].get("content"), message.get("content")) if text]
+            joined[-1] = {**joined[-1], "content": "\n\n".join(texts)}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _with_text(call: Message) -> Message:

@@ -130,7 +130,7 @@ def _thinking_switches(
     if not thinks:
         if thinking:
             raise SwitchError("thinking cannot be switched on: the chat template has no thoughts; leave it out")
-        return {}  # a level limits thoughts, and there are none
+        return {}  # a level only limits thoughts
     on: dict[str, Any] = {} if switch is None else {switch: True}
     if levels and effort is not None:
         if effort not in levels:

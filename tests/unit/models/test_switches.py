@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,10 +11,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.chat_codec import codec_of, trained
+from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.config import Config
 from trinity_mq.config.switches import RESERVED, SwitchError, checked_switches
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.families.switches import merge_switch_fields, template_switches, variables_of
+from trinity_mq.models.errors import EngineRefused
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.wrapper import ModelWrapper
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -165,3 +171,31 @@ def test_hostile_fields_are_refused_or_harmless(fields: dict[str, Any], template
     except SwitchError:
         return
     assert switches.keys() <= variables_of(template)
+
+
+async def test_chats_of_a_workflow_use_the_switches_of_its_taskset() -> None:
+    generator = ScriptedGenerator(lambda prompt: "5")
+    generator.codec = byte_codec(ON_OFF)
+    off, on = "assistant\n<think>\n\n</think>\n\n", "assistant\n"
+    async with engine_server(generator) as server:
+        handle = InferenceModel("e0", server.url, "tiny", version=VERSION)
+        model = ModelWrapper(handle, rollout_args={"enable_thinking": False}, enable_history=True)
+        turns = [*USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n5"}]
+        await model.chat_async(USER)
+        await model.chat_async(USER, chat_template_kwargs={"enable_thinking": True})
+        await model.chat_async(USER, reasoning_effort="medium")
+        client = model.get_openai_async_client()
+        await client.chat.completions.create(model="", messages=USER)  # type: ignore[arg-type]
+        thinking: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+        await client.chat.completions.create(model="", messages=USER, extra_body=thinking)  # type: ignore[arg-type]
+        await model.generate_async(["2+3="])
+        with pytest.raises(EngineRefused, match="chat_template_kwargs"):
+            await asyncio.to_thread(model.generate, ["2+3="], chat_template_kwargs={"enable_thinking": True})
+        whole = await model.convert_messages_to_experience_async(turns)
+        await model.aclose()
+    ends = [off if prompt.endswith(off) else on for prompt in generator.prompts[:5]]
+    assert ends == [off, on, on, off, on]
+    assert generator.prompts[5] == "2+3="
+    assert whole.prompt_length == len(byte_codec(ON_OFF).encode(generator.prompts[0])), (
+        "the turn begins behind the switch"
+    )
