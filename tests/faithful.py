@@ -188,7 +188,7 @@ class Agent:
         if not held or step.action in {"sub", "compact"}:
             begin = [{"role": "system", "content": self._system}] if self._system else []
             summary = "summary " if step.action == "compact" else ""
-            created = Conversation([*begin, _user(summary + step.text)], step.tools)
+            created = Conversation([*begin, user(summary + step.text)], step.tools)
             held.append(created)
             return [(step, created)]
         old = held[step.which % len(held)]
@@ -228,7 +228,7 @@ class Agent:
         if answers is None:
             conversation.messages.pop()
             if not conversation.messages:
-                conversation.messages.append(_user(step.text))
+                conversation.messages.append(user(step.text))
             return
         conversation.starts.append(len(conversation.messages))
         conversation.messages.append(answers[step.chosen % len(answers)])
@@ -245,7 +245,8 @@ class Agent:
             return _assembled((await response.text()).split("\n\n"), body["n"])
 
 
-def _user(text: str) -> Message:
+def user(text: str) -> Message:
+    """Return a message of the user."""
     return {"role": "user", "content": text}
 
 
@@ -254,7 +255,7 @@ def _continue(conversation: Conversation, text: str) -> None:
     for call in calls:
         conversation.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
     if not calls and (not conversation.messages or conversation.messages[-1]["role"] != "user"):
-        conversation.messages.append(_user(text))
+        conversation.messages.append(user(text))
 
 
 def _present(message: Message) -> Message:

@@ -1,14 +1,25 @@
 """The OpenAI Agents SDK 0.24.0, unmodified, as the program of a session: one agent hands the task off to another.
 
-Argument: ``responses`` (default) or ``chat_completions``, the API with which the SDK asks.
+Argument: ``responses`` or ``chat_completions``, the API with which the SDK asks.
 """
 
-import json
+import asyncio
 import sys
 
-from agents import Agent, AgentsException, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+import rollouts
+from agents import (
+    Agent,
+    AgentsException,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+)
+from openai import AsyncOpenAI
 
-MAX_TURNS = 8
+API = {"responses": OpenAIResponsesModel, "chat_completions": OpenAIChatCompletionsModel}[sys.argv[1]]
+SETTINGS = RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to its maker
 
 
 @function_tool
@@ -17,27 +28,22 @@ def add(first: float, second: float) -> float:
     return first + second
 
 
-@function_tool
-def multiply(first: float, second: float) -> float:
-    """Multiply two numbers."""
-    return first * second
+async def answer_of(rollout: dict) -> str:
+    """Return the answer of the agents; empty after a mistake of the model."""
+    async with AsyncOpenAI(base_url=rollout["base_url"], api_key=rollout["key"]) as client:
+        model = API(rollout["model"], client)
+        calculator = Agent("calculator", instructions="Answer with the number only.", tools=[add], model=model)
+        reception = Agent("reception", instructions="Hand sums off.", handoffs=[calculator], model=model)
+        try:
+            run = await Runner.run(reception, rollout["task"]["question"], max_turns=8, run_config=SETTINGS)
+        except AgentsException:  # too many turns, or a call of a tool that does not exist
+            return ""
+        return str(run.final_output)
 
 
-def main(api: str = "responses") -> None:
-    """Answer the rollout on the standard input; reward 1 for the right answer."""
-    set_default_openai_api(api)
-    set_tracing_disabled(True)  # otherwise the SDK reports each run to its maker
-    rollout = json.load(sys.stdin)
-    model = rollout["model"]
-    calculator = Agent(
-        "calculator", instructions="Use the tools. Answer with the number only.", tools=[add, multiply], model=model
-    )
-    reception = Agent("reception", instructions="Hand every sum to the calculator.", handoffs=[calculator], model=model)
-    try:
-        answer = str(Runner.run_sync(reception, rollout["task"]["question"], max_turns=MAX_TURNS).final_output)
-    except AgentsException:  # too many turns, or a call of a tool that does not exist: the model's mistake
-        answer = ""
-    print(json.dumps({"reward": float(answer.strip() == rollout["task"]["answer"])}))
+def reward_of(rollout: dict) -> float:
+    """Return 1 for the right answer, else 0."""
+    return float(asyncio.run(answer_of(rollout)).strip() == rollout["task"]["answer"])
 
 
-main(*sys.argv[1:])
+rollouts.serve(reward_of)

@@ -3,13 +3,8 @@
 Both are ToolCallingAgents. A CodeAgent would execute Python of the model in this process.
 """
 
-import json
-import os
-import sys
-
+import rollouts
 from smolagents import AgentError, LogLevel, OpenAIModel, ToolCallingAgent, tool
-
-MAX_STEPS = 6
 
 
 @tool
@@ -23,19 +18,18 @@ def add(first: float, second: float) -> float:
     return first + second
 
 
-def main() -> None:
-    """Answer the rollout on the standard input; reward 1 for the right answer."""
-    rollout = json.load(sys.stdin)
-    # the engine samples freely: a forced call would need constrained sampling
-    model = OpenAIModel(rollout["model"], os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], tool_choice="auto")
-    options = {"model": model, "max_steps": MAX_STEPS, "verbosity_level": LogLevel.OFF}
+def reward_of(rollout: dict) -> float:
+    """Run the agents on the task of a rollout. Return 1 for the right answer, else 0."""
+    # the engine samples freely: a forced call, the default of smolagents, needs constrained sampling
+    model = OpenAIModel(rollout["model"], rollout["base_url"], rollout["key"], tool_choice="auto")
+    options = {"model": model, "max_steps": 6, "verbosity_level": LogLevel.OFF}
     calculator = ToolCallingAgent([add], name="calculator", description="Adds numbers.", **options)
     manager = ToolCallingAgent([], managed_agents=[calculator], **options)
     try:
         answer = str(manager.run(rollout["task"]["question"]))
-    except AgentError:  # the model's mistake
-        answer = ""
-    print(json.dumps({"reward": float(answer.strip() == rollout["task"]["answer"])}))
+    except AgentError:  # a mistake of the model
+        return 0.0
+    return float(answer.strip() == rollout["task"]["answer"])
 
 
-main()
+rollouts.serve(reward_of)

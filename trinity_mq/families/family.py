@@ -57,7 +57,7 @@ class Family:
     thoughts: ThoughtFormat | None = FORMATS[0]
     """Tags around thoughts. None: the family has no thoughts."""
     headers: tuple[str, ...] = ()
-    """Texts around the content of an answer that are no part of it."""
+    """Texts around the content of an answer. They do not belong to it."""
     thoughts_key: str | None = None
     """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
     Empty: they read them from the content, between the tags. None: the key that the template names.
@@ -154,7 +154,7 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
 
 
 def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
-    """Return a call in the form of the API. Text that is no JSON object stays text."""
+    """Return a call in the form of the API. Other text than a JSON object stays text."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": repair_surrogates(name), "arguments": repair_surrogates(text)}
     return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

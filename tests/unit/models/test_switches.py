@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.chat_codec import codec_of, trained
+from tests.golden.families.makers import SOURCES, tokenizer_of
 from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.config import Config
 from trinity_mq.config.switches import RESERVED, SwitchError, checked_switches
@@ -97,6 +98,32 @@ def test_what_a_request_means_for_a_template(template: str, fields: dict[str, An
     switches = codec.switches(fields)
     assert switches == expected
     codec.render_with_tools(USER, switches=switches)  # the template accepts them
+
+
+ON_OFF_MODELS = {"deepseek-v3.1", "glm4.5", "glm4.6", "glm4.7", "qwen3", "qwen3.5", "qwen3.5-small", "qwen3.6"}
+ALWAYS_ON = {"deepseek-r1", "deepseek-r1-distill", "ministral-3", "qwen3-thinking-2507"}
+"""Models that think or may think, whose templates have no switch."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_switches_of_the_makers_templates(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    codec = TextCodec(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+    def prompt(**fields: Any) -> str:
+        return codec.render(USER, switches=codec.switches(fields))
+
+    if name in ON_OFF_MODELS:
+        assert prompt(enable_thinking=False) == prompt(reasoning_effort="none") != prompt(enable_thinking=True)
+        assert prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
+        assert prompt() in {prompt(enable_thinking=False), prompt(enable_thinking=True)}
+    elif name == "gpt-oss":
+        assert len({prompt(reasoning_effort=level) for level in ("low", "medium", "high")}) == 3
+        assert prompt() == prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
+    else:
+        assert prompt() == prompt(enable_thinking=name in ALWAYS_ON)
+        with pytest.raises(SwitchError, match="thinking cannot be switched"):
+            prompt(enable_thinking=name not in ALWAYS_ON)
 
 
 def test_stronger_levels_replace_what_weaker_levels_say_about_thinking() -> None:

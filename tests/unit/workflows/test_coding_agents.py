@@ -93,6 +93,8 @@ class Model:
         step: Step
         if QUESTION not in prompt:
             step = "I have thought about it."
+        elif "CHECKPOINT COMPACTION" in prompt[-2000:]:
+            step = "I have written half of the file."
         elif "title" in prompt.partition(QUESTION)[0][-500:]:
             step = "A file with a number"
         else:
@@ -122,18 +124,37 @@ async def model_of(family: str, steps: Sequence[Step]) -> AsyncIterator[tuple[Mo
             await model.aclose()
 
 
-def task_of(agent: str, monkeypatch: pytest.MonkeyPatch) -> Task:
-    """Return the task as the example configures it."""
+def task_of(agent: str, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> Task:
+    """Return the task as the example configures it, with other ``arguments`` of the workflow."""
     monkeypatch.setenv("TRINITY_MQ_MODEL", "model")
     monkeypatch.setenv("TRINITY_MQ_HARNESSES", str(FOLDER))
-    taskset = load_config(ROOT / "examples" / f"harness-{agent}" / f"{agent}.yaml").buffer.taskset
+    taskset = load_config(ROOT / "examples" / f"harness-{agent}.yaml").buffer.taskset
     add_plugins([str(ROOT / "examples" / f"harness-{agent}")])
+    env = {**taskset.workflow_args.get("env", {}), **LONG_PROMPTS}
     return Task(
         workflow=load_workflow(taskset.workflow),
         format_args=taskset.format,
         raw_task={"question": QUESTION, "answer": "42"},
-        workflow_args={**taskset.workflow_args, "env": {**taskset.workflow_args.get("env", {}), **LONG_PROMPTS}},
+        workflow_args={**taskset.workflow_args, "env": env, **arguments},
     )
+
+
+async def run(script: Model, model: ModelWrapper, task: Task, conversations: int) -> list[Experience]:
+    """Run an agent; check that its training data is what was sampled, in as many experiences as conversations."""
+    experiences = await task.workflow(task=task, model=model).run_async()
+    assert not list(script.steps)
+    assert [experience.reward for experience in experiences] == [1.0] * conversations
+    turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
+    assert sorted(turns) == sorted(script.texts)
+    known = torch.tensor([logprob(position) for position in range(8)])
+    for experience in experiences:
+        assert torch.isin(experience.logprobs[experience.action_mask], known).all()
+    metrics = experiences[-1].metrics
+    assert metrics["session_calls"] == len(script.texts)
+    assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0
+    assert metrics["session_lineages"] == conversations
+    assert not {name for name, value in metrics.items() if name.startswith("session_breaks") and value}
+    return experiences
 
 
 def sampled(codec: TextCodec, experience: Experience) -> list[str]:
@@ -156,17 +177,22 @@ async def test_an_agent_works_and_each_of_its_conversations_is_one_experience(
     installed(agent)
     steps, conversations = AGENTS[agent]
     async with model_of(family, steps) as (model, script):
-        task = task_of(agent, monkeypatch)
-        experiences = await task.workflow(task=task, model=model).run_async()
-    assert not list(script.steps)
-    assert [experience.reward for experience in experiences] == [1.0] * conversations
-    turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
-    assert sorted(turns) == sorted(script.texts)
-    known = torch.tensor([logprob(position) for position in range(8)])
-    for experience in experiences:
-        assert torch.isin(experience.logprobs[experience.action_mask], known).all()
-    metrics = experiences[-1].metrics
-    assert metrics["session_calls"] == len(script.texts)
-    assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0
-    assert metrics["session_lineages"] == conversations
-    assert not {name for name, value in metrics.items() if name.startswith("session_breaks") and value}
+        await run(script, model, task_of(agent, monkeypatch), conversations)
+
+
+async def test_codex_compacts_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("codex")
+    steps: list[Step] = [
+        call("exec_command", cmd="printf 4 > answer.txt; seq 4000"),
+        call("exec_command", cmd="printf 2 >> answer.txt"),
+        "Done: answer.txt holds 42.",
+    ]
+    async with model_of("qwen3", steps) as (model, script):
+        task = task_of("codex", monkeypatch)
+        program, *others = task.workflow_args["command"]
+        command = [program, "-c", "model_auto_compact_token_limit=45000", *others]
+        task = task_of("codex", monkeypatch, command=command)
+        # the history, its summary (asked without tools, so that its prompt begins in another way), the new history
+        parts = [sampled(script.codec, experience) for experience in await run(script, model, task, 3)]
+    assert [len(turns) for turns in parts] == [2, 1, 1]
+    assert "I have written half of the file." in parts[1][0]

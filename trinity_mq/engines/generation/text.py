@@ -69,7 +69,7 @@ class Prompt:
 
 
 class _Renderer(NamedTuple):
-    """What renders under certain switches."""
+    """The renderer for certain switches."""
 
     library: Any
     """Renderer of the package ``renderers``; None: the chat template renders."""
@@ -168,7 +168,9 @@ class TextCodec:
         return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
 
     def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
-        return self.switches({}, tools) if switches is None else switches
+        if switches is not None:
+            return switches
+        return self.switches({}, tools) if self._default_switches else {}
 
     @property
     def has_template(self) -> bool:
@@ -194,7 +196,7 @@ class TextCodec:
 
     @property
     def rendering(self) -> str:
-        """What renders conversations: the package ``renderers`` or the chat template, with the reason."""
+        """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
         return self._renderer(None, None).description

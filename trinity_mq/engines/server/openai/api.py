@@ -207,7 +207,8 @@ class OpenAIApi:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        messages, switches = checked_messages(body.messages), self._switches(body, tools)
+        messages = checked_messages(body.messages)
+        switches = None if body.model_fields_set.isdisjoint(SWITCH_FIELDS) else self._switches(body, tools)
         limit, before = self._allowed(body), self._past(body, len(messages))
 
         def rendered(messages: list[dict[str, Any]]) -> Prompt:
