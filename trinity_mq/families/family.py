@@ -50,6 +50,8 @@ class Family:
     """Texts that all chat templates of the family contain, and no template outside the family."""
     library: str = ""
     """Name of the family's configuration in the package ``renderers``. Empty: that package does not know the family."""
+    grammar: str = ""
+    """Name of the form of the family's calls in the package ``xgrammar``. Empty: calls cannot be constrained."""
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)

@@ -14,7 +14,7 @@ FAMILIES = (
         arguments="text",
     ),
     # Hermes, Qwen, and every template without a family of its own
-    Family("hermes", hermes.read_answer, calls_begin=(hermes.CALL_BEGINS,)),
+    Family("hermes", hermes.read_answer, calls_begin=(hermes.CALL_BEGINS,), grammar="qwen_3"),
 )
 """Model families by their chat templates. The first row whose marks all occur in a template applies."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.families.family import ParsedAnswer, Family
+from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
 from trinity_mq.families.table import family_of
 from trinity_mq.models.errors import ModelError
@@ -81,6 +81,11 @@ class TextCodec:
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def template(self) -> str:
+        """Chat template of the model for requests without tools."""
+        return self._template(None)
 
     @property
     def family(self) -> Family:
