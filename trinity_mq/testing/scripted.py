@@ -19,6 +19,7 @@ from trinity_mq.engines.generation.request import (
 from trinity_mq.engines.generation.stopping import cut, stop_in
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.messages import Version
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.wrapper import ModelWrapper
@@ -64,6 +65,8 @@ class ScriptedGenerator:
         self.vocabulary = 256 + len(SPECIALS)
         self.prompts: list[str] = []
         """The prompts, one for each request."""
+        self.forms: list[AnswerForm] = []
+        """The forms that requests demanded, which the script alone can keep."""
         self._script = script if callable(script) else None
         self._texts = iter(() if callable(script) else script)
 
@@ -79,6 +82,11 @@ class ScriptedGenerator:
             if listener is not None and listener.listens(number):
                 _stream_tokens(listener, number, answers[-1])
         return answers
+
+    def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
+        """Return no grammar: the script decides the form of the answers. ``forms`` records what requests demand."""
+        self.forms.append(form)
+        return ""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
         """Return the logprobs of given tokens, which depend only on their positions."""

@@ -54,7 +54,8 @@ class GatewayConfig(Section):
     """Reward of an answer without a reward of its own: this factor times the reward of the next answer."""
     sampling: Literal["configured", "agent"] = "configured"
     """``configured``: sessions that are trained on are sampled with the parameters of ``explorer.rollout_model``, and
-    the agent's parameters are ignored. ``agent``: the agent's temperature is used, and recorded with each answer."""
+    the agent's parameters, also ``logit_bias``, ``min_tokens`` and ``ignore_eos``, are ignored. ``agent``: the agent's
+    parameters are used, and the temperature is recorded with each answer."""
     batch_wait: float = Field(default=30.0, gt=0)
     """Seconds for which an incomplete batch waits for further sessions. Then it is trained on although it is
     incomplete."""

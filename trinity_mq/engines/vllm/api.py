@@ -271,7 +271,7 @@ class VllmCompletion:
     routed_experts: str | None = None
     """Experts of the tokens of prompt and response as vLLM sends them, for :func:`read_routed_experts`."""
     top_logprobs: Sequence[Alternatives] = ()
-    """Likeliest tokens at the place of each token, and the sampled token: see :func:`read_alternatives`."""
+    """Likeliest tokens at the place of each token, if the request wants them."""
     constrained: tuple[int, ...] = ()
     """Places of the tokens that the grammar decided."""
 
@@ -310,16 +310,17 @@ def _model_field(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"model": adapter}
 
 
-def read_choices(answer: Mapping[str, Any]) -> list[VllmCompletion]:
-    """Return the completions of an answer, in order.
+def read_choices(answer: Mapping[str, Any], top_logprobs: int = 0) -> list[VllmCompletion]:
+    """Return the completions of an answer, in order, with this number of likeliest tokens at each place.
 
     Raises:
         KeyError: The answer does not come from a supported version.
     """
-    return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [_choice(choice, top_logprobs) for choice in choices]
 
 
-def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
+def _choice(choice: Mapping[str, Any], top_logprobs: int) -> VllmCompletion:
     return VllmCompletion(
         token_ids=list(choice["token_ids"] or ()),
         logprobs=read_logprobs(choice),
@@ -327,7 +328,7 @@ def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
         aborted=choice["finish_reason"] == "abort",
         versions=read_versions(choice),
         routed_experts=choice.get("routed_experts"),
-        top_logprobs=read_alternatives(choice),
+        top_logprobs=read_alternatives(choice, top_logprobs),
     )
 
 
@@ -368,10 +369,12 @@ def read_logprobs(choice: Mapping[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
 
 
-def read_alternatives(choice: Mapping[str, Any], count: int | None = None) -> list[Alternatives]:
-    """Return the ``count`` likeliest tokens at the place of each token of a choice, or of a part of a choice. None: all
-    that vLLM reports. Tokens that cannot be sampled are left out.
+def read_alternatives(choice: Mapping[str, Any], count: int) -> list[Alternatives]:
+    """Return the ``count`` likeliest tokens at the place of each token of a choice, or of a part of a choice, without
+    tokens that cannot be sampled. The result is empty for a ``count`` of 0.
     """
+    if not count:
+        return []
     places: list[Alternatives] = []
     for entry in (choice["logprobs"] or {}).get("content") or ():
         tokens = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > IMPOSSIBLE}

@@ -288,7 +288,7 @@ class VllmBatcher:
             return choices.result()
         body = api.generate_body(request, api.label(served.version), served.adapter)
         with _grammar_refused(request):
-            return api.read_choices(await self._client.post(api.GENERATE, body))
+            return api.read_choices(await self._client.post(api.GENERATE, body), request.top_logprobs)
 
     async def _read_events(
         self, request: GenerationRequest, served: ServingWeights, choices: Choices, only: int | None = None
@@ -425,7 +425,6 @@ class VllmBatcher:
         if self._routed_layers and choice.routed_experts is not None:
             tokens = len(request.prompt) + len(choice.token_ids) - 1
             experts = api.read_routed_experts(choice.routed_experts, tokens, self._routed_layers)
-        tops = [place[: request.top_logprobs] for place in choice.top_logprobs] if request.top_logprobs else ()
         return Completion(
             choice.token_ids,
             choice.logprobs,
@@ -434,7 +433,7 @@ class VllmBatcher:
             versions,
             stop_in(text, request.stop),
             experts,
-            tops,
+            choice.top_logprobs,
             choice.constrained,
         )
 
@@ -605,7 +604,7 @@ class Choices:
             if row.ended:
                 continue
             count = self._request.top_logprobs
-            tops = api.read_alternatives(part, count) if count else [()] * len(part["token_ids"] or ())
+            tops = api.read_alternatives(part, count) or [()] * len(part["token_ids"] or ())
             tokens = list(zip(part["token_ids"] or (), api.read_logprobs(part), tops, strict=True))
             for position, (token, logprob, top) in enumerate(tokens, 1):
                 row.token_ids.append(token)

@@ -20,13 +20,27 @@ from trinity_mq.gateway.protocols.base import (
     as_object,
     check_options,
     named_event,
+    response_format,
     text_of_parts,
     usage_of,
 )
 from trinity_mq.gateway.protocols.openai import CHAT
 
 PARTS = ("input_text", "output_text", "text")
-PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
+PASSED = (
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "seed",
+    "user",
+    "metadata",
+    "return_token_ids",
+    "top_logprobs",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+)
 """Options with the same meaning in chat completions."""
 
 
@@ -47,10 +61,8 @@ class ResponsesProtocol(Protocol):
             )
         check_options(body, PASSED)
         form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
-        if form.get("type", "text") != "text":
-            raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        chat |= {"model": body.get("model"), "messages": _messages(body)}
+        chat |= {"model": body.get("model"), "messages": _messages(body), **response_format(form, "text.format")}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
         if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
