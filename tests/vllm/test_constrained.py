@@ -10,6 +10,8 @@ import httpx
 import pytest
 import torch
 
+from trinity_mq.families.forms import AnswerForm, grammar_of
+from trinity_mq.families.table import family_of
 from trinity_mq.models.recording.responses import experiences_of
 
 from .conftest import Engine, new_weights
@@ -39,7 +41,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 async def ask(engine: Engine, status: int = 200, **body: Any) -> dict[str, Any]:
-    defaults = {"messages": QUESTION, "max_tokens": 120, "temperature": 1.0, "return_token_ids": True}
+    defaults = {"messages": QUESTION, "max_tokens": 240, "temperature": 1.0, "return_token_ids": True}
     async with httpx.AsyncClient(base_url=engine.url, timeout=60.0) as client:
         response = await client.post("/v1/chat/completions", json={**defaults, **body})
     assert response.status_code == status, response.text
@@ -74,7 +76,7 @@ async def test_a_named_tool_is_called_once_with_arguments_of_its_schema(waiting:
     body = {"tools": [tool("add"), tool("sub")], "tool_choice": {"type": "function", "function": {"name": "sub"}}}
     if stream:
         async with httpx.AsyncClient(base_url=waiting.url, timeout=60.0) as client:
-            sent = {"messages": QUESTION, "max_tokens": 120, "stream": True, **body}
+            sent = {"messages": QUESTION, "max_tokens": 240, "stream": True, **body}
             lines = (await client.post("/v1/chat/completions", json=sent)).text.splitlines()
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
@@ -166,3 +168,46 @@ async def test_bias_minimum_and_likeliest_tokens_are_as_on_our_own_engine(
 async def test_an_ignored_end_does_not_end_the_answer(waiting: Engine) -> None:
     answer = await ask(waiting, logit_bias={"1": 100}, ignore_eos=True, max_tokens=6)
     assert (answer["choices"][0]["token_ids"], answer["choices"][0]["finish_reason"]) == ([1] * 6, "length")
+
+
+# -- grammars without a model
+
+THINKS = "{{ '<think>' }}"
+HERMES = family_of("")
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OTHER = CALL.replace("add", "sub")
+TOOLS = (tool("add"), tool("sub"))
+ANSWER = AnswerForm("response_format", {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]})
+REQUIRED = AnswerForm("tool_choice", tools=TOOLS, must_call=True)
+SINGLE = AnswerForm("tool_choice", tools=TOOLS, must_call=True, parallel=False)
+AT_MOST_ONE = AnswerForm("parallel_tool_calls", tools=TOOLS, parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("form", "template", "prompt", "accepted", "refused"),
+    [
+        (ANSWER, "", "", ['{"n": 1}'], ['{"n": 2}', '{"n": 1} and', "<think>\nx</think>{}", ""]),
+        (ANSWER, THINKS, "", ['{"n": 1}', '<think>\na {"n": 2}</think>\n\n{"n": 1}'], ["<think>a", "a</think>"]),
+        (ANSWER, THINKS, "<think>\n", ['a</think>\n\n{"n": 1}'], ['{"n": 1}', '<think>a</think>{"n": 1}']),
+        (ANSWER, THINKS, "<think>\n\n</think>\n\n", ['{"n": 1}'], ['<think>a</think>{"n": 1}']),
+        (
+            SINGLE,
+            "",
+            "",
+            [CALL, OTHER],
+            ["text", CALL + "\n" + CALL, CALL.replace("1", "7")],
+        ),
+        (REQUIRED, "", "", [CALL, CALL + "\n" + OTHER], ["text", CALL[:-3]]),
+        (REQUIRED, THINKS, "<think>\n", ["a</think>\n\n" + CALL], [CALL]),
+        (AT_MOST_ONE, "", "", ["text", "text" + CALL, CALL], [CALL + CALL, CALL + "text" + OTHER]),
+    ],
+)
+def test_a_grammar_takes_the_texts_of_its_form_alone(
+    form: AnswerForm, template: str, prompt: str, accepted: list[str], refused: list[str]
+) -> None:
+    from xgrammar import Grammar
+    from xgrammar.testing import _is_grammar_accept_string
+
+    grammar = Grammar.from_structural_tag(grammar_of(form, HERMES, template, prompt))
+    assert [text for text in accepted if not _is_grammar_accept_string(grammar, text)] == []
+    assert [text for text in refused if _is_grammar_accept_string(grammar, text)] == []

@@ -67,6 +67,8 @@ class ScriptedGenerator:
         """The prompts, one for each request."""
         self.forms: list[AnswerForm] = []
         """The forms that requests demanded, which the script alone can keep."""
+        self.requests: list[GenerationRequest] = []
+        """The requests."""
         self._script = script if callable(script) else None
         self._texts = iter(() if callable(script) else script)
 
@@ -78,6 +80,7 @@ class ScriptedGenerator:
         for number, request in enumerate(requests):
             [prompt] = self.codec.decode([request.prompt])
             self.prompts.append(prompt)
+            self.requests.append(request)
             answers.append([self._completion(request, self._next_text(prompt)) for _ in range(request.n)])
             if listener is not None and listener.listens(number):
                 _stream_tokens(listener, number, answers[-1])
