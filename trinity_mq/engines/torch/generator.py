@@ -136,7 +136,7 @@ class TextGenerator:
         return [[next(completions) for _ in range(request.n)] for request in requests]
 
     def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
-        """Refuse the form: this engine does not constrain what is sampled.
+        """Refuse the form: this engine has no constrained sampling.
 
         Raises:
             ApiError: 400, always.
