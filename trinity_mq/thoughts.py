@@ -19,8 +19,16 @@ class ThoughtFormat(NamedTuple):
     closing: str
 
 
-FORMATS = (ThoughtFormat("<think>", "</think>"),)
-"""Formats by model family: DeepSeek-R1 and its distilled models, QwQ, Qwen3. Add a row for a family with other tags."""
+HARMONY = ThoughtFormat("<|channel|>analysis<|message|>", "<|end|>")
+"""gpt-oss: a message in the channel for analysis."""
+MISTRAL = ThoughtFormat("[THINK]", "[/THINK]")
+GEMMA4 = ThoughtFormat("<|channel>thought\n", "<channel|>")
+FORMATS = (ThoughtFormat("<think>", "</think>"), MISTRAL, HARMONY, GEMMA4)
+"""Formats by model family; the first one is DeepSeek's, Qwen's and most others'. Add a row for a family with other
+tags.
+"""
+_HEADERS = re.compile(r"<\|start\|>assistant|<\|channel\|>\w{1,32}<\|message\|>|<\|(?:end|return)\|>")
+"""Texts of gpt-oss around the messages of an answer."""
 
 PROMPT_END = 100
 """Number of characters at the end of a prompt that are searched for an opening tag."""
@@ -28,15 +36,16 @@ _CALL = r"<tool_call>\s*\{(?:(?!<tool_call>).)*?</tool_call>"
 """A complete tool call. Its arguments are data: a tag in them neither begins nor ends thoughts."""
 
 
-def _written(tag: str) -> str:
+def written(tag: str) -> str:
     """Return a pattern for a tag that is used, not quoted as in: I close with `</think>`."""
     return rf"(?!(?<=[\s(:][\"'`]){re.escape(tag)}[\"'`]){re.escape(tag)}"
 
 
-_CLOSING = {thoughts.opening: re.compile(_written(thoughts.closing)) for thoughts in FORMATS}
+_CLOSING = {thoughts.opening: re.compile(written(thoughts.closing)) for thoughts in FORMATS}
 _TAG = re.compile(
-    f"(?P<opening>{'|'.join(_written(thoughts.opening) for thoughts in FORMATS)})"
-    f"|(?P<closing>{'|'.join(_written(thoughts.closing) for thoughts in FORMATS)})"
+    f"(?P<opening>{'|'.join(written(thoughts.opening) for thoughts in FORMATS)})"
+    # the end of a message of gpt-oss also ends other messages
+    f"|(?P<closing>{'|'.join(written(thoughts.closing) for thoughts in FORMATS if thoughts != HARMONY)})"
     f"|{_CALL}",
     re.DOTALL,
 )
@@ -45,7 +54,7 @@ _TAG = re.compile(
 def opening_tag_of(prompt_end: str | None) -> str:
     """Return the opening tag at the end of a prompt; an empty text if the prompt does not end with one."""
     end = (prompt_end or "")[-PROMPT_END:].rstrip()
-    return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening)), "")
+    return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening.rstrip())), "")
 
 
 def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, int]]:
@@ -89,4 +98,5 @@ def after_thoughts(text: str, prompt_end: str | None = None) -> str:
     spans = answer_spans(text, prompt_end)
     if spans == [(0, len(text))]:
         return text
-    return " ".join(text[start:end] for start, end in spans).lstrip()
+    answer = " ".join(text[start:end] for start, end in spans).lstrip()
+    return _HEADERS.sub("", answer) if HARMONY.opening in text else answer

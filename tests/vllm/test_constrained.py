@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from trinity_mq.families.forms import AnswerForm, grammar_of
-from trinity_mq.families.table import family_of
+from trinity_mq.families.family import Family
+from trinity_mq.families.forms import AnswerForm, FormError, grammar_of
+from trinity_mq.families.table import FAMILIES, family_of
 from trinity_mq.models.recording.responses import experiences_of
 
 from .conftest import Engine, new_weights
@@ -211,3 +214,59 @@ def test_a_grammar_takes_the_texts_of_its_form_alone(
     grammar = Grammar.from_structural_tag(grammar_of(form, HERMES, template, prompt))
     assert [text for text in accepted if not _is_grammar_accept_string(grammar, text)] == []
     assert [text for text in refused if _is_grammar_accept_string(grammar, text)] == []
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer with a token for each byte, and an end of sequence."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def sampled_texts(tag: str, count: int) -> Iterator[str]:
+    """Yield texts whose bytes are drawn at random from those that the grammar allows."""
+    import xgrammar
+
+    tokenizer = byte_tokenizer()
+    size, end = len(tokenizer), tokenizer.eos_token_id
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=[end])
+    grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(tag)
+    mask = xgrammar.allocate_token_bitmask(1, size)
+    for seed in range(count):
+        draw, matcher, tokens = random.Random(seed), xgrammar.GrammarMatcher(grammar), []
+        while not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(mask)
+            allowed = [token for token in range(size) if (int(mask[0, token // 32]) >> (token % 32)) & 1]
+            tokens.append(draw.choice(allowed))
+            assert matcher.accept_token(tokens[-1])
+        yield tokenizer.decode(tokens[:-1])
+
+
+@pytest.mark.parametrize("family", [row for row in FAMILIES if row.grammar], ids=lambda row: row.name)
+def test_every_call_that_a_grammar_lets_through_is_read_as_that_call(family: Family) -> None:
+    """Whatever a model samples under the grammar, the reader of its family finds the call in it."""
+    if family.library:
+        pytest.importorskip("renderers")
+    texts = list(sampled_texts(grammar_of(SINGLE, family, "", ""), 20))
+    names = set()
+    for text in texts:
+        [call] = family.read(text, "", TOOLS).calls
+        names.add(call["function"]["name"])
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments["a"] in {1, 2}
+        assert type(arguments.get("deep", True)) is bool
+        assert arguments.keys() <= {"a", "deep"}
+    assert names == {"add", "sub"}
+    assert len(set(texts)) > 10
+
+
+@pytest.mark.parametrize("family", [row for row in FAMILIES if not row.grammar], ids=lambda row: row.name)
+def test_calls_of_other_families_are_refused_with_a_reason(family: Family) -> None:
+    with pytest.raises(FormError, match=f"cannot be promised for the model family {family.name}, whose calls have no"):
+        grammar_of(SINGLE, family, "", "")

@@ -1,13 +1,17 @@
-"""``trinity-mq debug workflow``: runs one task once, and shows its calls, tokens, logprobs and rewards."""
+"""``trinity-mq debug``: runs one task, one batch or one conversation, and shows its tokens."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trinity_mq.cli.arguments import add_actions, add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.experiences.show_experience import open_console
 from trinity_mq.operations.debug.run import debug_task, find_task
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.runtime.plugins import add_plugins
@@ -33,6 +37,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument("--json", action="store_true", help="print one JSON object a line")
     action = add("algorithm", "run the algorithm on a small batch, show its gradient and check it", algorithm)
     add_target(action)
+    action = add("render", "show a conversation as tokens, with mask and messages, and read its answers", render)
+    add_target(action, "or a model's folder")
+    action.add_argument(
+        "--conversation",
+        metavar="JSON",
+        required=True,
+        help="messages, or a request with messages and tools, as JSON, @FILE or -",
+    )
+    action.add_argument("--tools", metavar="JSON", help="the offered tools, as JSON, @FILE or -")
+    action.add_argument(
+        "--switches", metavar="JSON", help="variables of the chat template, such as '{\"enable_thinking\": false}'"
+    )
+    action.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def render(arguments: argparse.Namespace) -> int:
+    """Show a conversation as tokens."""
+    from trinity_mq.engines.generation.text import TextError
+    from trinity_mq.operations.debug import render as rendering
+    from trinity_mq.telemetry.jsonline import dump_line
+
+    conversation = rendering.read_conversation(arguments.conversation, arguments.tools, arguments.switches)
+    with tempfile.TemporaryDirectory(prefix="tmq-debug-") as scratch:
+        codec = rendering.open_codec(arguments.target, arguments.overrides, Path(scratch))
+    try:
+        rendered = rendering.render_conversation(codec, conversation)
+    except TextError as error:
+        raise CommandError(str(error)) from error
+    if arguments.json:
+        print(dump_line(rendering.as_json(rendered)))
+    else:
+        rendering.print_rendered(open_console(sys.stdout), rendered)
+    return 0
 
 
 def algorithm(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ NEXT: Mapping[str, str] = {
     "algorithms": "algorithm.algorithm_type=NAME after the file of trinity-mq run",
     "debug workflow": "trinity-mq run {target}",
     "debug algorithm": "trinity-mq run {target}",
+    "debug render": "docs/families.md: what is proven for each family",
     "regrade": "trinity-mq inspect {target}{broker}: the same experiences, token by token",
     "dead list": "trinity-mq dead replay {target}{broker}, after the cause is removed",
     "dead replay": "trinity-mq status {target}{broker}",

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.switches import ChatTemplateKwargs
 
 
 class TinyModelConfig(Section):
@@ -117,6 +118,14 @@ class ModelConfig(Section):
     Without this, near ties in a router choose other experts in the trainer, and the logprobs of trainer and engine
     differ. Each token then takes a byte for each layer and expert, as prompt and as response. Streamed answers and
     sessions of the gateway do not carry experts; the trainer's own routers choose for such tokens."""
+    chat_template_kwargs: ChatTemplateKwargs
+    """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
+    everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a
+    taskset and requests override them, name by name. A name that the template does not read is an error."""
+    family: str | None = None
+    """The row of the table of model families that reads the model's answers and writes its messages, such as
+    ``qwen3.5``; or your own: a name that an installed package adds, or a dotted path ``my_file.MINE``. Null: by the
+    chat template. Only a fine-tuned model whose template names another family needs this."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-from trinity_mq.families.messages import Message, Messages, Tools
+from trinity_mq.families.division import CallReader, Marks, divide
+from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messages, Tools
+from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
+PARTS = "content"
+"""Templates read thoughts from parts of the content, of the type ``thinking``."""
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
 """API roles that have another name in most families, each with that name."""
 
@@ -41,23 +48,70 @@ class Family:
 
     name: str
     read: ReadAnswer
-    """Reads an answer. It takes time linear in the length of the text, and never raises because of the text."""
+    """Reads an answer. It takes time linear in the length of the text, and never raises because of the text. Its
+    thoughts and its content begin with what :class:`~trinity_mq.families.division.AnswerFlow` emits for the marks of
+    this row; :func:`reader` makes such a function from a reader of calls.
+    """
     calls_begin: tuple[str, ...] = ()
     """Texts that begin tool calls in a response. A stream holds text back from the first of them."""
     thoughts: ThoughtFormat | None = FORMATS[0]
     """Tags around thoughts. None: the family has no thoughts."""
+    headers: tuple[str, ...] = ()
+    """Texts around the content of an answer that are no part of it."""
+    thoughts_key: str | None = None
+    """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
+    Empty: they read them from the content, between the tags. None: the key that the template names.
+    """
     marks: tuple[str, ...] = ()
     """Texts that all chat templates of the family contain, and no template outside the family."""
-    library: str = ""
-    """Name of the family's configuration in the package ``renderers``. Empty: that package does not know the family."""
+    library: tuple[str, ...] = ()
+    """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
+    template's is used. Empty: that package does not render this family.
+    """
     grammar: str = ""
     """Name of the form of the family's calls in the package ``xgrammar``. Empty: calls cannot be constrained."""
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    call_id: Callable[[str], str] | None = None
+    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
     """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
     name.
     """
+
+    def marks_of(self, tools: Tools) -> Marks:
+        """Return the texts that divide an answer. Without tools nothing is a call."""
+        return Marks(self.thoughts, self.calls_begin if tools else (), self.headers)
+
+    def with_thoughts(self, messages: Messages, template: str) -> list[Message]:
+        """Return messages with the thoughts of assistant messages where this template reads them.
+
+        Args:
+            messages: Messages with thoughts under ``reasoning_content``.
+            template: The chat template.
+        """
+        key = self.thoughts_key
+        if key is None:
+            key = next((name for name in THOUGHT_KEYS if _names(template, name)), "")
+        elif key == PARTS and not _names(template, "thinking"):
+            return [_without(message, THOUGHTS) for message in messages]
+        return [self._with_thoughts(message, key) if THOUGHTS in message else message for message in messages]
+
+    def _with_thoughts(self, message: Message, key: str) -> Message:
+        thoughts, content, others = message[THOUGHTS], message.get("content") or "", _without(message, THOUGHTS)
+        if key == THOUGHTS:
+            return message
+        if key == PARTS:
+            texts = [{"type": "text", "text": content}] if content else []
+            return {**others, PARTS: [{"type": "thinking", "thinking": thoughts}, *texts]}
+        if key:
+            if message.get("tool_calls") and content:  # gpt-oss refuses both next to calls
+                return {**others, "content": "", key: f"{thoughts}\n\n{content}"}
+            return {**others, key: thoughts}
+        if self.thoughts is None:
+            return others
+        opening, closing = self.thoughts
+        return {**others, "content": f"{opening}\n{thoughts}\n{closing}\n\n{content}"}
 
     def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
         """Yield these messages in the forms that a template may accept, the most likely form first."""
@@ -69,9 +123,63 @@ class Family:
                 else message
                 for message in messages
             ]
+        if self.call_id is not None:
+            written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
         yield written
+
+
+def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
+    """Return a reader of answers that are divided by ``marks``.
+
+    Args:
+        marks: Marks of the family.
+        read_calls: Reads the text from the first beginning of a call on.
+    """
+
+    def read(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
+        thoughts, content, section = divide(text, marks if tools else marks._replace(calls=()), prompt_end)
+        if not section:
+            return ParsedAnswer(content, thoughts)
+        calls, malformed, rest = read_calls(section, tools)
+        if not calls:
+            thoughts, content, _ = divide(text, marks._replace(calls=()), prompt_end)
+            return ParsedAnswer(content, thoughts, [], malformed)
+        return ParsedAnswer(content + ("\n" * bool(content) + rest if rest else ""), thoughts, calls, malformed)
+
+    return read
+
+
+def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
+    """Return a call in the form of the API. Text that is no JSON object stays text."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": repair_surrogates(name), "arguments": repair_surrogates(text)}
+    return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
+def _names(template: str, key: str) -> bool:
+    """Return whether a chat template reads ``key`` of a message."""
+    return re.search(rf"\.{key}\b|['\"]{key}['\"]", template) is not None
+
+
+def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
+    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    calls, results = itertools.count(), itertools.count()
+
+    def changed(message: Message) -> Message:
+        listed, others = message.get("tool_calls"), dict(message)
+        if listed:
+            others["tool_calls"] = [{**call, "id": call_id(str(call.get("id") or next(calls)))} for call in listed]
+        if message["role"] == "tool":
+            others["tool_call_id"] = call_id(str(message.get("tool_call_id") or next(results)))
+        return others
+
+    return [changed(message) for message in messages]
 
 
 def _with_text(call: Message) -> Message:

@@ -53,6 +53,11 @@ def grammar_of(form: AnswerForm, family: Family, template: str, prompt_end: str)
     thoughts = family.thoughts
     reasoning = "disabled" if thoughts is None else _reasoning(thoughts, template, prompt_end)
     if form.schema is not None:
+        if family.headers:
+            raise FormError(
+                f"{form.option} cannot be promised for the model family {family.name}, whose answers have headers "
+                f"around their content; leave {form.option} out and ask for the form in the prompt"
+            )
         answer = {"type": "json_schema", "json_schema": form.schema, "max_whitespace_cnt": MAX_WHITESPACE}
         elements = [answer] if thoughts is None else [*_prefix(thoughts, reasoning), answer]
         return json.dumps({"type": "structural_tag", "format": _sequence(elements)})

@@ -6,27 +6,26 @@ Format: NousResearch/Hermes-Function-Calling; the chat templates of Qwen2.5 and 
 
 from __future__ import annotations
 
-import json
-import uuid
+import re
 from typing import Any
 
-from trinity_mq.families.family import ParsedAnswer
-from trinity_mq.families.messages import Tools
-from trinity_mq.messages.msgpack_scan import repair_surrogates
+from trinity_mq.families.division import ReadCalls
+from trinity_mq.families.json_calls import MAX_CALLS, call_of, decode_value
+from trinity_mq.families.messages import Message, Tools
 from trinity_mq.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
-MAX_CALLS = 64
-"""A response with more calls than this is treated as text without calls."""
-MAX_CALL_CHARACTERS = 1 << 18
+_END = re.compile(rf"\s*(?:{CALL_ENDS}|(?={CALL_BEGINS})|\Z)")
+"""A response may end with a call, without the closing tag."""
 
 
-def read_answer(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-    """Return the parts of a response; see :data:`trinity_mq.families.family.ReadAnswer`. Without tools nothing is a
-    call.
+def read_calls(text: str, tools: Tools) -> ReadCalls:
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
+    answer has no calls.
     """
-    content, calls = parse_tool_calls(text, prompt_end) if tools else (text, [])
-    return ParsedAnswer(content, calls=calls)
+    del tools  # JSON gives the types of arguments
+    _, calls, malformed = _read(text, None)
+    return ReadCalls(calls, malformed)
 
 
 def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
@@ -39,37 +38,39 @@ def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, lis
         text: The response.
         prompt_end: See :func:`answer_spans`.
     """
-    answers = [(start, text[start:end].split(CALL_BEGINS)) for start, end in answer_spans(text, prompt_end)]
-    blocks = [block for _, pieces in answers for block in pieces[1:]]
-    if not blocks or len(blocks) > MAX_CALLS:
-        return text, []
-    calls = [_call(block) for block in blocks]
-    valid = [call for call in calls if call is not None]
-    if len(valid) < len(calls):
-        return text, []
-    first = next(start + len(pieces[0]) for start, pieces in answers if len(pieces) > 1)
-    return text[:first].rstrip(), valid
+    first, calls, _ = _read(text, prompt_end)
+    return text[:first].rstrip() if calls else text, calls
 
 
-def _call(block: str) -> dict[str, Any] | None:
-    # a response may end with the call, without the closing tag
-    content, _, _ = block.partition(CALL_ENDS)
-    if len(content) > MAX_CALL_CHARACTERS:
-        return None
-    try:
-        call = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(arguments, str):
-        return None
-    name, arguments = repair_surrogates(call["name"]), repair_surrogates(arguments)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+def _read(text: str, prompt_end: str | None) -> tuple[int, list[Message], int]:
+    """Return the place of the first call, the calls, and the number of malformed calls."""
+    calls: list[Message] = []
+    places, malformed, first = 0, 0, len(text)
+    for start, end in answer_spans(text, prompt_end):
+        place = text.find(CALL_BEGINS, start, end)
+        while place != -1:
+            first, places = min(first, place), places + 1
+            if places > MAX_CALLS:
+                return first, [], places
+            place += len(CALL_BEGINS)
+            try:
+                call, place = _call(text, place)
+            except ValueError:
+                malformed += 1
+            else:
+                calls.append(call)
+            place = text.find(CALL_BEGINS, place, max(place, end))
+    return first, [] if malformed else calls, malformed
+
+
+def _call(text: str, place: int) -> tuple[Message, int]:
+    """Return the call at ``place`` and the place of its end.
+
+    Raises:
+        ValueError: There is no call.
+    """
+    value, end = decode_value(text, place)
+    call, ending = call_of(value, "arguments"), _END.match(text, end)
+    if call is None or ending is None:
+        raise ValueError("it is no call")
+    return call, ending.end()

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 Message = dict[str, Any]
 Messages = Sequence[Message]
 Tools = Sequence[Message] | None
+THOUGHTS = "reasoning_content"
+"""Key of an assistant message that holds its thoughts, in the form of the APIs of vLLM and DeepSeek."""
+THOUGHT_KEYS = (THOUGHTS, "reasoning", "thinking")
+"""Keys of a message that hold thoughts, in APIs and in chat templates."""
 MAX_TOOLS = 128
 MAX_ROLE_CHARACTERS = 64
 
@@ -36,7 +40,8 @@ def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Mess
     """Return messages with their content as text and the arguments of their tool calls as objects.
 
     Keys that hold null are left out: API clients write them, and Arrow gives every message all keys of all messages. A
-    ``function_call``, the API's form before ``tool_calls``, becomes a tool call.
+    ``function_call``, the API's form before ``tool_calls``, becomes a tool call. Thoughts of assistant messages come
+    under ``reasoning_content``; parts of the type ``thinking`` are thoughts too.
 
     Raises:
         MessageError: A message has no role, its content is not text, or its calls have another form.
@@ -70,8 +75,29 @@ def _message(message: Any, where: str) -> Message:
     calls, function_call = present.pop("tool_calls", None), present.pop("function_call", None)
     if not calls and function_call:
         calls = [{"function": function_call}]
-    converted = {**present, "content": _text(present.get("content"), f"{where}.content")}
+    content, thoughts = present.get("content"), _thoughts(present, where)
+    if isinstance(content, list | tuple):
+        parts = [part for part in content if not _is_thinking(part)]
+        thoughts = thoughts or "\n\n".join(str(part.get("thinking") or "") for part in content if _is_thinking(part))
+        content = parts
+    converted = {**present, "content": _text(content, f"{where}.content")}
+    if thoughts and role == "assistant":
+        converted[THOUGHTS] = thoughts
     return {**converted, "tool_calls": _calls(calls, f"{where}.tool_calls")} if calls else converted
+
+
+def _thoughts(message: Message, where: str) -> str:
+    """Remove the thoughts from a message and return them."""
+    values = [message.pop(name, None) for name in THOUGHT_KEYS]
+    thoughts = next((value for value in values if value), "")
+    if not isinstance(thoughts, str):
+        raise MessageError(f"{where}.{THOUGHTS} is a {type(thoughts).__name__}, wanted text", f"{where}.{THOUGHTS}")
+    return thoughts
+
+
+def _is_thinking(part: Any) -> bool:
+    """Return whether a part of a content holds thoughts, in the form of Anthropic's and Mistral's APIs."""
+    return isinstance(part, Mapping) and part.get("type") == "thinking"
 
 
 def _text(content: Any, where: str) -> str:

@@ -17,6 +17,7 @@ import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
+from trinity_mq.families.switches import merge_switch_fields, without_switches
 from trinity_mq.gateway import access
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
 from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
@@ -399,15 +400,20 @@ class GatewayApp:
 
         If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's options that
         change the sampled distribution are removed, and the run's ``temperature`` and ``top_p`` replace the client's.
+        The client's switches of the chat template override the run's switches, unless ``gateway.switches`` is
+        ``configured``.
         """
         body = dict(request.body)
         body.pop("model", None)
+        if request.path == CHAT:
+            asked = body if self.settings.gateway.switches == "agent" else {}
+            body = without_switches(body) | merge_switch_fields(self.settings.sampling, asked)
         opened = session.opened
         trains = opened is not None and opened.record == "train"
         if trains and self.settings.gateway.sampling == "configured":
             for name in IGNORED_IN_TRAINING:
                 body.pop(name, None)
-            body |= self.settings.sampling
+            body |= without_switches(self.settings.sampling)
         body["return_token_ids"] = True
         if request.streams:
             body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from trinity_mq.config.modes.gateway import GatewayConfig, Merge
+from trinity_mq.config.modes.gateway import GatewayConfig, Merge, Switches
 from trinity_mq.gateway import access
 from trinity_mq.gateway.app import GatewayApp
 from trinity_mq.gateway.engines import EngineCalls
@@ -75,6 +75,7 @@ async def local_session(
     not_ready_timeout: float,
     request_timeout: float,
     merge: Merge = "prefix",
+    switches: Switches = "agent",
 ) -> AsyncIterator[LocalSession]:
     """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.
 
@@ -86,10 +87,11 @@ async def local_session(
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.
         merge: With ``renderer``, engines continue from the tokens of earlier turns.
+        switches: Whether the program may switch thinking, as ``gateway.switches``.
     """
     store, key, name = MemorySessionStore(), access.new_key(), access.new_session_id()
     settings = AppSettings(
-        gateway=GatewayConfig(port=0, calls_per_minute=1_000_000, merge=merge),
+        gateway=GatewayConfig(port=0, calls_per_minute=1_000_000, merge=merge, switches=switches),
         model_name=model.name,
         sampling={name: value for name, value in sampling.items() if name != "max_tokens"},
         max_response_tokens=sampling.get("max_tokens"),

@@ -12,6 +12,7 @@ import torch
 from tenacity import AsyncRetrying, Retrying
 
 from trinity_mq.experience import Experience
+from trinity_mq.families.switches import merge_switch_fields
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineLost, PromptTooLong
@@ -61,7 +62,8 @@ class ModelWrapper(RecordedModel):
 
         Args:
             model: Address and identity of the served model.
-            rollout_args: Sampling parameters as in the OpenAI API.
+            rollout_args: Sampling parameters as in the OpenAI API; ``chat_template_kwargs``, ``enable_thinking`` and
+                ``reasoning_effort``, which apply to chats.
             seed: Makes the run reproducible.
             pinned: The only weight version that may answer; an engine with another version raises VersionMismatch.
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
@@ -115,6 +117,9 @@ class ModelWrapper(RecordedModel):
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation. The call blocks: it is for workflows in a thread.
 
+        ``sampling`` takes the parameters of the OpenAI API, and ``chat_template_kwargs`` for the chat template, such as
+        ``{"enable_thinking": False}``.
+
         Raises:
             EngineNotReady: The engine had no weights within ``not_ready_timeout`` seconds.
             EngineLost: The engine did not answer.
@@ -161,7 +166,7 @@ class ModelWrapper(RecordedModel):
         The action mask covers the assistant's turns. A conversation longer than the model's limit is cut and marked
         ``response_truncated``. Errors as :meth:`chat`.
         """
-        body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        body = self._conversation_body(messages, tools)
         tokenized = self._post("/v1/tokenize", body)
         scored = self._post(
             "/v1/logprobs", self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
@@ -175,7 +180,7 @@ class ModelWrapper(RecordedModel):
         temperature: float | None = None,
     ) -> Experience:
         """Return a whole conversation as one experience; see :meth:`convert_messages_to_experience`."""
-        body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        body = self._conversation_body(messages, tools)
         tokenized = await self._post_async("/v1/tokenize", body)
         score_body = self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
         return self._conversation(
@@ -308,6 +313,12 @@ class ModelWrapper(RecordedModel):
         except EngineLost as error:
             error.engine = self.model
             raise
+
+    def _conversation_body(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        offered = {"tools": list(tools)} if tools else {}
+        return {"messages": list(messages), **offered, **merge_switch_fields(self.sampling, {})}
 
     def _score_body(self, tokens: Sequence[int], temperature: float | None) -> dict[str, Any]:
         return {"tokens": [int(token) for token in tokens], "temperature": self._temperature(temperature)}

@@ -59,7 +59,7 @@ def _length(config: Config, system: str) -> Callable[[str], int] | None:
         folder = local_model_folder(str(config.model.model_path))
         if folder is None:
             return None
-        codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+        codec = TextCodec.of_model(folder, config.model)
     except ModelError:  # check_models reports this error
         return None
     return lambda text: _tokens(codec, system, text)

@@ -179,7 +179,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
     def build(bus: Bus, topology: Topology) -> Agent:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
         ranks = Ranks(0, world, config.trainer.rank_timeout)
-        codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
+        codec = TextCodec.of_model(model, config.model)
         if config.mode == "bench":
             return CheckpointServer(
                 config,
@@ -239,7 +239,7 @@ def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
     model = ensure_model_folder(config.model, config.path / "model", config.seed)
     total = config.train_steps
     if config.mode == "train" and not config.source.tap:
-        total = open_records(config, TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)).ended
+        total = open_records(config, TextCodec.of_model(model, config.model)).ended
     learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:
         learner.follow()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.engines.server.openai.streaming import TextFlow
+from trinity_mq.families.division import Marks
 from trinity_mq.families.hermes import MAX_CALLS, parse_tool_calls
 from trinity_mq.testing.scripted import byte_codec
 
@@ -94,12 +95,12 @@ def test_megabytes_of_tags_take_no_time() -> None:
 def test_a_text_that_flows_is_the_whole_text(text: str, cuts: list[int], stops: tuple[str, ...], tools: bool) -> None:
     codec = byte_codec()
     ids = codec.encode(text)
-    flow = TextFlow(codec.decode, stops=stops, calls=("<a",) if tools else ())
+    flow = TextFlow(codec.decode, Marks(calls=("<a",) if tools else ()), stops=stops)
     end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
     given_out, place = "", 0
     for size in cuts:
-        given_out += flow.add(ids[place : place + size])
+        given_out += flow.add(ids[place : place + size]).content
         place += size
         assert text[:end].startswith(given_out), "never more than is certain"
         assert not tools or "<a" not in given_out
-    assert given_out + flow.finish(text[:end]) == text[:end]
+    assert given_out + flow.finish(None, text[:end]).content == text[:end]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer.selectors import LEARNING, SIMPLE, SelectorConfig, SelectorPlugin
 from trinity_mq.config.buffer.storages import StorageRow, TaskStorage, check_source, storage_row
+from trinity_mq.config.switches import check_switch_fields
 
 
 class FormatConfig(Section):
@@ -71,7 +72,8 @@ class TasksetConfig(Section):
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
-    """Sampling parameters that override the parameters of ``explorer.rollout_model``."""
+    """Sampling parameters that override the parameters of ``explorer.rollout_model``. ``chat_template_kwargs``,
+    ``enable_thinking`` and ``reasoning_effort`` override ``model.chat_template_kwargs``."""
     repeat_times: int = Field(default=1, ge=1)
     """Number of runs of each task, for evaluation tasksets only; training uses ``algorithm.repeat_times``."""
 
@@ -82,6 +84,12 @@ class TasksetConfig(Section):
             default = storage_row(str(data.get("storage_type"))).reward_fn
             return {**data, "reward_fn": default} if default else data
         return data
+
+    @field_validator("rollout_args")
+    @classmethod
+    def _check_switches(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_switch_fields(value)
+        return value
 
     @model_validator(mode="after")
     def _one_selector(self) -> TasksetConfig:

@@ -12,6 +12,7 @@ from trinity_mq.config.base import Section
 from trinity_mq.config.hosts import is_loopback
 
 Merge = Literal["prefix", "per_call", "renderer"]
+Switches = Literal["agent", "configured"]
 
 
 class GatewayConfig(Section):
@@ -56,6 +57,10 @@ class GatewayConfig(Section):
     """``configured``: sessions that are trained on are sampled with the parameters of ``explorer.rollout_model``, and
     the agent's parameters, also ``logit_bias``, ``min_tokens`` and ``ignore_eos``, are ignored. ``agent``: the agent's
     parameters are used, and the temperature is recorded with each answer."""
+    switches: Switches = "agent"
+    """``agent``: agents may switch thinking and set other variables of the chat template, as they may write any prompt;
+    a value that the template of the model does not have is refused. ``configured``: these options of agents are
+    ignored, and ``model.chat_template_kwargs`` apply, for agents that always send a level that the model lacks."""
     batch_wait: float = Field(default=30.0, gt=0)
     """Seconds for which an incomplete batch waits for further sessions. Then it is trained on although it is
     incomplete."""

@@ -7,14 +7,19 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.switches import SWITCHES, SwitchError
+from trinity_mq.families import bridge
 from trinity_mq.families.family import Family, ParsedAnswer
+from trinity_mq.families.library import LibraryUnfit, open_renderer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
-from trinity_mq.families.table import family_of
+from trinity_mq.families.switches import merge_switch_fields, template_switches
+from trinity_mq.families.table import family_of, find_family, has_row
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -25,10 +30,19 @@ _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
 """Text encoded into the fingerprint: two tokenizers with the same vocabulary may still split text differently."""
 
 
+_EMPTY_THOUGHTS = 8
+"""Tokens behind an opening tag that show whether thoughts are empty."""
+_ANY_TOOL: Message = {"type": "function", "function": {"name": "any"}}
 CHARACTERS_PER_TOKEN = 16
 """More than texts have on average. At first only this many characters per allowed token are read from a text."""
 JOINED = 16
 """Tokens at the end of a prefix that may be tokenized differently in the whole text."""
+
+
+Switches = Mapping[str, Any] | None
+"""Variables of a chat template, as :meth:`TextCodec.switches` returns them. None: the codec's defaults."""
+_RENDERERS = 32
+"""Maximum number of combinations of switches whose renderers are cached."""
 
 
 class TextError(ValueError):
@@ -44,13 +58,42 @@ class MaskedTokens:
     """1 where the assistant wrote the token."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as an engine reads it."""
+
+    text: str
+    token_ids: list[int]
+    is_continued: bool = False
+    """The tokens begin with the tokens of the past."""
+
+
+class _Renderer(NamedTuple):
+    """What renders under certain switches."""
+
+    library: Any
+    """Renderer of the package ``renderers``; None: the chat template renders."""
+    description: str
+
+
 class TextCodec:
     """A tokenizer with its chat template. Safe to use from several threads, because it never changes the tokenizer's
     state.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: frozenset[int], *, family: Family | None = None, switches: Switches = None
+    ) -> None:
+        """Take the tokenizer.
+
+        Args:
+            tokenizer: A tokenizer of transformers.
+            stop_ids: Token ids that end a response.
+            family: Family of the model. None: by its chat template.
+            switches: Defaults of every rendering, ``model.chat_template_kwargs``.
+        """
         self._tokenizer = tokenizer
+        self._chosen_family, self._default_switches = family, dict(switches or {})
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
@@ -61,13 +104,27 @@ class TextCodec:
         """Token id that ends a response to imitate."""
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
         self._cached_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
+        self._cached_renderer = functools.lru_cache(maxsize=_RENDERERS)(self._open_renderer)
 
     @classmethod
-    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> TextCodec:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        family: Family | None = None,
+        switches: Switches = None,
+    ) -> TextCodec:
         """Return the codec of a Hugging Face folder.
 
+        Args:
+            folder: The folder.
+            trust_remote_code: Allow code from the folder to run.
+            family: Family of the model. None: by its chat template.
+            switches: Defaults of every rendering, ``model.chat_template_kwargs``.
+
         Raises:
-            ModelError: The folder has no tokenizer that can be loaded.
+            ModelError: The folder has no tokenizer that can be loaded, or its chat template does not read a switch.
         """
         from transformers import AutoTokenizer
 
@@ -75,7 +132,43 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
-        return cls(tokenizer, _stop_ids(tokenizer, folder))
+        codec = cls(tokenizer, _stop_ids(tokenizer, folder), family=family, switches=switches)
+        try:
+            codec.switches({})
+        except SwitchError as error:
+            raise ModelError(f"model.chat_template_kwargs: {error} ({folder})") from error
+        return codec
+
+    @classmethod
+    def of_model(cls, folder: Path, config: ModelConfig) -> TextCodec:
+        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`.
+
+        Raises:
+            UnknownNameError: ``config.family`` does not exist.
+        """
+        return cls.load(
+            folder,
+            trust_remote_code=config.trust_remote_code,
+            family=None if config.family is None else find_family(config.family),
+            switches=config.chat_template_kwargs,
+        )
+
+    def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
+        """Return the variables of the chat template for a request, with the codec's defaults.
+
+        Args:
+            fields: Fields of the request; ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort`` are
+                read.
+            tools: The offered tools.
+
+        Raises:
+            SwitchError: The template has no such switch, or a field has another form.
+        """
+        merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
+        return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
+
+    def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
+        return self.switches({}, tools) if switches is None else switches
 
     @property
     def has_template(self) -> bool:
@@ -89,8 +182,27 @@ class TextCodec:
 
     @property
     def family(self) -> Family:
-        """Family of the model, by its chat template."""
-        return family_of(self._template(None))
+        """Family of the model."""
+        return self._chosen_family or family_of(self._template(None))
+
+    @property
+    def has_known_family(self) -> bool:
+        """Whether the model's family was chosen, or the table has a row for its chat template."""
+        return self._chosen_family is not None or has_row(self._template(None))
+
+    def prepare(self) -> str:
+        """Load what renders and reads with the default switches, so that no request waits for it; return
+        :attr:`rendering`.
+        """
+        self.read_answer("".join(self.family.calls_begin[:1]), "", [_ANY_TOOL])
+        return self.rendering
+
+    @property
+    def rendering(self) -> str:
+        """What renders conversations: the package ``renderers`` or the chat template, with the reason."""
+        if not self.has_template:
+            return "none: the model has no chat template"
+        return self._renderer(None, None).description
 
     def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
         """Return the parts of a response.
@@ -158,48 +270,201 @@ class TextCodec:
                 return continued
         return self.encode_within(text, limit)
 
-    def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
+    def prompt(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        switches: Switches = None,
+        *,
+        before: Sequence[int] = (),
+        messages_before: int = 0,
+        limit: int,
+    ) -> Prompt:
+        """Return the prompt of a conversation.
+
+        Args:
+            messages: As :func:`read_messages` returns them.
+            tools: As :func:`read_tools` returns them.
+            switches: Variables of the chat template. None: the codec's defaults.
+            before: Tokens of the past, as engines read and sampled them. The prompt begins with them where the family
+                allows it.
+            messages_before: Number of leading messages that ``before`` holds; the last of them is the answer. 0:
+                unknown; then the prompt begins with these tokens if their text is the beginning of its text.
+            limit: Tokens that are allowed. Of a much longer prompt only the beginning is returned.
+
+        Raises:
+            TextError: As :meth:`render` and :meth:`messages_for_template`.
+        """
+        if before and messages_before:
+            bridged = self._bridged(before, messages_before, messages, tools, switches, limit)
+            if bridged is not None:
+                return Prompt(self.decode([bridged])[0], bridged, is_continued=True)
+        written = self.messages_for_template(messages, tools, switches)
+        ids = self._library_tokens(written, tools, switches, limit)
+        if ids is not None:
+            return Prompt(self.decode([ids])[0], ids)
+        text = self._render(written, tools, switches)
+        if before and not messages_before:
+            ids = self.encode_after(before, text, limit)
+            return Prompt(text, ids, is_continued=ids[: len(before)] == list(before))
+        return Prompt(text, self.encode_within(text, limit))
+
+    def _library_tokens(self, messages: Messages, tools: Tools, switches: Switches, limit: int) -> list[int] | None:
+        """Return the tokens of a prompt by the package ``renderers``; None where the chat template renders."""
+        renderer = self._renderer(switches, tools).library
+        characters = sum(len(message.get("content") or "") for message in messages)
+        if renderer is None or characters > limit * CHARACTERS_PER_TOKEN:
+            return None
+        try:
+            ids: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        except Exception:  # the package asserts and raises many classes; the chat template decides
+            return None
+        return ids
+
+    def _bridged(
+        self,
+        before: Sequence[int],
+        count: int,
+        messages: Messages,
+        tools: Tools,
+        switches: Switches,
+        limit: int,
+    ) -> list[int] | None:
+        """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
+        has_thoughts = self._has_thoughts(before)
+        for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
+            try:
+                ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
+                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
+                if by_library is not None:
+                    return by_library
+                behind = bridge.continuation(
+                    self._render(ended, tools, switches, add_generation_prompt=False),
+                    self._render(continued, tools, switches),
+                    self.family.thoughts,
+                    has_thoughts=has_thoughts,
+                )
+                added = [] if behind is None else self.encode_within(behind[1], max(0, limit - len(before)))
+            except TextError:
+                continue  # whole renderings have readable errors
+            position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
+            if position is not None:
+                return [*before, *added[position:]]
+        return None
+
+    def _place_behind_turn(self, last: int, after: str, added: Sequence[int]) -> int | None:
+        """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
+
+        Args:
+            last: Last token of the past. An answer that was cut has no token at its end; the end is then added.
+            after: What the template writes behind the text of a last turn.
+            added: Tokens that the template writes behind the text of the turn once other messages follow.
+        """
+        end = next((place for place, token in enumerate(added) if token in self.stop_ids), None)
+        if end is None:
+            return None
+        if last not in self.stop_ids:
+            return end
+        is_end = after.startswith(self.decode([added[: end + 1]])[0])
+        if is_end or added[end] == last:
+            return end + 1
+        # in this family the next role ends a turn
+        return end if last == self.end_id else None
+
+    def _library_bridge(
+        self, before: Sequence[int], messages: Messages, tools: Tools, switches: Switches
+    ) -> list[int] | None:
+        renderer = self._renderer(switches, tools).library
+        if renderer is None:
+            return None
+        split = len(before) - 1 if before[-1] in self.stop_ids else len(before)
+        past = list(before)
+        try:
+            bridged = renderer.bridge_to_next_turn(past[:split], past[split:], list(messages), tools=tools)
+        except Exception:  # the package asserts and raises many classes; the chat template decides
+            return None
+        ids = None if bridged is None else list(bridged.token_ids)
+        return ids if ids is not None and ids[: len(past)] == past else None
+
+    def _has_thoughts(self, tokens: Sequence[int]) -> bool:
+        """Return whether tokens hold thoughts that are not empty."""
+        tags = self.family.thoughts
+        if tags is None:
+            return False
+        opening = self.encode(tags.opening)
+        if len(opening) == 1:
+            places = (place for place, token in enumerate(tokens) if token == opening[0])
+            texts = [tokens[place : place + _EMPTY_THOUGHTS] for place in places]
+            return any(bridge.begins_thoughts(text, tags) for text in self.decode(texts))
+        return bridge.begins_thoughts(self.decode([tokens])[0], tags)
+
+    # -- chat template
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        switches: Switches = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the conversation as the chat template writes it.
 
         Raises:
             TextError: The model has no chat template, or the template refuses these messages.
         """
+        return self._render(messages, tools, switches, add_generation_prompt=add_generation_prompt)
+
+    def _render(
+        self, messages: Messages, tools: Tools, switches: Switches, *, add_generation_prompt: bool = True
+    ) -> str:
+        text: str = self._apply(messages, tools, switches, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return text
+
+    def _apply(self, messages: Messages, tools: Tools, switches: Switches, **options: Any) -> Any:
         if not self._tokenizer.chat_template:
             raise TextError("the model has no chat template; use completions with a prompt instead of chat")
+        variables = self._variables(switches, tools)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, **options, **variables
             )
         except Exception as error:  # templates are programs of the model's author
             raise TextError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
-        return text
 
-    def render_with_tools(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
+    def render_with_tools(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        *,
+        switches: Switches = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Return the conversation as the chat template writes it, with nothing left out.
 
         Raises:
             TextError: As :meth:`render` and :meth:`messages_for_template`.
         """
-        return self.render(
-            self.messages_for_template(messages, tools), tools, add_generation_prompt=add_generation_prompt
-        )
+        written = self.messages_for_template(messages, tools, switches)
+        return self._render(written, tools, switches, add_generation_prompt=add_generation_prompt)
 
-    def messages_for_template(self, messages: Messages, tools: Tools = None) -> list[Message]:
+    def messages_for_template(
+        self, messages: Messages, tools: Tools = None, switches: Switches = None
+    ) -> list[Message]:
         """Return the messages in the form of the template's family, with roles that the template supports.
 
         Args:
             messages: As :func:`read_messages` returns them.
             tools: As :func:`read_tools` returns them.
+            switches: Variables of the chat template. None: the codec's defaults.
 
         Raises:
             TextError: The template leaves out the tools, the calls or the text of a message.
         """
-        template = self._template(tools)
-        forms = list(family_of(template).forms_of(messages))
-        problems = [self._problem(template, shape_of(form), bool(tools)) for form in forms]
+        template, key = self._template(tools), _key(self._variables(switches, tools))
+        family = self.family
+        forms = list(family.forms_of(family.with_thoughts(messages, template)))
+        problems = [self._problem(template, shape_of(form), bool(tools), key) for form in forms]
         if "" in problems:
             return forms[problems.index("")]
         if problem := next(filter(None, problems), None):
@@ -209,25 +474,50 @@ class TextCodec:
             )
         return forms[0]
 
+    def _renderer(self, switches: Switches, tools: Tools) -> _Renderer:
+        return self._cached_renderer(self._template(tools), _key(self._variables(switches, tools)))
+
+    def _open_renderer(self, template: str, switches: str) -> _Renderer:
+        """Return what renders with these switches, which are JSON."""
+        family = self.family
+        if self._chosen_family is None and not has_row(template):
+            return _Renderer(None, "chat template, because the table of model families has no row for it")
+        if not family.library:
+            return _Renderer(None, f"chat template, because the package renderers has no family {family.name}")
+        variables = json.loads(switches)
+
+        def write(messages: Messages, tools: Tools, asks: bool) -> tuple[list[Message], list[int]] | None:
+            try:
+                written = self.messages_for_template(messages, tools, variables)
+                return written, self.encode(self._render(written, tools, variables, add_generation_prompt=asks))
+            except TextError:
+                return None
+
+        try:
+            name, renderer = open_renderer(family.library, _LibraryTokenizer(self, self._tokenizer), variables, write)
+        except LibraryUnfit as error:
+            return _Renderer(None, f"chat template, because the package renderers does not fit ({error})")
+        return _Renderer(renderer, f"renderers: {name}")
+
     def _template(self, tools: Tools) -> str:
         template = self._tokenizer.chat_template
         if isinstance(template, dict):  # several named templates; transformers chooses by whether tools are offered
             template = self._tokenizer.get_chat_template(tools=tools or None)
         return str(template or "")
 
-    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
+    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
         if len(shape) > _LONGEST_SHAPE:
-            return self._left_out(template, shape, has_tools)
-        return self._cached_left_out(template, shape, has_tools)
+            return self._left_out(template, shape, has_tools, switches)
+        return self._cached_left_out(template, shape, has_tools, switches)
 
-    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
+    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool, switches: str) -> str | None:
         """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
         probe.
         """
         del template  # only the cache key needs it: a tokenizer may get another template
         probe = Probe(shape, has_tools=has_tools)
         try:
-            return probe.left_out(self.render(probe.messages, probe.tools))
+            return probe.left_out(self._render(probe.messages, probe.tools, json.loads(switches)))
         except TextError:
             return None
 
@@ -239,7 +529,7 @@ class TextCodec:
             texts = [self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in sequences]
         return texts
 
-    def conversation(self, messages: Messages, tools: Tools = None) -> MaskedTokens:
+    def conversation(self, messages: Messages, tools: Tools = None, switches: Switches = None) -> MaskedTokens:
         """Return the whole conversation as tokens with a mask of the tokens that the assistant would have sampled.
 
         The mask covers each assistant turn up to its first end-of-sequence token, even if that token opens the next
@@ -250,12 +540,12 @@ class TextCodec:
         Raises:
             TextError: The template leaves something out, or it rewrites earlier turns, so that no mask is right.
         """
-        messages = self.messages_for_template(messages, tools)
+        messages = self.messages_for_template(messages, tools, switches)
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
-            tokens, turns = self._marked_turns(messages, tools)
+            tokens, turns = self._marked_turns(messages, tools, switches)
         else:
-            tokens = self.encode(self.render(messages, tools, add_generation_prompt=False))
-            turns = list(self._rendered_turns(messages, tools, tokens))
+            tokens = self.encode(self._render(messages, tools, switches, add_generation_prompt=False))
+            turns = list(self._rendered_turns(messages, tools, switches, tokens))
         mask, has_end = [0] * len(tokens), True
         for start, stop in turns:
             end = self._end_of_turn(tokens, start, stop)
@@ -265,20 +555,21 @@ class TextCodec:
             tokens, mask = [*tokens[:end], self.end_id], [*mask[:end], 1]
         return MaskedTokens(tokens, mask)
 
-    def _marked_turns(self, messages: Messages, tools: Tools) -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked_turns(
+        self, messages: Messages, tools: Tools, switches: Switches
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a conversation and the assistant's turns by the template's marks. Tokens that open a
         turn in a prompt are excluded.
         """
-        # raises a readable error if the template refuses the messages
-        self.render(messages, tools, add_generation_prompt=False)
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
+        rendered = self._apply(
+            messages,
+            tools,
+            switches,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        tokens, opening = list(rendered["input_ids"]), self._opening(messages, tools)
+        tokens, opening = list(rendered["input_ids"]), self._opening(messages, tools, switches)
         bits = "".join(str(int(bit)) for bit in rendered["assistant_masks"])
         turns = []
         for run in re.finditer("1+", bits):
@@ -287,23 +578,26 @@ class TextCodec:
             turns.append((next(opening_starts, run.start()), run.end()))
         return tokens, turns
 
-    def _opening(self, messages: Messages, tools: Tools) -> list[int]:
+    def _opening(self, messages: Messages, tools: Tools, switches: Switches) -> list[int]:
         """Return the tokens with which the template opens the assistant's turn in a prompt; no engine samples them."""
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
         try:
             without_opening, with_opening = (
-                self.encode(self.render(messages[:first], tools, add_generation_prompt=asks)) for asks in (False, True)
+                self.encode(self._render(messages[:first], tools, switches, add_generation_prompt=asks))
+                for asks in (False, True)
             )
         except TextError:
             return []
         return with_opening[_shared(without_opening, with_opening) :]
 
-    def _rendered_turns(self, messages: Messages, tools: Tools, tokens: list[int]) -> Iterator[tuple[int, int]]:
+    def _rendered_turns(
+        self, messages: Messages, tools: Tools, switches: Switches, tokens: list[int]
+    ) -> Iterator[tuple[int, int]]:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.encode(self.render(messages[:number], tools)) if number else []
-            through = self.encode(self.render(messages[: number + 1], tools, add_generation_prompt=False))
+            before = self.encode(self._render(messages[:number], tools, switches)) if number else []
+            through = self.encode(self._render(messages[: number + 1], tools, switches, add_generation_prompt=False))
             start, stop = len(before), self._end_of_turn(through, len(before), len(through))
             if tokens[:start] != before or tokens[:stop] != through[:stop]:
                 raise TextError(
@@ -329,8 +623,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
-        engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
+        Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -342,8 +636,38 @@ class TextCodec:
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
+            **({"switches": self._default_switches} if self._default_switches else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+class _LibraryTokenizer:
+    """The tokenizer of a codec in the form that the package ``renderers`` reads. It has no name, because the package
+    must not choose by the name of a model.
+    """
+
+    name_or_path = ""
+
+    def __init__(self, codec: TextCodec, tokenizer: Any) -> None:
+        self._codec, self._tokenizer = codec, tokenizer
+        self.unk_token_id, self.eos_token_id = tokenizer.unk_token_id, tokenizer.eos_token_id
+        self.chat_template = codec._template(None)  # noqa: SLF001 - a part of the codec
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        """Return the token ids of a text."""
+        return self._codec.encode(text)
+
+    def decode(self, token_ids: Sequence[int], *_: Any, **__: Any) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self._codec.decode([token_ids])[0]
+
+    def convert_tokens_to_ids(self, token: str) -> Any:
+        """Return the token id of a token's text."""
+        return self._tokenizer.convert_tokens_to_ids(token)
+
+
+def _key(switches: Mapping[str, Any]) -> str:
+    return json.dumps(switches, sort_keys=True, default=str)
 
 
 def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:

@@ -78,7 +78,7 @@ class TextGenerator:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(num_threads)
-        codec = TextCodec.load(folder, trust_remote_code=config.trust_remote_code)
+        codec = TextCodec.of_model(folder, config)
         device = choose_device(config.device)
         try:
             described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)

@@ -130,7 +130,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
         same = {"vllm": auxiliary.vllm, "tensor_parallel_size": auxiliary.tensor_parallel_size}
         rollout = rollout.model_copy(update=same)
     cpu = choose_device(model.device) == "cpu"
-    codec = TextCodec.load(folder, trust_remote_code=model.trust_remote_code)
+    codec = TextCodec.of_model(folder, model)
     vocabulary, max_model_len = model_limits(model, folder, job.tensor_parallel_size)
     plan = adapter_plan(config, folder, cpu=cpu) if auxiliary is None else None
     log.info("vllm_starts", version=version, model=str(folder))

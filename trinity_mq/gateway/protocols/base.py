@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from abc import ABC, abstractmethod
@@ -202,6 +203,25 @@ def data_event(content: Any) -> bytes:
 def named_event(content: Mapping[str, Any]) -> bytes:
     """Return a server-sent event whose event name is its ``type``."""
     return f"event: {content['type']}\n".encode() + data_event(content)
+
+
+SEALED = "tmq1."
+"""Beginning of thoughts in the form of a signature or of encrypted content, which clients send back unread."""
+
+
+def seal_thoughts(thoughts: str) -> str:
+    """Return thoughts as one opaque word. It is encoded, not encrypted."""
+    return SEALED + base64.b64encode(repair_surrogates(thoughts).encode()).decode()
+
+
+def unseal_thoughts(sealed: Any) -> str:
+    """Return the thoughts in a word of :func:`seal_thoughts`. Empty: the word is of another server."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
+    except ValueError:  # also of a wrong encoding
+        return ""
 
 
 def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import ENGINE
+from trinity_mq.families.switches import merge_switch_fields, without_switches
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
 from trinity_mq.models.errors import EngineLost, PromptTooLong
@@ -198,9 +199,11 @@ Recording = WholeAnswer | StreamedAnswer
 def _body(wrapper: RecordedModel, fields: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
     """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields."""
     present = {name: value for name, value in fields.items() if value is not None}
-    body = {"model": wrapper.model.name, **wrapper.sampling}
+    body = {"model": wrapper.model.name, **without_switches(wrapper.sampling)}
     if "max_completion_tokens" in present:
         body.pop("max_tokens", None)
+    if "messages" in present:  # a text completion has no template for the wrapper's switches
+        present = without_switches(present) | merge_switch_fields(wrapper.sampling, present)
     body |= present
     if "seed" not in present and (seed := wrapper.seeds.next()) is not None:
         body["seed"] = seed

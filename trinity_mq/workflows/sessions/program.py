@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_mq.config.modes.gateway import Merge
+from trinity_mq.config.modes.gateway import Merge, Switches
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
 from trinity_mq.models.errors import EngineLost
@@ -34,6 +34,9 @@ class SessionArguments(Arguments):
     """Working directory of the program. None: the runner's directory."""
     merge: Merge = "prefix"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
+    switches: Switches = "agent"
+    """Whether the program may switch thinking, as ``gateway.switches``. ``configured``: only ``rollout_args`` and
+    ``model.chat_template_kwargs`` do."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn, as ``gateway.turn_discount``."""
 
@@ -119,6 +122,7 @@ class ProgramWorkflow(Workflow):
             not_ready_timeout=model.not_ready_timeout,
             request_timeout=model.request_timeout,
             merge=self.arguments.merge,
+            switches=self.arguments.switches,
         ) as session:
             request = self.request(session)
             try:

@@ -14,10 +14,11 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from trinity_mq.config.switches import SWITCH_FIELDS, SwitchError
 from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
-from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import Prompt, TextCodec, TextError
 from trinity_mq.engines.server.http_server import json_object
 from trinity_mq.engines.server.openai.requests import (
     ChatBody,
@@ -206,38 +207,57 @@ class OpenAIApi:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        limit, before = self._allowed(body), body.continue_tokens
-        if before:
-            self._check_prompt(before, self._max_model_len, "continue_tokens")
-        messages = checked_messages(body.messages)
+        messages, switches = checked_messages(body.messages), self._switches(body, tools)
+        limit, before = self._allowed(body), self._past(body, len(messages))
 
-        def rendered(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
-            text = self._codec.render_with_tools(messages, tools)
-            if before:
-                return text, self._codec.encode_after(before, text, limit)
-            return text, self._codec.encode_within(text, limit)
+        def rendered(messages: list[dict[str, Any]]) -> Prompt:
+            return self._codec.prompt(
+                messages, tools, switches, before=before, messages_before=body.continue_messages, limit=limit
+            )
 
         # a message has at least one token, so a prefix already shows that the prompt is too long, in less time
         if len(messages) > limit:
-            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
-        text, prompt = self._text(lambda: rendered(messages))
-        request = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1])).token_ids, limit, "prompt")
+        prompt = self._text(lambda: rendered(messages))
+        request = self._request(body, prompt.token_ids, body.max_completion_tokens or body.max_tokens, body.seed)
         request = replace(request, top_logprobs=body.top_logprobs if body.logprobs else 0)
         if (form := body.answer_form(tools)) is not None:
-            grammar = self._generator.grammar_of(form, text)
+            grammar = self._generator.grammar_of(form, prompt.text)
             request = replace(request, grammar=grammar, marks_constrained=body.return_token_ids)
-        return _Chat(body, text, tools, request)
+        return _Chat(body, prompt.text, tools, request)
+
+    def _past(self, body: ChatBody, messages: int) -> list[int]:
+        """Return the tokens that the prompt should begin with; none if they leave no room for later messages."""
+        if body.continue_messages and not body.continue_tokens:
+            raise bad_request(
+                "continue_messages needs continue_tokens, the tokens of these messages", "continue_messages"
+            )
+        if body.continue_messages >= messages:
+            raise bad_request(
+                f"continue_messages={body.continue_messages} leaves no later message: the request has {messages}",
+                "continue_messages",
+            )
+        if len(body.continue_tokens) >= self._max_model_len:
+            return []
+        if body.continue_tokens:
+            self._check_prompt(body.continue_tokens, self._max_model_len, "continue_tokens")
+        return body.continue_tokens
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
+        answers = [self._codec.read_answer(completion.text, chat.text, chat.tools) for completion in completions]
         choices = [
-            chat_choice(number, completion, chat.body, version, self._codec, tools=chat.tools, prompt_end=chat.text)
-            for number, completion in enumerate(completions)
+            chat_choice(number, completion, answer, chat.body, version, self._codec)
+            for number, (completion, answer) in enumerate(zip(completions, answers, strict=True))
         ]
+        self._count_malformed(sum(answer.malformed for answer in answers))
         prompt = chat.wanted.prompt
         answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
         if chat.body.return_token_ids:
             answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
         return answer
+
+    def _count_malformed(self, calls: int) -> None:
+        self._batcher.counters.malformed_calls += calls
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
         body = request_of(fields, CompletionBody)
@@ -280,7 +300,15 @@ class OpenAIApi:
         tools: Tools,
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
-        chunks = Chunks(body, generation, self._codec, model=self._name, prompt_text=text, tools=tools)
+        chunks = Chunks(
+            body,
+            generation,
+            self._codec,
+            model=self._name,
+            prompt_text=text,
+            tools=tools,
+            on_malformed=self._count_malformed,
+        )
         async with self._batcher.stream(generation, pin) as stream:
             version = await stream.begun()  # until here an error still gets its own HTTP status
             return await send(request, stream, chunks, version, version_header(version))
@@ -301,7 +329,8 @@ class OpenAIApi:
         else:
             messages = checked_messages(body.messages)
             tools = checked_tools(body.tools or [])
-            masked = self._text(lambda: self._codec.conversation(messages, tools))
+            switches = self._switches(body, tools)
+            masked = self._text(lambda: self._codec.conversation(messages, tools, switches))
             answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
         return answer
 
@@ -359,6 +388,12 @@ class OpenAIApi:
             return work()
         except TextError as error:
             raise bad_request(str(error), code="invalid_text") from error
+
+    def _switches(self, body: ChatBody | TokenizeBody, tools: Tools) -> dict[str, Any]:
+        try:
+            return self._codec.switches({name: getattr(body, name) for name in SWITCH_FIELDS}, tools)
+        except SwitchError as error:
+            raise bad_request(str(error), error.where, "unsupported_option") from error
 
     def _allowed(self, body: SamplingBody) -> int:
         """Return the maximum number of prompt tokens."""

@@ -36,7 +36,9 @@ _REPETITION = re.compile(r"\{(\d{0,9}),?(\d{0,9})\}")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
     "echo": (False,),
+    "enable_thinking": (),
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
@@ -138,9 +140,19 @@ class ChatBody(SamplingBody):
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     response_format: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template over the defaults of the model, as in vLLM."""
+    enable_thinking: bool | None = None
+    """Short form of ``chat_template_kwargs.enable_thinking``. None: the default of the model or of its template."""
+    reasoning_effort: str | None = None
+    """Level of thinking (:data:`trinity_mq.config.switches.EFFORTS`)."""
     continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Our extension: tokens of the conversation up to and including an earlier answer. The prompt begins with these
-    tokens if their text is the beginning of the prompt's text.
+    tokens if the family of the model allows it; ``prompt_token_ids`` of the answer shows it.
+    """
+    continue_messages: int = Field(default=0, ge=0)
+    """Our extension: number of leading messages whose tokens ``continue_tokens`` holds. The last of them is the answer.
+    Only the later messages are rendered. 0: unknown; then the text of the tokens must begin the prompt's text.
     """
 
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -261,6 +273,9 @@ class TokenizeBody(EngineRequestBody):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
 
 
 def _check_schema(schema: Mapping[str, Any], where: str) -> None:

@@ -12,7 +12,7 @@ from trinity_mq.engines.generation.request import Alternatives, Completion, Fini
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
 from trinity_mq.families.family import ParsedAnswer
-from trinity_mq.families.messages import Tools
+from trinity_mq.families.messages import THOUGHTS
 from trinity_mq.messages import Version
 
 
@@ -45,15 +45,12 @@ def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
 def chat_choice(
     index: int,
     completion: Completion,
+    answer: ParsedAnswer,
     body: ChatBody,
     version: Version,
     codec: TextCodec,
-    *,
-    tools: Tools = None,
-    prompt_end: str | None = None,
 ) -> dict[str, Any]:
-    """Return one choice of a chat completion; with ``tools``, tool calls are moved from its text to ``tool_calls``."""
-    answer = codec.read_answer(completion.text, prompt_end, tools)
+    """Return one choice of a chat completion, with the parts of its text in ``answer``."""
     message, finish_reason = chat_message(answer, completion.finish_reason)
     choice = {
         "index": index,
@@ -63,8 +60,8 @@ def chat_choice(
         else None,
         "finish_reason": finish_reason,
     }
-    if body.return_token_ids and answer.calls:
-        choice["response_text"] = completion.text
+    if body.return_token_ids:
+        choice |= answer_fields(answer, completion.text)
     return choice | _additions(completion, body, version)
 
 
@@ -72,10 +69,17 @@ def chat_message(answer: ParsedAnswer, finish_reason: FinishReason) -> tuple[dic
     """Return the fields of a message for an answer, and its finish reason. The content is None if the response holds
     nothing but calls.
     """
+    thoughts = {THOUGHTS: answer.thoughts} if answer.thoughts else {}
     if not answer.calls:
-        return {"content": answer.content}, finish_reason
+        return {"content": answer.content, **thoughts}, finish_reason
     ended = "tool_calls" if finish_reason == "stop" else finish_reason
-    return {"content": answer.content or None, "tool_calls": answer.calls}, ended
+    return {"content": answer.content or None, **thoughts, "tool_calls": answer.calls}, ended
+
+
+def answer_fields(answer: ParsedAnswer, text: str) -> dict[str, Any]:
+    """Return our own fields of a choice: the sampled text if the content is another text, and the malformed calls."""
+    fields: dict[str, Any] = {"response_text": text} if answer.content != text or answer.calls else {}
+    return fields | ({"malformed_calls": answer.malformed} if answer.malformed else {})
 
 
 def chat_logprobs(

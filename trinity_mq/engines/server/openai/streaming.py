@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,64 +21,68 @@ from trinity_mq.engines.generation.stopping import Decode, cut, stop_in, without
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody
-from trinity_mq.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
-from trinity_mq.families.messages import Tools
+from trinity_mq.engines.server.openai.responses import (
+    answer_fields,
+    chat_logprobs,
+    chat_message,
+    text_logprobs,
+    usage,
+)
+from trinity_mq.families.division import AnswerFlow, Delta, Marks
+from trinity_mq.families.messages import THOUGHTS, Tools
 from trinity_mq.messages import Version
 
 UNFINISHED = "\ufffd"
 """Decoded form of the first bytes of a character whose other bytes are missing."""
 
 
-class TextFlow:
-    """Emits text that is final: no half characters, nothing that may become part of a stop string or a tool call."""
+_WINDOW, _LAST = 16, 4
+"""A longer run of tokens without a whole character is invalid; all but its last tokens are then final."""
 
-    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: Sequence[str] = ()) -> None:
-        """Create the flow. ``stops`` end the text. Text from one of ``calls`` on, and blanks before it, is held to the
-        end.
-        """
+
+class TextFlow:
+    """Emits the thoughts and the content of an answer as far as they are final: no half characters, nothing that may
+    become part of a tag, of a stop string or of a tool call.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        marks: Marks | None = None,
+        *,
+        prompt_end: str | None = None,
+        stops: Sequence[str] = (),
+    ) -> None:
+        """Create the flow; without ``marks`` everything is content. Other arguments as for :class:`AnswerFlow`."""
         self._decode = decode
-        self._marks = [*stops, *calls]
-        self._holds_blanks = bool(calls)
+        self._flow = AnswerFlow(marks or Marks(), prompt_end, stops)
         self._ids: list[int] = []
         self._start = self._read = 0
-        self._text = ""
-        self._sent = 0
+        self._sent = [0, 0]
+        """Characters of the thoughts and of the content that were emitted."""
 
-    def add(self, token_ids: Sequence[int]) -> str:
+    def add(self, token_ids: Sequence[int]) -> Delta:
         """Add tokens and return the text that has become final."""
         self._ids += token_ids
         before, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
-        if not now.endswith(UNFINISHED) and len(now) > len(before):
-            # earlier tokens are decoded together with the new tokens, because some tokenizers join neighbours
-            self._text += now[len(before) :]
-            self._start, self._read = self._read, len(self._ids)
-        return self._emit(self._final_length())
+        end = len(self._ids)
+        if now.endswith(UNFINISHED) and end - self._start > _WINDOW:
+            end -= _LAST
+            [beginning] = self._decode([self._ids[self._start : end]])
+            now = beginning if now.startswith(beginning) and end > self._read else before
+        elif now.endswith(UNFINISHED):
+            now = before
+        if len(now) <= len(before):
+            return Delta()
+        # earlier tokens are decoded together with the new tokens, because some tokenizers join neighbours
+        self._start, self._read = self._read, end
+        delta = self._flow.add(now[len(before) :])
+        self._sent = [sent + len(text) for sent, text in zip(self._sent, delta, strict=True)]
+        return delta
 
-    def finish(self, text: str) -> str:
-        """Return the part of ``text``, the whole text, that was not emitted yet."""
-        self._text = text
-        return self._emit(len(text))
-
-    def _emit(self, end: int) -> str:
-        piece = self._text[self._sent : end]
-        self._sent = max(self._sent, end)
-        return piece
-
-    def _final_length(self) -> int:
-        """Return the length of the text that cannot become part of a mark."""
-        end = len(self._text)
-        for mark in self._marks:
-            position = self._text.find(mark, self._sent)  # the beginning of the mark has been held back
-            if position >= 0:
-                end = min(end, position)
-                continue
-            for length in range(min(len(mark) - 1, len(self._text)), 0, -1):
-                if self._text.endswith(mark[:length]):
-                    end = min(end, len(self._text) - length)
-                    break
-        if self._holds_blanks:
-            end = self._sent + len(self._text[self._sent : end].rstrip())
-        return max(end, self._sent)
+    def finish(self, thoughts: str | None, content: str) -> Delta:
+        """Return the parts of the whole thoughts and of the whole content that were not emitted yet."""
+        return Delta(*(text[sent:] for text, sent in zip((thoughts or "", content), self._sent, strict=True)))
 
 
 DONE = b"data: [DONE]\n\n"
@@ -106,10 +110,13 @@ class Chunks:
         model: str,
         prompt_text: str,
         tools: Tools = None,
+        on_malformed: Callable[[int], None] = lambda calls: None,
     ) -> None:
-        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``."""
+        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``; ``on_malformed``
+        gets the number of calls of a whole answer that cannot be read.
+        """
         self._body, self._request, self._codec = body, request, codec
-        self._prompt_text, self._tools = prompt_text, tools
+        self._prompt_text, self._tools, self._on_malformed = prompt_text, tools, on_malformed
         self._chat = isinstance(body, ChatBody)
         kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._frame = {
@@ -118,8 +125,10 @@ class Chunks:
             "created": int(time.time()),
             "model": model,
         }
-        calls = codec.family.calls_begin if tools else ()
-        self._choices = [_Choice(TextFlow(codec.decode, stops=request.stop, calls=calls)) for _ in range(request.n)]
+        marks = codec.family.marks_of(tools) if self._chat else Marks()
+        self._choices = [
+            _Choice(TextFlow(codec.decode, marks, prompt_end=prompt_text, stops=request.stop)) for _ in range(request.n)
+        ]
 
     def opening(self, version: Version) -> Iterator[dict[str, Any]]:
         """Yield the first chunk of every choice, with the role and the weight version."""
@@ -162,19 +171,23 @@ class Chunks:
         delta: Any
         finish_reason: str | None
         if ended is None:
-            finish_reason, text = None, state.flow.add(ids)
-            delta = {"content": text} if self._chat else text
+            finish_reason, emitted = None, state.flow.add(ids)
+            delta = _chat_delta(emitted) if self._chat else emitted.content
         else:
             [text] = self._codec.decode([without_stop_token(state.token_ids, request.stop_ids)])
             if (stop := stop_in(text, request.stop)) is not None:
                 stop_fields["stop_reason"] = stop
             text = cut(text, request.stop)
-            answer = self._codec.read_answer(text, self._prompt_text, self._tools)
-            message, finish_reason = chat_message(answer, ended)
-            rest = state.flow.finish(message["content"] or "")
-            calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
-            delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
-            response_fields = {"response_text": text} if calls else {}
+            if self._chat:
+                answer = self._codec.read_answer(text, self._prompt_text, self._tools)
+                self._on_malformed(answer.malformed)
+                _, finish_reason = chat_message(answer, ended)
+                calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
+                rest = state.flow.finish(answer.thoughts, answer.content)
+                delta = _chat_delta(rest) | ({"tool_calls": calls} if calls else {})
+                response_fields = answer_fields(answer, text)
+            else:
+                finish_reason, delta = ended, state.flow.finish(None, text).content
         choice = self._choice(index, delta, finish_reason) | stop_fields
         if self._chat and self._body.logprobs:
             choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec, tops)
@@ -189,6 +202,10 @@ class Chunks:
     def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:
         content = {"delta": delta} if self._chat else {"text": delta}
         return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _chat_delta(text: Delta) -> dict[str, Any]:
+    return {"content": text.content, **({THOUGHTS: text.thoughts} if text.thoughts else {})}
 
 
 async def send(

@@ -1,0 +1,332 @@
+"""Renders a conversation as engines do, and reads the assistant's turns as engines would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.experiences.show_experience import line, print_title
+from trinity_mq.observability.experiences.token_texts import tokenizer_folder
+from trinity_mq.targets.run_folder import CONFIG_FILE
+from trinity_mq.targets.target import find_configuration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trinity_mq.engines.generation.text import TextCodec
+    from trinity_mq.families.family import ParsedAnswer
+    from trinity_mq.families.messages import Message
+
+EXAMPLE = '[{"role": "user", "content": "1 + 1?"}]'
+PROMPT_END = 1000
+"""Characters at the end of a prompt that show a reader what the prompt opens."""
+_LIMIT = 1 << 30
+"""Tokens that are allowed: all."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to render."""
+
+    messages: list[Message]
+    tools: list[Message] | None
+    switches: Mapping[str, Any]
+    """Variables of the chat template."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant, and the answer of an engine that samples this text."""
+
+    message: int
+    """Number of the message."""
+    text: str
+    """Text of the turn in this conversation, with the token that ends it."""
+    answer: ParsedAnswer
+
+
+@dataclass(frozen=True)
+class RenderedConversation:
+    """A conversation as tokens."""
+
+    family: str
+    rendering: str
+    """What renders, with the reason."""
+    token_ids: list[int]
+    texts: list[str]
+    mask: list[int] | None
+    """1 for tokens that an assistant samples. None: unknown; see ``problem``."""
+    messages: list[int | None]
+    """Number of the message to which each token belongs. None: it belongs to no message."""
+    turns: list[Turn]
+    problem: str
+    """The reason why there is no mask. Empty: there is a mask."""
+
+
+# -- input
+
+
+def read_conversation(text: str, tools: str | None = None, switches: str | None = None) -> Conversation:
+    """Return the conversation in ``text``: JSON, ``@FILE`` or ``-`` for standard input.
+
+    Args:
+        text: A list of messages, or an object with ``messages``, as in a request, and possibly ``tools`` and
+            ``chat_template_kwargs``.
+        tools: The offered tools, in the same forms; over those of the conversation.
+        switches: Variables of the chat template, in the same forms; over those of the conversation.
+
+    Raises:
+        CommandError: An argument cannot be read, or messages or tools have another form than in the OpenAI API.
+    """
+    from trinity_mq.families.messages import MessageError, read_messages, read_tools
+
+    value = _read_json("--conversation", text, EXAMPLE)
+    fields: Mapping[str, Any] = value if isinstance(value, dict) else {"messages": value}
+    listed = fields.get("tools") if tools is None else _read_json("--tools", tools, '[{"type": "function", ...}]')
+    merged = fields.get("chat_template_kwargs") or {}
+    if switches is not None:
+        added = _read_json("--switches", switches, '{"enable_thinking": false}')
+        merged = {**merged, **added} if isinstance(merged, dict) and isinstance(added, dict) else added
+    for name, part, kind, wanted in (
+        ("messages", fields.get("messages"), list, f"a list such as {EXAMPLE}"),
+        ("tools", listed if listed is not None else [], list, "a list of tools as in the OpenAI API"),
+        ("switches", merged, dict, 'an object such as {"enable_thinking": false}'),
+    ):
+        if not isinstance(part, kind):
+            raise CommandError(f"{name} is {json.dumps(part, default=repr)[:80]}, wanted {wanted}")
+    if not fields["messages"]:
+        raise CommandError(f"the conversation has no messages; give a list such as {EXAMPLE}")
+    try:
+        return Conversation(read_messages(fields["messages"]), read_tools(listed) if listed else None, merged)
+    except MessageError as error:
+        raise CommandError(str(error)) from error
+
+
+def _read_json(name: str, text: str, example: str) -> Any:
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
+        elif text == "-":
+            text = sys.stdin.read()
+        return json.loads(text)
+    except OSError as error:
+        raise CommandError(f"{name} {text!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{name} is not JSON: {error}; wanted {example}, @FILE or -") from error
+
+
+# -- rendering
+
+
+def render_conversation(codec: TextCodec, conversation: Conversation) -> RenderedConversation:
+    """Return the tokens of a conversation: a prompt, or the whole conversation if it ends with an answer.
+
+    Raises:
+        TextError: The model has no chat template, or it does not write this conversation.
+    """
+    messages, tools, switches = conversation.messages, conversation.tools, conversation.switches
+    if messages[-1]["role"] == "assistant":
+        ids = codec.encode(codec.render_with_tools(messages, tools, switches=switches, add_generation_prompt=False))
+    else:
+        ids = codec.prompt(messages, tools, switches, limit=_LIMIT).token_ids
+    mask, problem = _mask(codec, conversation, ids)
+    if mask is not None and len(mask) > len(ids):  # the codec adds an end to a last turn that has none
+        ids = [*ids, codec.end_id]
+    return RenderedConversation(
+        family=codec.family.name,
+        rendering=codec.rendering,
+        token_ids=ids,
+        texts=codec.decode([[token] for token in ids]),
+        mask=mask,
+        messages=message_numbers(ids, _prefixes(codec, conversation)),
+        turns=list(_turns(codec, conversation, ids)),
+        problem=problem,
+    )
+
+
+def _mask(codec: TextCodec, conversation: Conversation, ids: Sequence[int]) -> tuple[list[int] | None, str]:
+    """Return the mask of the sampled tokens, or None and the reason why it is unknown."""
+    from trinity_mq.engines.generation.text import TextError
+
+    try:
+        whole = codec.conversation(conversation.messages, conversation.tools, conversation.switches)
+    except TextError as error:
+        return None, str(error)
+    shared = shared_length(whole.token_ids, ids)
+    if 1 in whole.assistant_mask[shared:] and shared < len(ids):
+        return None, "the prompt writes an earlier turn in another form than the whole conversation"
+    if shared == len(ids):
+        return whole.assistant_mask if len(whole.token_ids) == len(ids) + 1 else whole.assistant_mask[:shared], ""
+    return [*whole.assistant_mask[:shared], *[0] * (len(ids) - shared)], ""
+
+
+def _prefixes(codec: TextCodec, conversation: Conversation) -> list[list[int] | None]:
+    """Return the tokens of the first 1, 2, ... messages; None where the template does not write so few."""
+    from trinity_mq.engines.generation.text import TextError
+
+    tools, switches = conversation.tools, conversation.switches
+    prefixes: list[list[int] | None] = []
+    for count in range(1, len(conversation.messages) + 1):
+        part = conversation.messages[:count]
+        try:
+            text = codec.render_with_tools(part, tools, switches=switches, add_generation_prompt=False)
+        except TextError:
+            prefixes.append(None)
+        else:
+            prefixes.append(codec.encode(text))
+    return prefixes
+
+
+def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]) -> list[int | None]:
+    """Return for each token the number of its message.
+
+    Args:
+        ids: Tokens of the conversation.
+        prefixes: Tokens of its first 1, 2, ... messages; None: unknown. The tokens of a message begin where the tokens
+            of fewer messages end or differ. Where tokens are unknown, they count with the next message.
+
+    >>> message_numbers([7, 1, 2, 3, 4], [[7, 1], [7, 1, 2, 3]])
+    [0, 0, 1, 1, None]
+    """
+    numbers: list[int | None] = []
+    for number, prefix in enumerate(prefixes):
+        end = 0 if prefix is None else shared_length(ids, prefix)
+        numbers += [number] * max(0, end - len(numbers))
+    return [*numbers, *[None] * (len(ids) - len(numbers))]
+
+
+def shared_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common beginning."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(some), len(others)))
+
+
+def _turns(codec: TextCodec, conversation: Conversation, ids: list[int]) -> Iterator[Turn]:
+    """Yield the assistant's turns that stand in ``ids`` behind their prompts."""
+    from trinity_mq.engines.generation.text import TextError
+
+    tools, switches = conversation.tools, conversation.switches
+    for number, message in enumerate(conversation.messages):
+        if message["role"] != "assistant" or not number:
+            continue
+        try:
+            before = codec.prompt(conversation.messages[:number], tools, switches, limit=_LIMIT)
+        except TextError:
+            continue
+        start = len(before.token_ids)
+        if ids[:start] != before.token_ids:
+            continue
+        end = next((place for place in range(start, len(ids)) if ids[place] in codec.stop_ids), len(ids))
+        text, whole = codec.decode([ids[start:end], ids[start : end + 1]])
+        yield Turn(number, whole, codec.read_answer(text, before.text[-PROMPT_END:], tools))
+
+
+# -- output
+
+
+def as_json(rendered: RenderedConversation) -> dict[str, Any]:
+    """Return a rendered conversation for :func:`dump_line`. ``turns`` have the fields of an engine's answers."""
+    return {
+        "family": rendered.family,
+        "rendering": rendered.rendering,
+        "tokens": rendered.token_ids,
+        "token_texts": rendered.texts,
+        "assistant_mask": rendered.mask,
+        "message_numbers": rendered.messages,
+        "turns": [
+            {
+                "message": turn.message,
+                "text": turn.text,
+                "content": turn.answer.content,
+                "reasoning_content": turn.answer.thoughts,
+                "tool_calls": turn.answer.calls,
+                "malformed_calls": turn.answer.malformed,
+            }
+            for turn in rendered.turns
+        ],
+        "problem": rendered.problem,
+    }
+
+
+def print_rendered(console: Console, rendered: RenderedConversation) -> None:
+    """Print a rendered conversation for a person."""
+    from rich.table import Table
+    from rich.text import Text
+
+    line(console, "family", rendered.family)
+    line(console, "rendering", rendered.rendering)
+    if rendered.problem:
+        line(console, "no mask", rendered.problem, "yellow")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("token", "id"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for name in ("mask", "message"):
+        table.add_column(name, justify="right", no_wrap=True)
+    mask: Sequence[int | None] = rendered.mask or [None] * len(rendered.token_ids)
+    columns = zip(rendered.token_ids, rendered.texts, mask, rendered.messages, strict=True)
+    for place, (token, text, bit, message) in enumerate(columns):
+        cells = (
+            str(token),
+            Text(repr(text)),
+            "?" if bit is None else str(bit),
+            "-" if message is None else str(message),
+        )
+        table.add_row(str(place), *cells, style=None if bit else "dim")
+    console.print(table)
+    for turn in rendered.turns:
+        print_title(console, f"message {turn.message} is written {turn.text!r}", "cyan")
+        if turn.answer.thoughts is not None:
+            line(console, "thoughts", turn.answer.thoughts)
+        line(console, "content", turn.answer.content)
+        for call in turn.answer.calls:
+            line(console, "call", f"{call['function']['name']} {call['function']['arguments']}")
+        if turn.answer.malformed:
+            line(console, "malformed", f"{turn.answer.malformed} calls cannot be read", "red")
+
+
+# -- command
+
+
+def model_folder(target: str) -> Path | None:
+    """Return the model folder that a command's TARGET names; None: it names a run."""
+    folder = Path(target).expanduser()
+    is_model = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
+    return folder if is_model and not (folder / CONFIG_FILE).is_file() else None
+
+
+def open_codec(target: str, overrides: Sequence[str], scratch: Path) -> TextCodec:
+    """Return the codec of a model folder or of a run's model.
+
+    Args:
+        target: A model folder, or what names a run.
+        overrides: Settings that override the run's configuration.
+        scratch: Folder for a tiny model that the run has not made yet.
+
+    Raises:
+        CommandError: The model is not on this machine, or settings were given for a model folder.
+        ModelError: The tokenizer cannot be loaded.
+    """
+    from trinity_mq.engines.generation.text import TextCodec
+
+    folder = model_folder(target)
+    if folder is not None:
+        if overrides:
+            raise CommandError(f"{target} is a model folder, which has no settings; leave {overrides[0]} out")
+        return TextCodec.load(folder)
+    config = find_configuration(target, overrides)
+    if config is None:
+        raise CommandError(f"{target!r} is no configuration, run or model folder; give a YAML file or a model's folder")
+    folder = tokenizer_folder(config.model, config.path)
+    if folder is None and config.model.tiny is not None:
+        from trinity_mq.models import ensure_model_folder
+
+        folder = ensure_model_folder(config.model, scratch / "model", config.seed)
+    if folder is None:
+        raise CommandError(f"the model {config.model.model_path} is not on this machine; give its folder as TARGET")
+    return TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
