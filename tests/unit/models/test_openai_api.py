@@ -268,6 +268,28 @@ async def test_the_likeliest_tokens_come_with_each_token(
     assert all(list(top.values()) == sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_special_token_in_a_stop_string_counts_as_its_text(server: EngineServer, stream: bool) -> None:
+    """Families write marks such as the end of a call as single tokens."""
+    pad = 0
+    body = question(stop=["<pad>"], logit_bias={str(pad): 100}, max_tokens=5, return_token_ids=True, stream=stream)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/chat/completions", json=body) as response,
+    ):
+        text = await response.text()
+    if stream:
+        assembled = AnswerAssembler()
+        for line in text.splitlines():
+            if line.startswith("data: {"):
+                assembled.add(json.loads(line[6:]))
+        [choice] = assembled.answer()["choices"]
+    else:
+        [choice] = json.loads(text)["choices"]
+    assert (choice["token_ids"], choice["message"]["content"]) == ([pad], "")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<pad>")
+
+
 async def test_neutral_and_ignored_options_are_taken(post: Post) -> None:
     harmless = {
         "stream": False,
