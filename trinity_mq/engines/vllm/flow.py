@@ -659,13 +659,13 @@ def stream_tokens(completions: Sequence[Completion], announced: Version) -> list
     tokens = []
     for number, completion in enumerate(completions):
         changes = {first: (generation, step) for first, generation, step in completion.versions}
-        last = len(completion.token_ids) - 1
+        last, constrained = len(completion.token_ids) - 1, frozenset(completion.constrained)
         for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
             version = changes.get(position)
             if position == 0 and version == announced:
                 version = None
             ended = completion.finish_reason if position == last else None
             top = completion.top_logprobs[position] if completion.top_logprobs else ()
-            is_constrained = position in completion.constrained
+            is_constrained = position in constrained
             tokens.append(Token(0, number, token, logprob, ended, version, top, is_constrained))
     return tokens

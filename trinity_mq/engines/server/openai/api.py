@@ -221,7 +221,9 @@ class OpenAIApi:
         prompt = self._text(lambda: rendered(messages))
         request = self._request(body, prompt.token_ids, body.max_completion_tokens or body.max_tokens, body.seed)
         request = replace(request, top_logprobs=body.top_logprobs if body.logprobs else 0)
-        if (form := body.answer_form(tools)) is not None:
+        # most requests have none of these options
+        is_plain = body.tool_choice in ("auto", "none") and body.parallel_tool_calls and not body.response_format
+        if not is_plain and (form := body.answer_form(tools)) is not None:
             grammar = self._generator.grammar_of(form, prompt.text)
             request = replace(request, grammar=grammar, marks_constrained=body.return_token_ids)
         return _Chat(body, prompt.text, tools, request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trinity_mq.engines.generation.request import Alternatives, Completion, FinishReason
@@ -150,13 +150,12 @@ def text_choice(
     return choice | _additions(completion, body, version)
 
 
-def _trainable(logprobs: Sequence[float], constrained: Collection[int]) -> Sequence[float | None]:
+def _trainable(completion: Completion) -> list[float | None]:
     """Return the logprobs with None at the places where the form of the answer decided: the model alone would have
     sampled from another distribution, so training leaves these tokens out.
     """
-    if not constrained:
-        return logprobs
-    return [None if place in constrained else value for place, value in enumerate(logprobs)]
+    constrained = frozenset(completion.constrained)
+    return [None if place in constrained else value for place, value in enumerate(completion.logprobs)]
 
 
 def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
@@ -167,6 +166,6 @@ def _additions(completion: Completion, body: SamplingBody, version: Version) -> 
         extensions["routed_experts"] = completion.routed_experts.as_json()
     return extensions | {
         "token_ids": completion.token_ids,
-        "token_logprobs": _trainable(completion.logprobs, completion.constrained),
+        "token_logprobs": _trainable(completion) if completion.constrained else completion.logprobs,
         "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],
     }
