@@ -148,7 +148,7 @@ def render_conversation(codec: TextCodec, conversation: ConversationInput) -> Re
         ids = [*ids, codec.end_id]
     return RenderedConversation(
         family=codec.family.name,
-        rendering=codec.rendering,
+        rendering=codec.rendering_with(switches, tools),
         token_ids=ids,
         texts=codec.decode([[token] for token in ids]),
         mask=mask,
