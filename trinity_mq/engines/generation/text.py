@@ -202,9 +202,13 @@ class TextCodec:
     @property
     def rendering(self) -> str:
         """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
+        return self.rendering_with(None)
+
+    def rendering_with(self, switches: Switches, tools: Tools = None) -> str:
+        """Return the renderer of conversations with these switches and tools, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
-        return self._renderer(None, None).description
+        return self._renderer(switches, tools).description
 
     def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
         """Return the parts of a response.

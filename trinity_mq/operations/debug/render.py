@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_mq.config.switches import SWITCH_FIELDS, SWITCHES
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.show_experience import line, print_title
 from trinity_mq.observability.experiences.token_texts import tokenizer_folder
@@ -36,7 +38,9 @@ class ConversationInput:
     messages: list[Message]
     tools: list[Message] | None
     switches: Mapping[str, Any]
-    """Variables of the chat template."""
+    """The fields of a request that set variables of the chat template: ``chat_template_kwargs``, ``enable_thinking``
+    and ``reasoning_effort``.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
 
     Args:
         text: A list of messages, or an object with ``messages``, as in a request, and possibly ``tools`` and
-            ``chat_template_kwargs``.
+            ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
         tools: The offered tools, in the same forms, instead of the conversation's.
         switches: Variables of the chat template, in the same forms, merged over the conversation's.
 
@@ -102,7 +106,9 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
     if not fields["messages"]:
         raise CommandError(f"the conversation has no messages; give a list such as {EXAMPLE}")
     try:
-        return ConversationInput(read_messages(fields["messages"]), read_tools(listed) if listed else None, merged)
+        chosen = {name: fields[name] for name in SWITCH_FIELDS if fields.get(name) is not None}
+        tools_read = read_tools(listed) if listed else None
+        return ConversationInput(read_messages(fields["messages"]), tools_read, {**chosen, SWITCHES: merged})
     except MessageError as error:
         raise CommandError(str(error)) from error
 
@@ -128,8 +134,11 @@ def render_conversation(codec: TextCodec, conversation: ConversationInput) -> Re
 
     Raises:
         TextError: The model has no chat template, or it does not write this conversation.
+        SwitchError: The chat template has no such variable.
     """
-    messages, tools, switches = conversation.messages, conversation.tools, conversation.switches
+    messages, tools = conversation.messages, conversation.tools
+    switches = codec.switches(conversation.switches, tools)
+    conversation = dataclasses.replace(conversation, switches=switches)
     if messages[-1]["role"] == "assistant":
         ids = codec.encode(codec.render_with_tools(messages, tools, switches=switches, add_generation_prompt=False))
     else:
@@ -139,7 +148,7 @@ def render_conversation(codec: TextCodec, conversation: ConversationInput) -> Re
         ids = [*ids, codec.end_id]
     return RenderedConversation(
         family=codec.family.name,
-        rendering=codec.rendering,
+        rendering=codec.rendering_with(switches, tools),
         token_ids=ids,
         texts=codec.decode([[token] for token in ids]),
         mask=mask,
@@ -329,4 +338,4 @@ def open_codec(target: str, overrides: Sequence[str], scratch: Path) -> TextCode
         folder = ensure_model_folder(config.model, scratch / "model", config.seed)
     if folder is None:
         raise CommandError(f"the model {config.model.model_path} is not on this machine; give its folder as TARGET")
-    return TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+    return TextCodec.of_model(folder, config.model)
