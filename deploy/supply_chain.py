@@ -61,6 +61,12 @@ ALIASES = {
     "OSI Approved :: Python Software Foundation License": "PSF-2.0",
 }
 """What older metadata says in words, in the field or as a classifier."""
+FIRST_WORDS = {
+    "Apache License Version 2.0": "Apache-2.0",
+    "Apache Licnse Version 2.0": "Apache-2.0",  # prime-pydantic-config writes it so
+    "MIT License": "MIT",
+}
+"""First words of licence files."""
 PAGE = """\
 # Licences of the dependencies
 
@@ -175,6 +181,21 @@ def licence(metadata: PackageMetadata) -> str:
     return ""
 
 
+def licence_of(package: Distribution) -> str:
+    """Return the SPDX expression of a package: what :func:`licence` reads from its metadata, else what the first lines
+    of its licence file say.
+    """
+    if expression := licence(package.metadata):
+        return expression
+    for file in package.metadata.get_all("License-File") or ():
+        text = package.read_text(f"licenses/{file}") or package.read_text(file) or ""
+        beginning = " ".join(text[:400].split())
+        for words, expression in FIRST_WORDS.items():
+            if beginning.startswith(words):
+                return expression
+    return ""
+
+
 def is_allowed(expression: str) -> bool:
     """Return whether all parts of an expression are allowed, or all of one of its outermost alternatives.
 
@@ -190,7 +211,7 @@ def is_allowed(expression: str) -> bool:
 
 def refused(found: Mapping[str, Distribution]) -> dict[str, str]:
     """Return the packages whose licence is not allowed, with what they say of it."""
-    said = {name: licence(one.metadata) for name, one in found.items()}
+    said = {name: licence_of(one) for name, one in found.items()}
     return {name: expression for name, expression in said.items() if not is_allowed(expression)}
 
 
@@ -198,7 +219,7 @@ def licences_page(found: Mapping[str, Distribution]) -> str:
     """Return docs/licences.md."""
     release = ".".join(platform.python_version_tuple()[:2])
     head = PAGE.format(release=release)
-    rows = (f"| {one.metadata['Name']} | {public(one.version)} | {licence(one.metadata)} |" for one in found.values())
+    rows = (f"| {one.metadata['Name']} | {public(one.version)} | {licence_of(one)} |" for one in found.values())
     return head + "\n".join(rows) + "\n"
 
 
@@ -228,7 +249,7 @@ def bill(found: Mapping[str, Distribution]) -> dict[str, Any]:
     for component in document["components"]:
         package = found.get(canonicalize_name(component["name"]))
         if package is not None:
-            if not component.get("licenses") and (known := licence(package.metadata)):
+            if not component.get("licenses") and (known := licence_of(package)):
                 component["licenses"] = [{"expression": known}]
             kept.append(component)
     references = {one["bom-ref"]: canonicalize_name(one["name"]) for one in kept}

@@ -122,6 +122,10 @@ class ModelConfig(Section):
     """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
     everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a
     taskset and requests override them, name by name. A name that the template does not read is an error."""
+    family: str | None = None
+    """The row of the table of model families that reads the model's answers and writes its messages, such as
+    ``qwen3.5``; or your own: a name that an installed package adds, or a dotted path ``my_file.MINE``. Null: by the
+    chat template. Only a fine-tuned model whose template names another family needs this."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""
 

@@ -97,7 +97,14 @@ class EngineJob:
         )
         if self.auxiliary is not None:
             settings = replace(settings, model_name=self.auxiliary.name, pause_mode="wait")
-        log.info("engine_built", engine=self.engine_id, device=str(generator.device))
+        codec = generator.codec
+        log.info(
+            "engine_built",
+            engine=self.engine_id,
+            device=str(generator.device),
+            family=codec.family.name,
+            rendering=codec.prepare(),
+        )
         return EngineServer(generator, settings, receiver, batcher)
 
 

@@ -1,13 +1,14 @@
 """The bridge: text that continues a finished turn with later messages, without a new rendering of the past.
 
-The chat template renders a short conversation in which a mark stands for the text of the finished turn. What it writes
-behind the mark continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
+The chat template renders a short conversation with a mark in the place of the finished turn. Its text behind the mark
+continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
 them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from trinity_mq.families.messages import THOUGHTS, Message, Messages
@@ -24,8 +25,9 @@ class Abridged(NamedTuple):
     continued: list[Message]
 
 
-def abridge(messages: Messages, count: int, *, has_thoughts: bool) -> Abridged | None:
-    """Return the short conversations; None if the messages allow no bridge.
+def abridge(messages: Messages, count: int, *, has_thoughts: bool) -> Iterator[Abridged]:
+    """Yield the short conversations, the likeliest form first; nothing if the messages allow no bridge. Some templates
+    write no text next to calls, so that the mark must stand in a call.
 
     Args:
         messages: The conversation.
@@ -33,14 +35,20 @@ def abridge(messages: Messages, count: int, *, has_thoughts: bool) -> Abridged |
         has_thoughts: Whether the past holds thoughts.
     """
     if not 0 < count < len(messages) or messages[count - 1]["role"] != "assistant":
-        return None
-    turn: Message = {"role": "assistant", "content": TURN}
-    if has_thoughts:
-        turn[THOUGHTS] = THOUGHT
-    if calls := messages[count - 1].get("tool_calls"):
-        turn["tool_calls"] = [_without_arguments(call) for call in calls]
+        return
+    turn: Message = {"role": "assistant", "content": TURN, **({THOUGHTS: THOUGHT} if has_thoughts else {})}
+    calls = messages[count - 1].get("tool_calls") or []
+    yield _short(
+        turn | ({"tool_calls": [_with_arguments(call, {}) for call in calls]} if calls else {}), messages[count:]
+    )
+    if calls:
+        marked = [*(_with_arguments(call, {}) for call in calls[:-1]), _with_arguments(calls[-1], {"text": TURN})]
+        yield _short({**turn, "content": "", "tool_calls": marked}, messages[count:])
+
+
+def _short(turn: Message, later: Messages) -> Abridged:
     ended: list[Message] = [{"role": "user", "content": "text"}, turn]
-    return Abridged(ended, [*ended, *messages[count:]])
+    return Abridged(ended, [*ended, *later])
 
 
 def continuation(
@@ -66,11 +74,6 @@ def continuation(
     return after, after_continued
 
 
-def has_thoughts(short: Abridged) -> bool:
-    """Return whether the finished turn of a short conversation has thoughts."""
-    return THOUGHTS in short.ended[-1]
-
-
 def begins_thoughts(text: str, thoughts: ThoughtFormat) -> bool:
     """Return whether ``text`` holds thoughts that are not empty."""
     opening, closing = map(re.escape, thoughts)
@@ -84,5 +87,5 @@ def _without_empty(text: str, thoughts: ThoughtFormat | None) -> str:
     return re.sub(rf"{re.escape(thoughts.opening)}\s*{re.escape(thoughts.closing)}\s*", "", text)
 
 
-def _without_arguments(call: Message) -> Message:
-    return {**call, "function": {**call["function"], "arguments": {}}}
+def _with_arguments(call: Message, arguments: Message) -> Message:
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -2,7 +2,8 @@
 
 The configuration of a renderer is chosen by the row of the family, never by the name of the model. A renderer is used
 only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. Its renderer of gpt-oss is
-never used: it loads a vocabulary of its own over the network, whose tokens need not be the model's.
+never used: it loads a vocabulary of its own over the network, whose tokens need not be the
+model's.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def calls_reader(name: str) -> CallReader:
             return ReadCalls([], len(attempts))
         if not attempts:
             return ReadCalls([], 1)
-        calls = [_call(attempt) for attempt in attempts]
+        schemas = _schemas(tools)
+        calls = [_call(attempt, schemas) for attempt in attempts]
         valid = [call for call in calls if call is not None]
         if len(valid) < len(calls):
             return ReadCalls([], len(calls) - len(valid))
@@ -132,16 +134,46 @@ def _reading(name: str) -> tuple[Any, MarkTokenizer]:
     return renderer, tokenizer
 
 
-def _call(attempt: Any) -> Message | None:
-    if attempt.status != "ok" or not isinstance(attempt.name, str) or not attempt.name:
+def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | None:
+    """Return the call of an attempt; None if it is malformed. Whether a tool and its parameters exist is the client's
+    question: its error tells the model.
+    """
+    is_read = attempt.status in _READ or (attempt.status == "invalid_json" and isinstance(attempt.arguments, dict))
+    if not is_read or not isinstance(attempt.name, str) or not attempt.name:
         return None
-    if not isinstance(attempt.arguments, str | dict):
+    arguments = attempt.arguments
+    if isinstance(arguments, dict):
+        types = schemas.get(attempt.name, {})
+        arguments = {name: _boolean(value, types.get(name)) for name, value in arguments.items()}
+    elif not isinstance(arguments, str):
         return None
     try:
         call_id = attempt.id if attempt.id and len(attempt.id) <= _LONGEST_ID else None
-        return api_call(attempt.name, attempt.arguments, call_id)
+        return api_call(attempt.name, arguments, call_id)
     except (ValueError, RecursionError):
         return None
+
+
+def _boolean(value: Any, declared: Any) -> Any:
+    """Return a boolean for its form in Python: templates write booleans of earlier calls so."""
+    return _PYTHON_BOOLEANS.get(value, value) if isinstance(value, str) and declared == "boolean" else value
+
+
+def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:
+    """Return the declared types of the parameters of each tool."""
+    types = {}
+    for tool in tools or ():
+        function = tool["function"]
+        properties = (function.get("parameters") or {}).get("properties")
+        if isinstance(properties, Mapping):
+            types[function["name"]] = {
+                name: schema.get("type") for name, schema in properties.items() if isinstance(schema, Mapping)
+            }
+    return types
+
+
+_READ = frozenset({"ok", "unknown_tool"})
+_PYTHON_BOOLEANS = {"True": True, "False": False}
 
 
 # -- rendering
@@ -154,9 +186,33 @@ def _config_class(name: str) -> Any:
 
 
 def _renderer(tokenizer: Any, config: Any) -> Any:
-    from renderers import create_renderer
+    import renderers
 
-    return create_renderer(tokenizer, config)
+    # not by create_renderer, which imports all families and the vocabulary of gpt-oss
+    return getattr(renderers, _CLASSES[config.name])(tokenizer, config)
+
+
+_CLASSES = {
+    "deepseek-r1": "DeepSeekR1Renderer",
+    "deepseek-v3": "DeepSeekV3Renderer",
+    "gemma4": "Gemma4Renderer",
+    "glm-4.5": "GLM45Renderer",
+    "glm-5": "GLM5Renderer",
+    "glm-5.3": "GLM53Renderer",
+    "kimi-k2": "KimiK2Renderer",
+    "kimi-k2.5": "KimiK25Renderer",
+    "llama-3": "Llama3Renderer",
+    "minimax-m2": "MiniMaxM2Renderer",
+    "nemotron-3": "Nemotron3Renderer",
+    "nemotron-3-ultra": "Nemotron3UltraRenderer",
+    "nemotron-3.5": "Nemotron35Renderer",
+    "qwen3": "Qwen3Renderer",
+    "qwen3-vl": "Qwen3VLRenderer",
+    "qwen3.5": "Qwen35Renderer",
+    "qwen3.6": "Qwen36Renderer",
+    "qwen3.8": "Qwen38Renderer",
+}
+"""Classes of the package by the names of its configurations."""
 
 
 def open_renderer(
@@ -182,6 +238,8 @@ def open_renderer(
             return name, _fitting(name, tokenizer, switches, write)
         except LibraryUnfit as error:
             reasons.append(f"{name}: {error}")
+        except ImportError as error:
+            raise LibraryUnfit(f"it cannot be imported: {error}") from error
     raise LibraryUnfit("; ".join(reasons))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config.switches import (
@@ -21,7 +21,7 @@ from trinity_mq.config.switches import (
     SwitchError,
     check_switch_fields,
 )
-from trinity_mq.thoughts import FORMATS
+from trinity_mq.thoughts import FORMATS, ThoughtFormat
 
 THINKING = (ENABLE_THINKING, "thinking")
 """Names under which templates read whether the model thinks: Qwen3, GLM, Nemotron and Gemma 4; DeepSeek V3.1, Kimi."""
@@ -62,12 +62,15 @@ def without_switches(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in SWITCH_FIELDS}
 
 
-def template_switches(fields: Mapping[str, Any], template: str) -> dict[str, Any]:
+def template_switches(
+    fields: Mapping[str, Any], template: str, thoughts: ThoughtFormat | None = FORMATS[0]
+) -> dict[str, Any]:
     """Return the variables for a template, from the switch fields of a request.
 
     Args:
         fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; other fields are ignored.
         template: The chat template.
+        thoughts: Tags around the thoughts of the model's family. A template that writes them is of a model that thinks.
 
     Raises:
         SwitchError: A field has another form, two fields contradict each other, or the template has no such switch.
@@ -82,7 +85,7 @@ def template_switches(fields: Mapping[str, Any], template: str) -> dict[str, Any
         raise SwitchError(
             f"{SWITCHES}.{unknown[0]} has no effect: the chat template of this model does not read it; it reads {names}"
         )
-    return switches | _thinking_switches(thinking, effort, readable, template)
+    return switches | _thinking_switches(thinking, effort, readable, template, thoughts or ())
 
 
 @functools.lru_cache(maxsize=64)
@@ -113,7 +116,7 @@ def _agreed(values: Mapping[str, Any]) -> Any:
 
 
 def _thinking_switches(
-    thinking: bool | None, effort: str | None, readable: Collection[str], template: str
+    thinking: bool | None, effort: str | None, readable: Collection[str], template: str, tags: Collection[str]
 ) -> dict[str, Any]:
     if thinking is None and effort is None:
         return {}
@@ -121,33 +124,33 @@ def _thinking_switches(
         raise SwitchError(f"{ENABLE_THINKING} is true and {EFFORT} is none; leave one of them out", EFFORT)
     switch = next((name for name in THINKING if name in readable), None)
     levels = list(_levels(template)) if EFFORT in readable else []
-    thinks = bool(levels) or any(tag in template for thoughts in FORMATS for tag in thoughts)
+    thinks = switch is not None or bool(levels) or any(tag in template for tag in tags)
     if thinking is False or effort == "none":
-        if switch is not None:
-            return {switch: False}
-        if "none" in levels:
-            return {EFFORT: "none"}
-        if thinks:
-            advice = f"the lowest {EFFORT} is {levels[0]}" if levels else "leave it out"
-            raise SwitchError(f"thinking cannot be switched off: the chat template has no switch for it; {advice}")
-        return {}
-    if switch is None and not thinks:
-        raise SwitchError(
-            "thinking cannot be switched on: the chat template of this model has no thoughts; leave it out"
-        )
-    switches: dict[str, Any] = {} if switch is None else {switch: True}
-    if effort is None:
-        return switches
-    if levels:
+        return _switches_without_thoughts(switch, levels) if thinks else {}
+    if not thinks:
+        if thinking:
+            raise SwitchError("thinking cannot be switched on: the chat template has no thoughts; leave it out")
+        return {}  # a level only limits thoughts
+    on: dict[str, Any] = {} if switch is None else {switch: True}
+    if levels and effort is not None:
         if effort not in levels:
             raise SwitchError(f"{EFFORT} is {effort}; the template of this model knows {', '.join(levels)}", EFFORT)
-        return {**switches, EFFORT: effort}
-    if effort not in _SATISFIED:
+        return {**on, EFFORT: effort}
+    if effort is not None and effort not in _SATISFIED:
         advice = "send none, or medium or more" if switch is not None else "leave it out"
         raise SwitchError(
             f"{EFFORT} is {effort}, and the chat template of this model cannot limit its thoughts; {advice}", EFFORT
         )
-    return switches
+    return on
+
+
+def _switches_without_thoughts(switch: str | None, levels: Sequence[str]) -> dict[str, Any]:
+    if switch is not None:
+        return {switch: False}
+    if "none" in levels:
+        return {EFFORT: "none"}
+    advice = f"the lowest {EFFORT} is {levels[0]}" if levels else "leave it out"
+    raise SwitchError(f"thinking cannot be switched off: the chat template has no switch for it; {advice}")
 
 
 def _levels(template: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from trinity_mq.families import deepseek, harmony, hermes, llama, mistral, phi
 from trinity_mq.families.division import CallReader, Marks
 from trinity_mq.families.family import PARTS, Family, reader
 from trinity_mq.families.library import calls_reader
+from trinity_mq.runtime.plugins import UnknownNameError, resolve
 from trinity_mq.thoughts import FORMATS, GEMMA4, HARMONY, MISTRAL, ThoughtFormat
 
 
@@ -28,7 +29,7 @@ def row(
         read_calls: Reads the text from the first beginning of a call on.
         calls_begin: Texts that begin calls.
         thoughts: Tags around thoughts.
-        headers: Texts around content that are no part of it.
+        headers: Texts around content that do not belong to it.
         others: Other fields of the family.
     """
     marks = Marks(thoughts, tuple(calls_begin), headers)
@@ -116,6 +117,29 @@ FAMILIES = (
     row("hermes", hermes.read_calls, _TOOL_CALL, library=("qwen3", "qwen3-vl")),
 )
 """Model families by their chat templates. The first row whose marks all occur in a template applies."""
+
+
+ENTRY_GROUP = "trinity_mq.families"
+"""Entry-point group under which installed packages add families."""
+
+
+def find_family(name: str) -> Family:
+    """Return the family with this name: a row of the table, a name under :data:`ENTRY_GROUP`, or a dotted path.
+
+    Raises:
+        UnknownNameError: The name does not exist, or does not refer to a :class:`Family`.
+    """
+    rows = {family.name: family for family in FAMILIES}
+    if name in rows:
+        return rows[name]
+    table = dict.fromkeys(rows, f"{__name__}:FAMILIES")  # for the near misses of an error
+    family = resolve("model family", name, table, ENTRY_GROUP)
+    if not isinstance(family, Family):
+        raise UnknownNameError(
+            f"model family {name!r} is {family!r:.80}, wanted a trinity_mq.families.family.Family, such as "
+            'MINE = row("mine", read_calls, ("<call>",))'
+        )
+    return family
 
 
 def has_row(template: str) -> bool:

@@ -386,7 +386,8 @@ class GatewayApp:
         """Return the digests of a chat. Long chats are read in a thread."""
         if not isinstance(messages := body.get("messages"), list):
             return None
-        size = sum(len(str(message.get("content"))) for message in messages if isinstance(message, dict))
+        texts = [message.get("content") for message in messages if isinstance(message, dict)]
+        size = sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
         return await self._reader.run(size, lambda: read_chain(body))
 
     async def _stream(
@@ -722,7 +723,7 @@ class _Recording:
             return
         self._match = self.conversation.lineages.match(self._chain, _temperature(self._asked.body))
         if self._match is not None and self._app.settings.gateway.merge == "renderer":
-            self._asked.body["continue_tokens"] = self._match.sequence.tokens
+            self._asked.body["continue_tokens"] = self._match.tokens
             self._asked.body["continue_messages"] = self._match.messages
 
     def _store(self, answer: Mapping[str, Any]) -> StoredResponse | None:
@@ -751,9 +752,9 @@ def _retry_of(request: web.Request) -> int:
 
 
 def _temperature(body: Mapping[str, Any]) -> float:
-    """Return the temperature of a request that an engine accepted."""
+    """Return the temperature of a request. Engines refuse a value that is not a number."""
     temperature = body.get("temperature")
-    return 1.0 if temperature is None else float(temperature)
+    return float(temperature) if isinstance(temperature, int | float) else 1.0
 
 
 def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:

@@ -4,7 +4,7 @@ Each recorded answer ends a sequence: the tokens of its prompt, then its own tok
 sequence continues it. A sequence is found in two ways, both in time linear in the request:
 
 * before the engine is asked, by the client's messages: each answer is indexed by a digest of the messages that led to
-  it and of the answer, in the form in which clients send it back (:func:`read_chain`);
+  it and of the answer, in a form that clients do not change (:func:`read_chain`);
 * after the engine has answered, by the tokens of the prompt: each sequence is indexed by the digest of its tokens.
 """
 
@@ -14,11 +14,12 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from trinity_mq.families.messages import Message, MessageError, read_messages, without_nulls
 from trinity_mq.messages import SessionCall
-from trinity_mq.models.recording.beginnings import Beginnings, new_state, token_bytes
+from trinity_mq.models.recording.beginnings import TOKEN_BYTES, Beginnings, new_state, token_bytes
 
 SEQUENCE_BYTES = 2048
 """More bytes than the index takes for a sequence, apart from tokens that the session's record holds anyway."""
@@ -45,10 +46,11 @@ class Chain:
         empty if the answer cannot be read.
         """
         try:
-            [answer] = read_messages([{**message, "role": "assistant"}])
-        except MessageError:
+            message = {**message, "role": "assistant"}
+            answer = message if _is_plain(message) else read_messages([message])[0]
+            return _next_digest(self.digests[-1], answer), identity_of(answer)
+        except (MessageError, RecursionError):
             return "", ""
-        return _next_digest(self.digests[-1], answer), identity_of(answer)
 
 
 def read_chain(body: Mapping[str, Any]) -> Chain | None:
@@ -65,15 +67,15 @@ def read_chain(body: Mapping[str, Any]) -> Chain | None:
     if not isinstance(messages := body.get("messages"), list):
         return None
     try:
-        read = read_messages(messages)
+        read = [message if _is_plain(message) else read_messages([message])[0] for message in messages]
         # without the choice of tools, the template does not write them
         tools = [] if body.get("tool_choice") == "none" else without_nulls(body.get("tools")) or []
         options = {name: body[name] for name in OPTIONS_IN_PROMPT if body.get(name) is not None}
-        digests = [_digest(json.dumps([tools, options], sort_keys=True))]
+        digests = [_digest(json.dumps([tools, options], sort_keys=True) if tools or options else "")]
+        for message in read:
+            digests.append(_next_digest(digests[-1], message))
     except (MessageError, RecursionError):
         return None
-    for message in read:
-        digests.append(_next_digest(digests[-1], message))
     return Chain(tuple(digests), tuple(map(identity_of, read)))
 
 
@@ -81,27 +83,38 @@ def identity_of(message: Message) -> str:
     """Return what tells an answer apart from an equal answer: a digest of the ids of its calls, or else of its
     thoughts. Empty: the message has neither.
     """
+    if len(message) == 2:
+        return ""
     if calls := message.get("tool_calls"):
         return _digest(json.dumps([call.get("id") for call in calls], default=str))
     thoughts = message.get("reasoning_content")
     return _digest(thoughts.strip()) if isinstance(thoughts, str) and thoughts.strip() else ""
 
 
+def _is_plain(message: Any) -> bool:
+    """Return whether a message is a role and a text, as most are: reading it changes nothing."""
+    return (
+        isinstance(message, dict)
+        and len(message) == 2
+        and isinstance(message.get("content"), str)
+        and isinstance(message.get("role"), str)
+    )
+
+
 def _next_digest(digest: str, message: Message) -> str:
-    role, text = message["role"], message["content"]
-    is_answer = role == "assistant"
-    calls = [_plain_call(call["function"]) for call in message.get("tool_calls") or ()]
-    name = None if role in ("assistant", "tool") else message.get("name")
-    return _digest(json.dumps([digest, role, name, text.strip() if is_answer else text, calls], default=str))
+    role, text, calls, name = message["role"], message["content"], message.get("tool_calls"), message.get("name")
+    if role == "assistant":
+        text, name = text.strip(), None
+    elif role == "tool":
+        name = None
+    rest = ""
+    if calls or name:
+        rest = json.dumps([name, [_plain_call(call["function"]) for call in calls or ()]], default=str)
+    return _digest(f"{digest} {role} {len(text)} {text}{rest}")
 
 
 def _plain_call(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    try:
-        arguments = json.dumps(_plain(arguments), sort_keys=True)
-    except RecursionError:  # text of a model, nested without end
-        arguments = ""
-    return f"{function['name']} {arguments}"
+    return f"{function['name']} {json.dumps(_plain(function['arguments']), sort_keys=True)}"
 
 
 def _plain(value: Any) -> Any:
@@ -127,7 +140,7 @@ def _text_bytes(text: str) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Sampled:
+class TokenSequence:
     """A sequence: the tokens of a prompt and of one of its answers."""
 
     call: str
@@ -135,7 +148,7 @@ class Sampled:
     temperature: float
     number: int
     """Position of its call among the session's calls."""
-    parent: Sampled | None
+    parent: TokenSequence | None
     added: Sequence[int]
     """Tokens of the prompt after the parent's sequence."""
     ids: Sequence[int]
@@ -154,29 +167,31 @@ class Sampled:
     def tokens(self) -> list[int]:
         """All tokens."""
         parts: list[Sequence[int]] = []
-        node: Sampled | None = self
+        node: TokenSequence | None = self
         while node is not None:
             parts += [node.ids, node.added]
             node = node.parent
-        return [token for part in reversed(parts) for token in part]
+        return list(chain.from_iterable(reversed(parts)))
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """The sequence that a conversation continues, according to its messages."""
 
-    sequence: Sampled
+    sequence: TokenSequence
+    tokens: list[int]
+    """Tokens of the sequence."""
     messages: int
     """Number of leading messages that lead to the answer, the answer included."""
     is_tied: bool
-    """True if other answers are equal, so that the client may have continued another one."""
+    """True if other answers are equal, so that the client may have continued another answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Position of a prompt in the forest."""
 
-    continued: Sampled | None
+    continued: TokenSequence | None
     """Longest sequence that the prompt begins with. None: the prompt begins a new lineage."""
     break_cause: str
     """Why the prompt does not begin with the sequence whose answer the client continued; empty: it does, or the client
@@ -187,19 +202,19 @@ class Place:
 class Lineages:
     """The sequences of one session.
 
-    The index holds digests. Tokens are those of the recorded calls, which the session's record holds anyway.
+    The index holds digests. It shares the tokens of the recorded calls with the session's record.
     """
 
     def __init__(self) -> None:
         self.count = 0
         """Number of sequences."""
         self.tokens = 0
-        """Number of recorded tokens, those of a shared prefix once."""
-        self._sequences: dict[str, list[Sampled]] = {}
+        """Number of recorded tokens. A shared prefix counts once."""
+        self._sequences: dict[str, list[TokenSequence]] = {}
         """Sequences by call id. Empty for a call that continues a call that was not stored."""
-        self._answers: dict[str, list[Sampled]] = {}
-        self._by_tokens = Beginnings[Sampled]()
-        self._by_text = Beginnings[Sampled]()
+        self._answers: dict[str, list[TokenSequence]] = {}
+        self._by_tokens = Beginnings[TokenSequence]()
+        self._by_text = Beginnings[TokenSequence]()
         self._superseded: set[str] = set()
         self._extended: set[str] = set()
         """Calls that another call continues."""
@@ -216,7 +231,7 @@ class Lineages:
         """
         for name in [name for name in self._unread if name in calls]:
             self._unread.remove(name)
-            for sequence in self._sequences[name]:  # the tokens of the record replace those of the answer
+            for sequence in self._sequences[name]:  # no second copy of the tokens stays in memory
                 sequence.added, sequence.ids = calls[name].prompt, calls[name].choices[sequence.choice].ids
         if len(self._sequences) == len(calls) + len(self._unread):
             return
@@ -253,7 +268,7 @@ class Lineages:
         self._sequences[call.call] = list(self._sequences_of(call, parent))
         self._add_texts(self._sequences[call.call], call, prompt_text)
 
-    def _sequences_of(self, call: SessionCall, parent: Sampled | None) -> Iterator[Sampled]:
+    def _sequences_of(self, call: SessionCall, parent: TokenSequence | None) -> Iterator[TokenSequence]:
         state = new_state() if parent is None else parent.state.copy()
         state.update(token_bytes(call.prompt))
         before = len(call.prompt) if parent is None else parent.length + len(call.prompt)
@@ -262,7 +277,7 @@ class Lineages:
         for index, choice in enumerate(call.choices):
             whole = state.copy()
             whole.update(token_bytes(choice.ids))
-            sequence = Sampled(
+            sequence = TokenSequence(
                 call.call,
                 index,
                 call.temperature,
@@ -274,14 +289,14 @@ class Lineages:
                 whole,
                 choice.identity,
             )
-            self._by_tokens.add(4 * sequence.length, whole.digest(), sequence)
+            self._by_tokens.add(TOKEN_BYTES * sequence.length, whole.digest(), sequence)
             if choice.conversation:
                 self._answers.setdefault(choice.conversation, []).append(sequence)
             self.count += 1
             self.tokens += len(choice.ids)
             yield sequence
 
-    def _add_texts(self, sequences: Sequence[Sampled], call: SessionCall, prompt_text: str) -> None:
+    def _add_texts(self, sequences: Sequence[TokenSequence], call: SessionCall, prompt_text: str) -> None:
         if not prompt_text or not sequences or sequences[0].text:
             return
         prompt, state = _text_bytes(prompt_text), new_state()
@@ -296,18 +311,18 @@ class Lineages:
         """Return whether a call begins a lineage."""
         return call in self._beginning
 
-    def match(self, chain: Chain, temperature: float) -> Match | None:
-        """Return the recorded answer that a conversation continues: the last one whose messages are its beginning.
+    def match(self, chat: Chain, temperature: float) -> Match | None:
+        """Return the recorded answer that a conversation continues: the answer with the longest beginning.
 
-        Of equal answers the one with the client's ids or thoughts counts. If these do not decide, an answer counts that
-        nothing continues yet, and of these the latest: parallel branches with equal answers then stay apart.
+        Among equal answers, the ids of calls or the thoughts decide. If these are equal too, an answer without a
+        continuation comes first, then the latest answer. Parallel branches with equal answers then stay apart.
         """
-        for place in range(len(chain.digests) - 2, 0, -1):
-            if equal := self._answers.get(chain.digests[place]):
-                sequence, is_tied = self._choose(equal, temperature, chain.identities[place - 1])
+        for place in range(len(chat.digests) - 2, 0, -1):
+            if equal := self._answers.get(chat.digests[place]):
+                sequence, is_tied = self._choose(equal, temperature, chat.identities[place - 1])
                 if is_tied:
                     sequence.is_continued = True  # equal requests under way at the same time take different answers
-                return Match(sequence, place, is_tied)
+                return Match(sequence, sequence.tokens, place, is_tied)
         return None
 
     def place(self, prompt: Sequence[int], text: str, temperature: float, match: Match | None) -> Place:
@@ -322,21 +337,23 @@ class Lineages:
         Raises:
             ValueError: A token id is not a whole number of at most 31 bits.
         """
-        matches = self._by_tokens.of(token_bytes(prompt))
-        same = [warm for equal in matches if (warm := [node for node in equal if node.temperature == temperature])]
         expected = None if match is None else match.sequence
-        continued, is_tied = None, False
-        if same:
-            if expected in same[-1]:
-                continued, is_tied = expected, match is not None and match.is_tied
-            else:
-                continued, is_tied = self._choose(same[-1], temperature, "")
-        length = 0 if continued is None else continued.length
-        if length > 0 and (expected is None or length >= expected.length):
-            return Place(continued, "", is_tied)
+        is_warm = match is not None and match.sequence.temperature == temperature
+        if match is not None and is_warm and prompt[: len(match.tokens)] == match.tokens:
+            start = match.sequence.length  # the beginning needs no look-up
+            rest = self._by_tokens.of(token_bytes(prompt[start:]), match.sequence.state, TOKEN_BYTES * start)
+            matches = [[match.sequence], *rest]
+        else:
+            matches = self._by_tokens.of(token_bytes(prompt))
+        same = [warm for equal in matches if (warm := [node for node in equal if node.temperature == temperature])]
+        continued, is_tied = self._choose(same[-1], temperature, "") if same else (None, False)
+        if continued is not None and (expected is None or continued.length >= expected.length):
+            return Place(continued, "", is_tied or (continued is expected and match is not None and match.is_tied))
         return Place(continued, self._break_cause(matches, text, expected), is_tied)
 
-    def _break_cause(self, matches: Sequence[Sequence[Sampled]], text: str, expected: Sampled | None) -> str:
+    def _break_cause(
+        self, matches: Sequence[Sequence[TokenSequence]], text: str, expected: TokenSequence | None
+    ) -> str:
         if matches and (expected is None or matches[-1][0].length >= expected.length):
             return "temperature"
         equal_texts = self._by_text.of(_text_bytes(text)) if text else []
@@ -344,7 +361,7 @@ class Lineages:
             return "retoken"
         return "" if expected is None else "template"
 
-    def _choose(self, equal: Sequence[Sampled], temperature: float, identity: str) -> tuple[Sampled, bool]:
+    def _choose(self, equal: Sequence[TokenSequence], temperature: float, identity: str) -> tuple[TokenSequence, bool]:
         """Return one of equal sequences, and whether others could be meant as well."""
         kept = [node for node in equal if node.call not in self._superseded] or equal
         candidates = [node for node in kept if identity and node.identity == identity] or kept
@@ -359,8 +376,8 @@ class Lineages:
 
 
 @dataclass(slots=True)
-class Lineage:
-    """Calls of which each continues the one before; trained on as one experience where tokens allow it."""
+class SessionLineage:
+    """A chain of calls: each call continues the call before it, if possible as one experience."""
 
     calls: list[str]
     """Call ids, in order. The first is the id of the lineage."""
@@ -400,7 +417,7 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
     return superseded
 
 
-def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) -> list[Lineage]:
+def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) -> list[SessionLineage]:
     """Return the lineages of a session in the order of their first calls. Each call belongs to one lineage.
 
     The first call that continues a call extends its lineage. A later one begins a lineage of its own, whose parent is
@@ -410,7 +427,7 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
         calls: Calls of the session, in their order.
         superseded: Calls that their client repeated; see :func:`superseded_calls`.
     """
-    lineages: dict[str, Lineage] = {}
+    lineages: dict[str, SessionLineage] = {}
     lengths: dict[str, list[int]] = {}
     continued: set[str] = set()
     for call in calls:
@@ -424,7 +441,7 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
             lineage.calls.append(call.call)
             lineage.tokens = max(lineage.tokens, length)
         else:
-            lineages[call.call] = Lineage([call.call], call.continues or None, length)
+            lineages[call.call] = SessionLineage([call.call], call.continues or None, length)
     return list({id(lineage): lineage for lineage in lineages.values()}.values())
 
 

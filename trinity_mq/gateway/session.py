@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trinity_mq.gateway.lineages import Lineage, lineages_of, superseded_calls
+from trinity_mq.gateway.lineages import SessionLineage, lineages_of, superseded_calls
 from trinity_mq.gateway.rules import bounded_reward, merge_metrics
 from trinity_mq.messages import (
     SessionCall,
@@ -135,7 +135,7 @@ class Session:
         return self.reward is not None or bool(self.call_rewards or self.lineage_rewards)
 
     @property
-    def lineages(self) -> list[Lineage]:
+    def lineages(self) -> list[SessionLineage]:
         """Lineages in the order of their first calls. Empty once the session is settled."""
         calls = list(self.calls.values())
         return lineages_of(calls, superseded_calls(calls))

@@ -51,7 +51,7 @@ class StoredResponses:
         return True
 
     def of(self, call: str, calls: Mapping[str, SessionCall]) -> StoredResponse | None:
-        """Return a stored response. None: there is none."""
+        """Return a stored response. None: it is not stored."""
         recorded = calls.get(call)
         return self._local.get(call) if recorded is None else recorded.stored
 

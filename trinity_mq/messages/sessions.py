@@ -76,8 +76,8 @@ class SampledChoice(BaseModel):
     versions: list[tuple[int, int, int]] = Field(default_factory=list)
     """First token, generation and step of each weight version, in the order in which the versions sampled."""
     conversation: str = ""
-    """Digest of the request's messages and this answer, in the form in which clients send them back; empty: the request
-    had no messages."""
+    """Digest of the request's messages and this answer, which is equal for the same messages in a later request; empty:
+    the request had no messages."""
     identity: str = ""
     """Digest of the ids of the answer's tool calls, or of its thoughts, which tells equal answers apart; empty: it has
     neither."""
@@ -91,7 +91,7 @@ class StoredResponse(BaseModel):
     follows: str = ""
     """Call whose stored response comes before ``messages``; empty: ``messages`` begin the conversation."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
-    """Messages of the request after those of ``follows``, without instructions, in the format of chat completions."""
+    """New messages of the request, without instructions, in the format of chat completions."""
     answer: dict[str, Any] = Field(default_factory=dict)
     """The answer as a chat message."""
 

@@ -246,6 +246,17 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
+def read_chat_template(folder: Path) -> str:
+    """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: it has none, or several."""
+    try:
+        if (file := folder / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+    return template if isinstance(template, str) else ""
+
+
 def local_model_folder(model_path: str) -> Path | None:
     """Return the local folder of a model, or None for a hub id that is not downloaded yet; downloads nothing.
 

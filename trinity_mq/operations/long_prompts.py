@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.config.switches import SwitchError
 from trinity_mq.data.records import Record, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
@@ -30,7 +32,7 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
     limit = min(config.model.max_prompt_tokens, config.model.max_model_len - 1)
     texts = [text for record in records if isinstance(text := record.get(taskset.format.prompt_key), str)]
     candidates = [text for text in texts if len(text.encode("utf-8", "replace")) > limit // 2]
-    length = _length(config, _system_prompt(taskset)) if candidates else None
+    length = _length(config, taskset) if candidates else None
     if length is None:
         return []
     count = sum(length(text) > limit for text in candidates[:MOST_COUNTED])
@@ -51,8 +53,9 @@ def _line(name: str, count: int, total: str, limit: int) -> str:
     )
 
 
-def _length(config: Config, system: str) -> Callable[[str], int] | None:
+def _length(config: Config, taskset: TasksetConfig) -> Callable[[str], int] | None:
     """Return a function that counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
+    system = _system_prompt(taskset)
     if config.model.tiny is not None:  # each character is one token
         return lambda text: len(system) + len(text)
     try:
@@ -60,16 +63,18 @@ def _length(config: Config, system: str) -> Callable[[str], int] | None:
         if folder is None:
             return None
         codec = TextCodec.of_model(folder, config.model)
-    except ModelError:  # check_models reports this error
+        switches = codec.switches(taskset.rollout_args) if codec.has_template else {}
+    except (ModelError, SwitchError):  # check_models and check_switches report these errors
         return None
-    return lambda text: _tokens(codec, system, text)
+    return lambda text: _tokens(codec, system, text, switches)
 
 
-def _tokens(codec: TextCodec, system: str, text: str) -> int:
+def _tokens(codec: TextCodec, system: str, text: str, switches: Mapping[str, Any]) -> int:
     roles = [("system", system), ("user", text)] if system else [("user", text)]
     try:
         if codec.has_template:
-            return len(codec.encode(codec.render([{"role": role, "content": content} for role, content in roles])))
+            messages = [{"role": role, "content": content} for role, content in roles]
+            return len(codec.encode(codec.render(messages, switches=switches)))
         return len(codec.encode(system + text, special=True))
     except TextError:  # the engine refuses this prompt for another reason
         return 0

@@ -8,20 +8,26 @@ import importlib.util
 import inspect
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.config.sync import GLOO
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
 from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.engines.protocol import create_engine
+from trinity_mq.families.switches import merge_switch_fields, template_switches
+from trinity_mq.families.table import family_of
 from trinity_mq.messages import DecodeError
-from trinity_mq.models.model_folder import has_chat_template, local_model_folder
+from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
@@ -55,7 +61,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_outsiders,
         check_operators,
         check_algorithm,
-        *([check_models] if needs_model else []),
+        *([check_models, check_switches] if needs_model else []),
         check_devices,
         check_optimizer,
         check_lora,
@@ -337,6 +343,45 @@ def check_models(config: Config) -> list[str]:
     if config.model.tiny is not None and not config.model.tiny.chat_template:
         lines += _check_without_template(config, "model.tiny")
     return lines
+
+
+def check_switches(config: Config) -> list[str]:
+    """Compare the switches of the models and of ``rollout_args`` with the chat templates, where these are on this
+    machine.
+
+    Raises:
+        ConfigError: A chat template does not read a switch, or cannot follow its value.
+    """
+    models = {"": config.model} | {auxiliary.name: auxiliary.model for auxiliary in config.explorer.auxiliary_models}
+    uses: list[tuple[str, str, Mapping[str, Any]]] = [
+        ("model.chat_template_kwargs" if not name else f"explorer.auxiliary_models {name!r}", name, {})
+        for name in models
+    ]
+    uses += [
+        (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.rollout_args)
+        for taskset in tasksets(config)
+    ]
+    for setting, name, fields in uses:
+        model = models.get(name)
+        template = "" if model is None else _chat_template(model)
+        if model is None or not template:
+            continue
+        merged = merge_switch_fields({SWITCHES: model.chat_template_kwargs}, fields)
+        try:
+            template_switches(merged, template, family_of(template).thoughts)
+        except SwitchError as error:
+            raise ConfigError(f"{setting}: {error}") from error
+    return []
+
+
+def _chat_template(model: ModelConfig) -> str:
+    if model.tiny is not None:
+        return model.tiny.chat_template
+    try:
+        folder = local_model_folder(str(model.model_path))
+    except ModelError:  # check_models reports this error
+        return ""
+    return "" if folder is None else read_chat_template(folder)
 
 
 def _check_without_template(config: Config, model: str) -> list[str]:

@@ -83,6 +83,8 @@ class ScriptedGenerator:
         self.vocabulary = self.codec.size
         self.prompts: list[str] = []
         """The prompts, one for each request."""
+        self.sampled: list[list[int]] = []
+        """The tokens of each answer."""
         self._script = script if callable(script) else None
         self._answers = iter(() if callable(script) else script)
 
@@ -95,6 +97,7 @@ class ScriptedGenerator:
             [prompt] = self.codec.decode([request.prompt])
             self.prompts.append(prompt)
             answers.append([self._completion(request, self._next_tokens(prompt)) for _ in range(request.n)])
+            self.sampled += [completion.token_ids for completion in answers[-1]]
             if listener is not None and listener.listens(number):
                 _stream_tokens(listener, number, answers[-1])
         return answers

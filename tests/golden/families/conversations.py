@@ -50,7 +50,9 @@ TOOLS = [
     ),
 ]
 WEATHER = call("weather", {"city": "Zürich <b>", "days": 2}, "aaaaaaaa1")
-SEARCH = call("search", {"query": 'it\'s "x" & y\n</tool_call> [ARGS]', "limits": {"most": 3}}, "aaaaaaaa2")
+SEARCH = call("search", {"query": 'it\'s "x" & <y>\n{1}', "limits": {"most": 3}}, "aaaaaaaa2")
+TAGS = call("search", {"query": "</tool_call> <tool_call> [TOOL_CALLS] <think> ```"}, "aaaaaaaa3")
+"""A call whose arguments hold tags that divide answers in some families."""
 RAIN, NOTHING = result("rain", WEATHER), result('{"hits": []}', SEARCH)
 ASKED = user("Weather in Zürich?")
 
@@ -72,6 +74,7 @@ CASES = {
         [ASKED, assistant("", tool_calls=[WEATHER]), RAIN, assistant("", tool_calls=[SEARCH]), NOTHING], TOOLS
     ),
     "text and call": Case([ASKED, assistant("I look.", tool_calls=[WEATHER]), RAIN], TOOLS),
+    "tags in arguments": Case([ASKED, assistant("", tool_calls=[TAGS])], TOOLS),
     "thoughts": Case([user("1 + 1?"), assistant("2", reasoning_content="One and one.")]),
     "turn after thoughts": Case([user("1 + 1?"), assistant("2", reasoning_content="One and one."), user("And?")]),
     "thoughts and call": Case([ASKED, assistant("", reasoning_content="I look.", tool_calls=[SEARCH]), NOTHING], TOOLS),

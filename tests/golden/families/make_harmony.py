@@ -1,5 +1,6 @@
-"""Writes ``harmony.json``, the renderings of OpenAI's reference encoder: ``python tests/golden/families/make_harmony.py``
-from the repository's root.
+"""Writes ``harmony.json``, the renderings of OpenAI's reference encoder.
+
+Run ``python tests/golden/families/make_harmony.py`` from the repository's root.
 
 The package openai-harmony reads the vocabulary ``o200k_base.tiktoken`` from the folder ``TIKTOKEN_ENCODINGS_BASE``. The
 npm package js-tiktoken holds it in ``dist/ranks/o200k_base.cjs``: there a line ``! START TOKEN TOKEN ...`` gives tokens

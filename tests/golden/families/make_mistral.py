@@ -1,5 +1,6 @@
-"""Writes ``mistral.json``, the renderings of Mistral's own encoder: ``python tests/golden/families/make_mistral.py`` from
-the repository's root, with the package mistral-common installed.
+"""Writes ``mistral.json``, the renderings of Mistral's own encoder.
+
+Run ``python tests/golden/families/make_mistral.py`` from the repository's root, with the package mistral-common.
 
 That package holds the vocabulary of Mistral Nemo (version 3 of the format). Later versions have further special tokens
 and other encoders of the same package; they encode with the same vocabulary here.
@@ -20,8 +21,8 @@ from mistral_common.exceptions import MistralCommonException  # noqa: E402
 from mistral_common.protocol.instruct.normalize import get_normalizer  # noqa: E402
 from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: E402
 from mistral_common.protocol.instruct.validator import ValidationMode, get_validator  # noqa: E402
-from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerVersion  # noqa: E402
 from mistral_common.tokens.tokenizers import instruct  # noqa: E402
+from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerVersion  # noqa: E402
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # noqa: E402
 from mistral_common.tokens.tokenizers.tekken import SpecialTokenInfo, Tekkenizer  # noqa: E402
 
@@ -33,7 +34,7 @@ VERSIONS = {
     "v11": instruct.InstructTokenizerV11,
     "v13": instruct.InstructTokenizerV13,
 }
-LATER = "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT] [ARGS] [CALL_ID] [THINK] [/THINK]".split()
+LATER = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"]
 
 
 def tokenizer(name: str) -> MistralTokenizer:
@@ -94,7 +95,7 @@ def main() -> None:
                 tokens = maker.encode_chat_completion(asked).tokens
                 text = encoder.decode(tokens, special_token_policy=SpecialTokenPolicy.KEEP)
             except (MistralCommonException, ValueError, AssertionError) as error:
-                print(f"{name}: {title}: refused: {error}")
+                print(f"{name}: {title}: refused: {error}")  # noqa: T201 - a script
                 text = None
             rendered.setdefault(name, {})[title] = text
     file = Path(__file__).with_name("mistral.json")

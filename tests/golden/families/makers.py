@@ -1,7 +1,8 @@
 """What the makers of model families publish: their chat templates, run as they are, and their special tokens.
 
 ``sources.json`` names the package and the licence of each template. The vocabularies are too large to keep: a tokenizer
-of bytes with the family's special tokens stands for them, because a template decides about text, not about tokens.
+of bytes with the family's special tokens (``vocabularies.json``) stands for them, because a template decides about
+text, not about tokens.
 """
 
 from __future__ import annotations
@@ -16,36 +17,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trinity_mq.engines.generation.text import TextCodec
+
 FOLDER = Path(__file__).parent
 SOURCES: Mapping[str, Mapping[str, Any]] = json.loads((FOLDER / "sources.json").read_text())
-
-QWEN = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
-    "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
-).split()
-LLAMA = (
-    "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|> "
-    "<|finetune_right_pad_id|>"
-).split()
-GLM = (
-    "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <think> </think> <tool_call> "
-    "</tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value> /nothink"
-).split()
-DEEPSEEK = (
-    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> "
-    "<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> "
-    "<｜tool▁output▁begin｜> <｜tool▁output▁end｜> <think> </think>"
-).split()
-HARMONY = "<|endoftext|> <|start|> <|end|> <|message|> <|channel|> <|constrain|> <|return|> <|call|>".split()
-KIMI = (
-    "[BOS] [EOS] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
-    "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|> <|media_start|> "
-    "<|media_content|> <|media_pad|> <|media_end|> [PAD]"
-).split()
-MISTRAL = (
-    "<s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] [IMG] "
-    "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT] [CALL_ID] [ARGS] [THINK] [/THINK]"
-).split()
 
 
 @dataclass(frozen=True)
@@ -59,19 +34,8 @@ class Vocabulary:
 
 
 VOCABULARIES = {
-    "qwen": Vocabulary(QWEN, ("<|im_end|>", "<|endoftext|>")),
-    "llama": Vocabulary(LLAMA, ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), "<|begin_of_text|>"),
-    "gemma": Vocabulary("<bos> <eos> <start_of_turn> <end_of_turn>".split(), ("<eos>", "<end_of_turn>"), "<bos>"),
-    "phi": Vocabulary(
-        "<|endoftext|> <|end|> <|system|> <|user|> <|assistant|>".split(), ("<|endoftext|>", "<|end|>", "<|assistant|>")
-    ),
-    "glm": Vocabulary(GLM, ("<|endoftext|>", "<|user|>", "<|observation|>")),
-    "deepseek": Vocabulary(DEEPSEEK, ("<｜end▁of▁sentence｜>",), "<｜begin▁of▁sentence｜>"),
-    "gpt": Vocabulary(HARMONY, ("<|return|>", "<|call|>")),
-    "kimi": Vocabulary(KIMI, ("<|im_end|>", "[EOS]"), "[BOS]"),
-    "mistral": Vocabulary(MISTRAL, ("</s>",), "<s>"),
-    "ministral": Vocabulary(MISTRAL, ("</s>",), "<s>"),
-    "smollm2": Vocabulary("<|im_start|> <|im_end|> <|endoftext|>".split(), ("<|im_end|>", "<|endoftext|>")),
+    beginning: Vocabulary(fields["special"], fields["ends"], fields["begin"])
+    for beginning, fields in json.loads((FOLDER / "vocabularies.json").read_text()).items()
 }
 """By the first letters of the templates' names."""
 
@@ -104,6 +68,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = template_of(name)
     return tokenizer
+
+
+@functools.cache
+def codec_of(name: str) -> TextCodec:
+    """Return our codec of that tokenizer."""
+    tokenizer = tokenizer_of(name)
+    return TextCodec(tokenizer, frozenset(map(tokenizer.convert_tokens_to_ids, vocabulary_of(name).ends)))
 
 
 def rendering_of(

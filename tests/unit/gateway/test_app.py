@@ -384,9 +384,10 @@ async def test_an_option_that_does_not_exist_is_refused_by_name_and_its_default_
     path: str, option: str
 ) -> None:
     value, neutral = {**PENALTIES, **OF_ALL, **OPTIONS[path]}[option]
+    needed = {"tools": TOOLS[path]} if option == "parallel_tool_calls" and path in TOOLS else {}
     async with serving(lambda prompt: "5") as at:
         for record, default in (("train", neutral), ("train", None), ("eval", neutral), ("off", neutral)):
-            status, answer = await ask(at, path, record, **{option: value})
+            status, answer = await ask(at, path, record, **needed, **{option: value})
             assert status == 400, answer
             assert answer["error"]["message"].startswith(option)
             if path != "messages":  # whose errors have no field for it

@@ -114,9 +114,11 @@ def test_requests_that_engines_refuse_have_no_digests(body: dict[str, Any]) -> N
     assert read_chain(body) is None
 
 
-def test_arguments_without_end_cost_no_more_than_their_text() -> None:
-    deep = {"name": "f", "arguments": '{"a":' * 50_000 + "1" + "}" * 50_000}
-    assert read_chain({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": deep}]}]})
+@pytest.mark.parametrize(("depth", "is_read"), [(40, True), (700, False), (50_000, True)])
+def test_arguments_nested_without_end_are_text_or_have_no_digest(depth: int, is_read: bool) -> None:
+    deep = {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}
+    chain = read_chain({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": deep}]}]})
+    assert (chain is not None) == is_read
 
 
 def test_all_apis_send_an_answer_back_in_the_same_form() -> None:

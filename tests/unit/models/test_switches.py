@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,10 +11,16 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from tests.chat_codec import codec_of, trained
+from tests.golden.families.makers import SOURCES, tokenizer_of
+from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.config import Config
 from trinity_mq.config.switches import RESERVED, SwitchError, checked_switches
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.families.switches import merge_switch_fields, template_switches, variables_of
+from trinity_mq.models.errors import EngineRefused
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.wrapper import ModelWrapper
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -76,7 +83,8 @@ def test_variables_of_a_template() -> None:
         (ALWAYS, {"enable_thinking": False}, "cannot be switched off"),
         (ALWAYS, {"reasoning_effort": "low"}, "cannot limit its thoughts; leave it out"),
         (NEVER, {"enable_thinking": False, "reasoning_effort": "none"}, {}),
-        (NEVER, {"reasoning_effort": "medium"}, "cannot be switched on"),
+        (NEVER, {"reasoning_effort": "low"}, {}),
+        (NEVER, {"enable_thinking": True}, "cannot be switched on"),
         (NEVER, {"chat_template_kwargs": {"budget": 3}}, "budget has no effect: .* it reads no switches"),
         (ON_OFF, {"chat_template_kwargs": {"budget": 3}}, "it reads enable_thinking"),
     ],
@@ -90,6 +98,32 @@ def test_what_a_request_means_for_a_template(template: str, fields: dict[str, An
     switches = codec.switches(fields)
     assert switches == expected
     codec.render_with_tools(USER, switches=switches)  # the template accepts them
+
+
+ON_OFF_MODELS = {"deepseek-v3.1", "glm4.5", "glm4.6", "glm4.7", "qwen3", "qwen3.5", "qwen3.5-small", "qwen3.6"}
+ALWAYS_ON = {"deepseek-r1", "deepseek-r1-distill", "ministral-3", "qwen3-thinking-2507"}
+"""Models that think or may think, whose templates have no switch."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_switches_of_the_makers_templates(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    codec = TextCodec(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+    def prompt(**fields: Any) -> str:
+        return codec.render(USER, switches=codec.switches(fields))
+
+    if name in ON_OFF_MODELS:
+        assert prompt(enable_thinking=False) == prompt(reasoning_effort="none") != prompt(enable_thinking=True)
+        assert prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
+        assert prompt() in {prompt(enable_thinking=False), prompt(enable_thinking=True)}
+    elif name == "gpt-oss":
+        assert len({prompt(reasoning_effort=level) for level in ("low", "medium", "high")}) == 3
+        assert prompt() == prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
+    else:
+        assert prompt() == prompt(enable_thinking=name in ALWAYS_ON)
+        with pytest.raises(SwitchError, match="thinking cannot be switched"):
+            prompt(enable_thinking=name not in ALWAYS_ON)
 
 
 def test_stronger_levels_replace_what_weaker_levels_say_about_thinking() -> None:
@@ -164,3 +198,31 @@ def test_hostile_fields_are_refused_or_harmless(fields: dict[str, Any], template
     except SwitchError:
         return
     assert switches.keys() <= variables_of(template)
+
+
+async def test_chats_of_a_workflow_use_the_switches_of_its_taskset() -> None:
+    generator = ScriptedGenerator(lambda prompt: "5")
+    generator.codec = byte_codec(ON_OFF)
+    off, on = "assistant\n<think>\n\n</think>\n\n", "assistant\n"
+    async with engine_server(generator) as server:
+        handle = InferenceModel("e0", server.url, "tiny", version=VERSION)
+        model = ModelWrapper(handle, rollout_args={"enable_thinking": False}, enable_history=True)
+        turns = [*USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n5"}]
+        await model.chat_async(USER)
+        await model.chat_async(USER, chat_template_kwargs={"enable_thinking": True})
+        await model.chat_async(USER, reasoning_effort="medium")
+        client = model.get_openai_async_client()
+        await client.chat.completions.create(model="", messages=USER)  # type: ignore[arg-type]
+        thinking: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+        await client.chat.completions.create(model="", messages=USER, extra_body=thinking)  # type: ignore[arg-type]
+        await model.generate_async(["2+3="])
+        with pytest.raises(EngineRefused, match="chat_template_kwargs"):
+            await asyncio.to_thread(model.generate, ["2+3="], chat_template_kwargs={"enable_thinking": True})
+        whole = await model.convert_messages_to_experience_async(turns)
+        await model.aclose()
+    ends = [off if prompt.endswith(off) else on for prompt in generator.prompts[:5]]
+    assert ends == [off, on, on, off, on]
+    assert generator.prompts[5] == "2+3="
+    assert whole.prompt_length == len(byte_codec(ON_OFF).encode(generator.prompts[0])), (
+        "the turn begins behind the switch"
+    )

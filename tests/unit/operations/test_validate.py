@@ -312,6 +312,31 @@ def test_a_model_folder_needs_a_chat_template_for_workflows_that_chat(
     assert "config.json cannot be read" in capsys.readouterr().err
 
 
+def test_switches_are_compared_with_the_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := tmp_path / "model").mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}{% if enable_thinking %}<think>{% endif %}")
+    model = f"model: {{model_path: '{folder}', chat_template_kwargs: {{enable_thinking: false}}}}"
+    text = f"{model}\nbuffer: {{taskset: {{name: mine, storage_type: synthetic, path: ops3}}}}"
+    file = write(tmp_path, text)
+    assert main(["validate", file]) == 0
+    assert main(["validate", file, "buffer.taskset.rollout_args={reasoning_effort: medium}"]) == 0
+    capsys.readouterr()
+    for override, problem in (
+        (
+            "model.chat_template_kwargs={budget: 1}",
+            "model.chat_template_kwargs: chat_template_kwargs.budget has no effect",
+        ),
+        (
+            "buffer.taskset.rollout_args={reasoning_effort: low}",
+            "rollout_args of taskset 'mine': reasoning_effort is low",
+        ),
+        ("buffer.taskset.rollout_args={reasoning_effort: huge}", "wanted one of none, minimal"),
+    ):
+        assert main(["validate", file, override]) == 2
+        assert problem in capsys.readouterr().err
+
+
 def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["1" * 60, "1" * 64, "1" * 65, "1" * 300]
     lines = (json.dumps({"question": prompt, "answer": "1"}) + "\n" for prompt in prompts)

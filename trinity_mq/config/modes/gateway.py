@@ -51,8 +51,8 @@ class GatewayConfig(Section):
     """Experiences of a session. ``renderer``: a turn whose prompt begins with exactly the tokens of an earlier turn is
     merged with that turn into one experience, and a prompt that continues a recorded answer is rendered behind the
     exact tokens of that answer, unless the model's family would write the past in another form. ``prefix``: turns are
-    merged likewise, but each prompt is rendered as a whole, so that a turn is lost where the same text is tokenized
-    differently. ``per_call``: each answer is an experience."""
+    merged in the same way, but each prompt is rendered as a whole, so that a turn is lost where the same text is
+    tokenized differently. ``per_call``: each answer is an experience."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Reward of an answer without a reward of its own: this factor times the reward of the next answer in its
     lineage."""

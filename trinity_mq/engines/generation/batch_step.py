@@ -58,6 +58,8 @@ class Counters:
     sequences: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
+    malformed_calls: int = 0
+    """Tool calls that began but could not be read."""
     use: EngineUse | None = None
     """Last use of batch and KV cache that the engine's server reported."""
 

@@ -19,7 +19,7 @@ from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.library import LibraryUnfit, open_renderer
 from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
 from trinity_mq.families.switches import merge_switch_fields, template_switches
-from trinity_mq.families.table import family_of
+from trinity_mq.families.table import family_of, find_family, has_row
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -32,6 +32,7 @@ _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
 
 _EMPTY_THOUGHTS = 8
 """Tokens behind an opening tag that show whether thoughts are empty."""
+_ANY_TOOL: Message = {"type": "function", "function": {"name": "any"}}
 CHARACTERS_PER_TOKEN = 16
 """More than texts have on average. At first only this many characters per allowed token are read from a text."""
 JOINED = 16
@@ -68,7 +69,7 @@ class Prompt:
 
 
 class _Renderer(NamedTuple):
-    """What renders under certain switches."""
+    """The renderer for certain switches."""
 
     library: Any
     """Renderer of the package ``renderers``; None: the chat template renders."""
@@ -140,8 +141,17 @@ class TextCodec:
 
     @classmethod
     def of_model(cls, folder: Path, config: ModelConfig) -> TextCodec:
-        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`."""
-        return cls.load(folder, trust_remote_code=config.trust_remote_code, switches=config.chat_template_kwargs)
+        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`.
+
+        Raises:
+            UnknownNameError: ``config.family`` does not exist.
+        """
+        return cls.load(
+            folder,
+            trust_remote_code=config.trust_remote_code,
+            family=None if config.family is None else find_family(config.family),
+            switches=config.chat_template_kwargs,
+        )
 
     def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
         """Return the variables of the chat template for a request, with the codec's defaults.
@@ -155,10 +165,12 @@ class TextCodec:
             SwitchError: The template has no such switch, or a field has another form.
         """
         merged = merge_switch_fields({SWITCHES: self._default_switches}, fields)
-        return template_switches(merged, self._template(tools)) if merged else {}
+        return template_switches(merged, self._template(tools), self.family.thoughts) if merged else {}
 
     def _variables(self, switches: Switches, tools: Tools) -> Mapping[str, Any]:
-        return self.switches({}, tools) if switches is None else switches
+        if switches is not None:
+            return switches
+        return self.switches({}, tools) if self._default_switches else {}
 
     @property
     def has_template(self) -> bool:
@@ -171,8 +183,20 @@ class TextCodec:
         return self._chosen_family or family_of(self._template(None))
 
     @property
+    def has_known_family(self) -> bool:
+        """Whether the model's family was chosen, or the table has a row for its chat template."""
+        return self._chosen_family is not None or has_row(self._template(None))
+
+    def prepare(self) -> str:
+        """Load what renders and reads with the default switches, so that no request waits for it; return
+        :attr:`rendering`.
+        """
+        self.read_answer("".join(self.family.calls_begin[:1]), "", [_ANY_TOOL])
+        return self.rendering
+
+    @property
     def rendering(self) -> str:
-        """What renders conversations: the package ``renderers`` or the chat template, with the reason."""
+        """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
         return self._renderer(None, None).description
@@ -304,27 +328,26 @@ class TextCodec:
         limit: int,
     ) -> list[int] | None:
         """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
-        short = bridge.abridge(messages, count, has_thoughts=self._has_thoughts(before))
-        if short is None:
-            return None
-        try:
-            ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
-            by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
-            if by_library is not None:
-                return by_library
-            behind = bridge.continuation(
-                self._render(ended, tools, switches, add_generation_prompt=False),
-                self._render(continued, tools, switches),
-                self.family.thoughts,
-                has_thoughts=bridge.has_thoughts(short),
-            )
-            if behind is None:
-                return None
-            added = self.encode_within(behind[1], max(0, limit - len(before)))
-        except TextError:
-            return None  # whole renderings have readable errors
-        position = self._place_behind_turn(before[-1], behind[0], added)
-        return None if position is None else [*before, *added[position:]]
+        has_thoughts = self._has_thoughts(before)
+        for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
+            try:
+                ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
+                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
+                if by_library is not None:
+                    return by_library
+                behind = bridge.continuation(
+                    self._render(ended, tools, switches, add_generation_prompt=False),
+                    self._render(continued, tools, switches),
+                    self.family.thoughts,
+                    has_thoughts=has_thoughts,
+                )
+                added = [] if behind is None else self.encode_within(behind[1], max(0, limit - len(before)))
+            except TextError:
+                continue  # whole renderings have readable errors
+            position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
+            if position is not None:
+                return [*before, *added[position:]]
+        return None
 
     def _place_behind_turn(self, last: int, after: str, added: Sequence[int]) -> int | None:
         """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
@@ -453,8 +476,9 @@ class TextCodec:
 
     def _open_renderer(self, template: str, switches: str) -> _Renderer:
         """Return what renders with these switches, which are JSON."""
-        del template  # only the cache key needs it: a tokenizer may get another template
         family = self.family
+        if self._chosen_family is None and not has_row(template):
+            return _Renderer(None, "chat template, because the table of model families has no row for it")
         if not family.library:
             return _Renderer(None, f"chat template, because the package renderers has no family {family.name}")
         variables = json.loads(switches)
@@ -596,8 +620,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
-        engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
+        Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -609,6 +633,7 @@ class TextCodec:
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
+            **({"switches": self._default_switches} if self._default_switches else {}),
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -112,6 +112,7 @@ class EngineServer(HttpServer):
             "sequences": counters.sequences,
             "tokens": counters.tokens,
             "busy_seconds": counters.busy_seconds,
+            "malformed_calls": counters.malformed_calls,
             "use": None if counters.use is None else counters.use.model_dump(),
         }
 

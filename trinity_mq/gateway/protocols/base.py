@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from abc import ABC, abstractmethod
@@ -187,6 +188,25 @@ def named_event(content: Mapping[str, Any]) -> bytes:
     return f"event: {content['type']}\n".encode() + data_event(content)
 
 
+SEALED = "tmq1."
+"""Beginning of thoughts in the form of a signature or of encrypted content, which clients send back unread."""
+
+
+def seal_thoughts(thoughts: str) -> str:
+    """Return thoughts as one opaque word. It is encoded, not encrypted."""
+    return SEALED + base64.b64encode(repair_surrogates(thoughts).encode()).decode()
+
+
+def unseal_thoughts(sealed: Any) -> str:
+    """Return the thoughts in a word of :func:`seal_thoughts`. Empty: the word is of another server."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
+    except ValueError:  # also of a wrong encoding
+        return ""
+
+
 def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
     """Return the text of a content field, which is a string or a list of text parts.
 
@@ -206,6 +226,14 @@ def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
             raise BadRequest(f"{where}.{number} is of type {kind!r}; this model takes {' or '.join(kinds)}", where)
         texts.append(part["text"])
     return "".join(texts)
+
+
+def definitions(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that shows a model the definitions of tools which a search found in the middle of a conversation.
+    They are not added to the offered tools: that would change the beginning of the prompt.
+    """
+    lines = [f"<function>{json.dumps(function, ensure_ascii=False)}</function>" for function in functions]
+    return "\n".join(["<functions>", *lines, "</functions>"])
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:

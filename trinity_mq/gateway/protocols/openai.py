@@ -23,6 +23,7 @@ FOR_TRAINING_OF_A_CHOICE = (
     "token_logprobs",
     "weight_versions",
     "response_text",
+    "malformed_calls",
     "routed_experts",
 )
 DONE = b"data: [DONE]\n\n"

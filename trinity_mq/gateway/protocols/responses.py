@@ -6,8 +6,8 @@ conversation in ``input``, as agent frameworks do, or only what follows the resp
 
 from __future__ import annotations
 
+import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,14 +20,43 @@ from trinity_mq.gateway.protocols.base import (
     as_object,
     check_options,
     named_event,
+    seal_thoughts,
     text_of_parts,
+    unseal_thoughts,
     usage_of,
 )
 from trinity_mq.gateway.protocols.openai import CHAT
+from trinity_mq.gateway.protocols.response_tools import (
+    CALLS,
+    OUTPUTS,
+    SEARCH_OUTPUT,
+    ResponseTools,
+    call_events,
+    call_of_item,
+)
+from trinity_mq.models.recording.sse import thoughts_of
 
 PARTS = ("input_text", "output_text", "text")
-PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
+PASSED = (
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "seed",
+    "user",
+    "metadata",
+    "return_token_ids",
+    "chat_template_kwargs",
+)
 """Options with the same meaning in chat completions."""
+REASONING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "context": ("auto",),
+    "generate_summary": ("auto",),
+    "mode": ("standard",),
+    "summary": ("auto",),
+}
+"""Options of ``reasoning`` without a counterpart here, with their neutral values. Nobody summarises thoughts here."""
+SEALED_REASONING = "reasoning.encrypted_content"
+"""Entry of ``include`` that requests the thoughts in the form that clients send back unread."""
 
 
 PREVIOUS = "previous_response_id"
@@ -57,15 +86,15 @@ class ResponsesProtocol(Protocol):
         if form.get("type", "text") != "text":
             raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        chat |= {"model": body.get("model"), "messages": _messages(body)}
+        tools = ResponseTools(body)
+        chat |= {"model": body.get("model"), "messages": _messages(body, tools), **_effort(body)}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
-        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
-            chat["tools"] = tools
-            choice = body.get("tool_choice", "auto")
-            chat["tool_choice"] = (
-                {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
-            )
+        if tools.functions:
+            chat["tools"] = tools.functions
+            chat["tool_choice"] = tools.choice(body.get("tool_choice", "auto"))
+        else:
+            chat.pop("parallel_tool_calls", None)  # without tools it changes nothing
         return EngineRequest(
             CHAT,
             chat,
@@ -79,7 +108,7 @@ class ResponsesProtocol(Protocol):
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
         logprobs = _logprobs(choice, body)
-        return _response(call, body, _output(choice.get("message") or {}, call, logprobs), answer)
+        return _response(call, body, _output(choice.get("message") or {}, call, body, logprobs), answer)
 
     def events(self, call: str, body: Mapping[str, Any]) -> ResponsesEvents:
         return ResponsesEvents(call, body)
@@ -89,18 +118,21 @@ class ResponsesProtocol(Protocol):
 
 
 class ResponsesEvents(Events):
-    """Events of a streamed response: a message with its text in deltas, then the tool calls."""
+    """Events of a streamed response: reasoning and messages with their text in deltas, then the tool calls."""
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
         self._number = 0
-        self._text = ""
+        self._done: list[dict[str, Any]] = []
+        """Items that are complete."""
+        self._open: dict[str, Any] | None = None
+        """The item whose text arrives."""
+        self._text: list[str] = []
+        """Pieces of its text."""
         self._logprobs: list[Any] = []
         """Logprobs of the tokens whose text has been sent."""
         self._news: list[Any] = []
         """Logprobs of the tokens whose text is not final yet."""
-        self._message = _message_id(call)
-        self._is_open = False
 
     def opening(self) -> list[bytes]:
         response = _response(self._call, self._body, [], None)
@@ -115,39 +147,27 @@ class ResponsesEvents(Events):
             if choice.get("index"):
                 continue
             self._news = [*self._news, *_logprobs(choice, self._body)]
-            piece = (choice.get("delta") or {}).get("content")
-            if not piece:
-                continue
-            if not self._is_open:
-                self._is_open = True
-                item = _message(self._message, "", "in_progress")
-                events.append(self._event("response.output_item.added", output_index=0, item={**item, "content": []}))
-                events.append(self._part("response.content_part.added", part=_text_part("")))
-            self._text += piece
-            events.append(self._part("response.output_text.delta", delta=piece, logprobs=self._news))
-            self._logprobs += self._news
-            self._news = []
+            delta = choice.get("delta") or {}
+            if thoughts := thoughts_of(delta):
+                events += self._open_item("reasoning")
+                self._text.append(thoughts)
+                events.append(self._part("response.reasoning_text.delta", delta=thoughts))
+            if piece := delta.get("content"):
+                events += self._open_item("message")
+                self._text.append(piece)
+                events.append(self._part("response.output_text.delta", delta=piece, logprobs=self._news))
+                self._logprobs += self._news
+                self._news = []
         return events
 
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
         message = answer["choices"][0].get("message") or {}
-        logprobs = [*self._logprobs, *self._news]
-        output = _output({**message, "content": self._text}, self._call, logprobs)
-        events = []
-        if self._is_open:
-            events.append(self._part("response.output_text.done", text=self._text, logprobs=logprobs))
-            events.append(self._part("response.content_part.done", part=_text_part(self._text, logprobs)))
-            events.append(self._event("response.output_item.done", output_index=0, item=output[0]))
+        self._logprobs += self._news
+        events = self._close_item()
+        output = [*self._done, *_calls(message, self._body)] or [_message(_item_id("msg", self._call), "", "completed")]
         for place, item in enumerate(output):
-            if item["type"] != "function_call":
-                continue
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            events.append(self._event("response.output_item.added", output_index=place, item=begun))
-            where = {"item_id": item["id"], "output_index": place}
-            events.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
-            done = {"arguments": item["arguments"], "name": item["name"], **where}
-            events.append(self._event("response.function_call_arguments.done", **done))
-            events.append(self._event("response.output_item.done", output_index=place, item=item))
+            if item["type"] in CALLS:
+                events += [self._event(kind, output_index=place, **fields) for kind, fields in call_events(item)]
         response = _response(self._call, self._body, output, answer)
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return [*events, self._event(kind, response=response)]
@@ -155,17 +175,49 @@ class ResponsesEvents(Events):
     def failed(self, message: str, kind: str) -> list[bytes]:
         return [self._event("error", message=message, code=kind, param=None)]
 
+    def _open_item(self, kind: str) -> list[bytes]:
+        """Return the events after which an item of this type is open."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events, place = self._close_item(), len(self._done)
+        if kind == "reasoning":
+            item, part = _reasoning(_item_id("rs", self._call, place), "", self._body, "in_progress"), _thought_part("")
+        else:
+            item, part = _message(_item_id("msg", self._call, place), "", "in_progress"), _text_part("")
+        self._open, self._text = item, []
+        events.append(self._event("response.output_item.added", output_index=place, item={**item, "content": []}))
+        return [*events, self._part("response.content_part.added", part=part)]
+
+    def _close_item(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        name, text, logprobs = self._open["id"], "".join(self._text), self._logprobs
+        if self._open["type"] == "reasoning":
+            item, ended = _reasoning(name, text, self._body), self._part("response.reasoning_text.done", text=text)
+        else:
+            item = _message(name, text, "completed", logprobs)
+            ended = self._part("response.output_text.done", text=text, logprobs=logprobs)
+            self._logprobs = []
+        part = self._part("response.content_part.done", part=item["content"][0])
+        done = self._event("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._open = None
+        return [ended, part, done]
+
     def _part(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **fields)
+        assert self._open is not None
+        where = {"item_id": self._open["id"], "output_index": len(self._done), "content_index": 0}
+        return self._event(kind, **where, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return named_event({"type": kind, "sequence_number": self._number - 1, **fields})
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(body: Mapping[str, Any], tools: ResponseTools) -> list[dict[str, Any]]:
     """Return ``instructions`` and ``input`` as chat messages."""
     chat_messages: list[dict[str, Any]] = []
+    thoughts: list[str] = []  # of the assistant's next message
     if instructions := body.get("instructions"):
         chat_messages.append({"role": "system", "content": instructions})
     items = body.get("input")
@@ -180,37 +232,73 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         if kind == "message":
             role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-            chat_messages.append(
-                {"role": role, "content": text_of_parts(item.get("content"), PARTS, f"{where}.content")}
-            )
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if chat_messages and chat_messages[-1]["role"] == "assistant":  # text and calls came from the same answer
-                chat_messages[-1].setdefault("tool_calls", []).append(call)
+            text = text_of_parts(item.get("content"), PARTS, f"{where}.content")
+            if role == "assistant":
+                chat_messages.append(_answered(text, thoughts))
             else:
-                chat_messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
-            chat_messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        elif kind != "reasoning":  # reasoning of another model is not passed to this model
+                chat_messages += [*_unanswered(thoughts), {"role": role, "content": text}]
+        elif kind in CALLS:
+            # text and calls came from the same answer, unless thoughts stand between them
+            if thoughts or not chat_messages or chat_messages[-1]["role"] != "assistant":
+                chat_messages.append(_answered(None, thoughts))
+            chat_messages[-1].setdefault("tool_calls", []).append(call_of_item(item))
+        elif kind in OUTPUTS:
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _result(item, tools, where)}
+            chat_messages += [*_unanswered(thoughts), result]
+        elif kind == "reasoning":
+            thoughts.append(_thoughts_in(item, where))
+        else:
             raise BadRequest(
-                f"{where} is of type {kind!r}; taken are message, function_call and function_call_output", where
+                f"{where} is of type {kind!r}; taken are message, reasoning, {', '.join(CALLS)} and their outputs",
+                where,
             )
-    return chat_messages
+    return [*chat_messages, *_unanswered(thoughts)]
 
 
-def _tool(number: int, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise BadRequest(f"tools.{number} is of type {kind!r}; this model takes functions only", f"tools.{number}")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+def _result(item: Mapping[str, Any], tools: ResponseTools, where: str) -> str:
+    """Return the text of a tool's result."""
+    if item["type"] == SEARCH_OUTPUT:
+        return tools.found_tools(item, where)
+    return text_of_parts(item.get("output"), PARTS, f"{where}.output")
 
 
-def _message_id(call: str) -> str:
-    return "msg_" + call.removeprefix("resp_")
+def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
+    """Return a message of the assistant with the thoughts before it, which are then used up."""
+    thought = "\n\n".join(filter(None, thoughts))
+    thoughts.clear()
+    return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
+
+
+def _unanswered(thoughts: list[str]) -> list[dict[str, Any]]:
+    """Return the message of an answer that ended within its thoughts. Empty: no thoughts are left."""
+    return [_answered(None, thoughts)] if any(thoughts) else []
+
+
+def _thoughts_in(item: Mapping[str, Any], where: str) -> str:
+    """Return the thoughts in a reasoning item: its text, or the sealed text if the client dropped the text. Thoughts
+    that another server sealed are left out.
+    """
+    text = text_of_parts(item.get("content"), ("reasoning_text", "text"), f"{where}.content")
+    return text or unseal_thoughts(item.get("encrypted_content"))
+
+
+def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``reasoning`` as fields of a chat completion."""
+    reasoning = as_object(body.get("reasoning"), "reasoning")
+    for name, neutral in REASONING_NEUTRAL.items():
+        if reasoning.get(name) is not None and reasoning[name] not in neutral:
+            raise BadRequest(
+                f"reasoning.{name}={json.dumps(reasoning[name])[:80]} is not supported; leave it out (or send "
+                f"{neutral[0]})",
+                f"reasoning.{name}",
+            )
+    return {} if reasoning.get("effort") is None else {"reasoning_effort": reasoning["effort"]}
+
+
+def _item_id(kind: str, call: str, place: int = 0) -> str:
+    """Return the id of an item of a response. The first items of each kind have ids without a number."""
+    number = f"_{place}" if place > 1 else ""
+    return f"{kind}_{call.removeprefix('resp_')}{number}"
 
 
 def _asks_logprobs(body: Mapping[str, Any]) -> bool:
@@ -233,27 +321,37 @@ def _message(name: str, text: str, status: str, logprobs: Sequence[Any] = ()) ->
     return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Return the output items of a response: a message with the text if there is text or no call, then the tool
-    calls.
+def _thought_part(text: str) -> dict[str, str]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _reasoning(name: str, thoughts: str, body: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
+    item = {"id": name, "type": "reasoning", "status": status, "summary": [], "content": [_thought_part(thoughts)]}
+    if SEALED_REASONING in as_list(body.get("include"), "include"):
+        item["encrypted_content"] = seal_thoughts(thoughts)
+    return item
+
+
+def _output(
+    message: Mapping[str, Any], call: str, body: Mapping[str, Any], logprobs: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
+    """Return the output items of a response: its thoughts, a message with the text if there is text or nothing else,
+    then the tool calls.
     """
-    calls = message.get("tool_calls") or ()
-    text = message.get("content") or ""
-    items = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []
-    for tool_call in calls:
-        function = tool_call.get("function") or {}
-        name = tool_call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-        items.append(
-            {
-                "id": f"fc_{name}",
-                "type": "function_call",
-                "call_id": name,
-                "name": function.get("name"),
-                "arguments": function.get("arguments") or "{}",
-                "status": "completed",
-            }
-        )
-    return items
+    text, thoughts, calls = message.get("content") or "", thoughts_of(message), _calls(message, body)
+    items = [_reasoning(_item_id("rs", call), thoughts, body)] if thoughts else []
+    if text or not (thoughts or calls):
+        items.append(_message(_item_id("msg", call), text, "completed", logprobs))
+    return [*items, *calls]
+
+
+def _calls(message: Mapping[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message as items."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    tools = ResponseTools(body)
+    return [tools.item(call) for call in calls]
 
 
 def _response(
@@ -282,12 +380,13 @@ def _response(
         "model": body.get("model") or (answer or {}).get("model") or "",
         "output": output,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "reasoning": {"effort": as_object(body.get("reasoning"), "reasoning").get("effort"), "summary": None},
         "previous_response_id": body.get(PREVIOUS) or None,
         "store": body.get("store") is not False,
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice", "auto"),
-        "tools": body.get("tools") or [],
+        "tools": ResponseTools(body).offered,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "usage": None if answer is None else usage,

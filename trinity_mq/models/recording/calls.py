@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from trinity_mq.config.switches import SWITCH_FIELDS
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import ENGINE
 from trinity_mq.families.switches import merge_switch_fields, without_switches
@@ -199,12 +200,13 @@ Recording = WholeAnswer | StreamedAnswer
 def _body(wrapper: RecordedModel, fields: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
     """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields."""
     present = {name: value for name, value in fields.items() if value is not None}
-    body = {"model": wrapper.model.name, **without_switches(wrapper.sampling)}
+    body = {"model": wrapper.model.name, **wrapper.sampling}
     if "max_completion_tokens" in present:
         body.pop("max_tokens", None)
-    if "messages" in present:  # a text completion has no template for the wrapper's switches
-        present = without_switches(present) | merge_switch_fields(wrapper.sampling, present)
     body |= present
+    if not body.keys().isdisjoint(SWITCH_FIELDS):  # a text completion has no template for the wrapper's switches
+        defaults = wrapper.sampling if "messages" in present else {}
+        body = without_switches(body) | merge_switch_fields(defaults, present)
     if "seed" not in present and (seed := wrapper.seeds.next()) is not None:
         body["seed"] = seed
     if tokens:

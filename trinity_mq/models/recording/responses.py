@@ -74,7 +74,7 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
         tokens=_tensor([*prompt, *response], torch.int32),
         logprobs=_tensor(logprobs, torch.float32),
         action_mask=torch.tensor(is_finite) if unknown else None,
-        metrics={"unknown_logprobs:sum": unknown} if unknown else None,
+        metrics={**_malformed(choice), **({"unknown_logprobs:sum": unknown} if unknown else {})},
         prompt_length=len(prompt),
         prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
         response_text=text_of(choice),
@@ -83,6 +83,12 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
         temperature=temperature or 1.0,
         routed_experts=_routed_experts(choice, len(prompt) + len(response) - 1),
     )
+
+
+def _malformed(choice: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metric of calls that begin in a choice but cannot be read; no metric if all can be read."""
+    count = choice.get("malformed_calls")
+    return {"malformed_calls:sum": count} if type(count) is int and count > 0 else {}
 
 
 def _routed_experts(choice: Mapping[str, Any], tokens: int) -> Tensor | None:
@@ -294,7 +300,7 @@ def experiences_from_columns(answer: Mapping[str, Any], temperature: float) -> l
         "temperature": repeat(divisor),
         "experience_type": repeat(SINGLE_TURN),
         "info": [{} for _ in choices],
-        "metrics": [{} for _ in choices],
+        "metrics": list(map(_malformed, choices)),
         "custom_fields": [[] for _ in choices],
     }
     return list(map(Experience.from_valid_fields, *(columns.get(name, _NONE) for name in FIELD_NAMES)))

@@ -9,6 +9,8 @@ from typing import Any
 
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Names of the thoughts in messages and deltas of chat completions. Newer servers of vLLM use the second name."""
 MAX_EVENT = 1 << 24
 """Maximum bytes of one event. A server that sends more without an end does not send an event stream."""
 
@@ -47,21 +49,23 @@ class SurrogateRepairer:
     """
 
     def __init__(self) -> None:
-        self._halves: dict[int, str] = {}
-        """First half of a pair at the end of the latest piece, by choice."""
+        self._halves: dict[tuple[int, str], str] = {}
+        """First half of a pair at the end of the latest piece, by choice and name of the text."""
 
     def mend(self, chunk: Mapping[str, Any]) -> None:
-        """Repair the text in each choice of a chunk; a first half at its end moves to the next chunk."""
+        """Repair the texts in each choice of a chunk; a first half at the end of a text moves to the next chunk."""
         for choice in chunk.get("choices") or ():
-            index, name = choice.get("index") or 0, "text" if "text" in choice else "content"
-            holder = choice if name == "text" else choice.get("delta") or {}
-            piece = holder.get(name)
-            if not isinstance(piece, str) or (piece.isascii() and index not in self._halves):
-                continue
-            piece = self._halves.pop(index, "") + piece
-            if "\ud800" <= piece[-1:] <= "\udbff" and choice.get("finish_reason") is None:
-                self._halves[index], piece = piece[-1], piece[:-1]
-            holder[name] = repair_surrogates(piece)
+            for name in ("text",) if "text" in choice else ("content", *THOUGHTS):
+                self._mend_text(choice if name == "text" else choice.get("delta") or {}, name, choice)
+
+    def _mend_text(self, holder: dict[str, Any], name: str, choice: Mapping[str, Any]) -> None:
+        piece, place = holder.get(name), (choice.get("index") or 0, name)
+        if not isinstance(piece, str) or (piece.isascii() and place not in self._halves):
+            return
+        piece = self._halves.pop(place, "") + piece
+        if "\ud800" <= piece[-1:] <= "\udbff" and choice.get("finish_reason") is None:
+            self._halves[place], piece = piece[-1], piece[:-1]
+        holder[name] = repair_surrogates(piece)
 
 
 class AnswerAssembler:
@@ -87,7 +91,7 @@ class AnswerAssembler:
             choices = [
                 {name: list(value) if isinstance(value, list) else value for name, value in choice.items()}
                 for _, choice in sorted(self._choices.items())
-                if choice["token_ids"] or (choice["token_ids"] is None and (any(choice["written"]) or choice["calls"]))
+                if choice["token_ids"] or (choice["token_ids"] is None and _has_text(choice))
             ]
             return {**self._answer, "choices": [_as_choice(choice) for choice in choices]}
 
@@ -103,6 +107,11 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
     if values is None and logprobs.get("content") is not None:  # chat completions
         values = [entry["logprob"] for entry in logprobs["content"]]
     return values
+
+
+def thoughts_of(message: Mapping[str, Any]) -> str:
+    """Return the thoughts in a message or a delta of a chat completion. Empty: it has none."""
+    return next((message[name] for name in THOUGHTS if isinstance(message.get(name), str) and message[name]), "")
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
@@ -128,12 +137,17 @@ def _call_text(call: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
+def _has_text(choice: Mapping[str, Any]) -> bool:
+    return any(choice["written"]) or any(choice["thoughts"]) or bool(choice["calls"])
+
+
 def _new_choice() -> dict[str, Any]:
     return {
         "token_ids": None,
         "token_logprobs": [],
         "weight_versions": [],
         "written": [],
+        "thoughts": [],
         "calls": {},
         "finish_reason": None,
     }
@@ -150,18 +164,20 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
         choice["is_text"] = True
     delta = piece.get("delta") or {}
     choice["written"].append(piece.get("text") or delta.get("content") or "")
+    choice["thoughts"].append(thoughts_of(delta))
     for call in delta.get("tool_calls") or ():
         texts = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
         for name in texts:
             texts[name] += (call.get("function") or {}).get(name) or ""
-    for name in ("finish_reason", "stop_reason", "response_text", "prompt_token_ids", "prompt_text"):
+    for name in ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text"):
         if piece.get(name) is not None:
             choice[name] = piece[name]
 
 
 def _as_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    written, calls = "".join(choice.pop("written")), choice.pop("calls")
+    written, calls, thoughts = "".join(choice.pop("written")), choice.pop("calls"), "".join(choice.pop("thoughts"))
     if choice.pop("is_text", False):
         return {**choice, "text": written}
     called = [{"function": dict(call)} for _, call in sorted(calls.items())]
-    return {**choice, "message": {"content": written, "tool_calls": called}}
+    message = {"content": written, "tool_calls": called}
+    return {**choice, "message": {**message, "reasoning_content": thoughts} if thoughts else message}

@@ -41,12 +41,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant, as an engine that sampled it would have answered."""
+    """A turn of the assistant, and the answer of an engine that samples this text."""
 
     message: int
     """Number of the message."""
     text: str
-    """Text of the sampled tokens, with the token that ends the turn."""
+    """Text of the turn in this conversation, with the token that ends it."""
     answer: ParsedAnswer
 
 
@@ -241,7 +241,7 @@ def as_json(rendered: RenderedConversation) -> dict[str, Any]:
         "turns": [
             {
                 "message": turn.message,
-                "response_text": turn.text,
+                "text": turn.text,
                 "content": turn.answer.content,
                 "reasoning_content": turn.answer.thoughts,
                 "tool_calls": turn.answer.calls,
@@ -268,7 +268,7 @@ def print_rendered(console: Console, rendered: RenderedConversation) -> None:
     table.add_column("text", overflow="fold")
     for name in ("mask", "message"):
         table.add_column(name, justify="right", no_wrap=True)
-    mask = rendered.mask or [None] * len(rendered.token_ids)
+    mask: Sequence[int | None] = rendered.mask or [None] * len(rendered.token_ids)
     columns = zip(rendered.token_ids, rendered.texts, mask, rendered.messages, strict=True)
     for place, (token, text, bit, message) in enumerate(columns):
         cells = (
@@ -280,7 +280,7 @@ def print_rendered(console: Console, rendered: RenderedConversation) -> None:
         table.add_row(str(place), *cells, style=None if bit else "dim")
     console.print(table)
     for turn in rendered.turns:
-        print_title(console, f"message {turn.message}: sampled as {turn.text!r}", "cyan")
+        print_title(console, f"message {turn.message} is written {turn.text!r}", "cyan")
         if turn.answer.thoughts is not None:
             line(console, "thoughts", turn.answer.thoughts)
         line(console, "content", turn.answer.content)

@@ -37,6 +37,7 @@ RULES = {
         rules.optimizer,
         rules.synchronizer,
         data.tasksets,
+        rules.thinking,
         rules.timeouts,
         data.trainer_input,
     )

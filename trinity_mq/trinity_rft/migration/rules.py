@@ -17,6 +17,7 @@ from trinity_mq.trinity_rft.migration.transfer import (
 
 ENGINE = "explorer.rollout_model."
 """Section of the rollout engine."""
+THINKING = "model.chat_template_kwargs.enable_thinking"
 MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
 """Modes of Trinity-RFT, and the corresponding modes here."""
 EXPERTS = ("train_batch_size_expert", "train_batch_size_usual", "ppo_mini_batch_size", "ngpus_trainer")
@@ -131,6 +132,19 @@ def model(move: SettingsTransfer) -> None:
     for kind in ("tinker", "external_model"):
         if not move.peek(f"model.{kind}.enable"):
             move.take(f"model.{kind}")
+
+
+def thinking(move: SettingsTransfer) -> None:
+    """Move the switch of thinking. Trinity-RFT switches it off by default; here the chat template decides."""
+    value = move.take(ENGINE + "enable_thinking")
+    if move.resolved("mode") == "train":
+        return
+    path = move.peek("model.model_path") or move.settings.get("model", {}).get("model_path")
+    model_name = str(resolve_environment(path)).lower()
+    if value is not None:
+        move.put(THINKING, value, "was explorer.rollout_model.enable_thinking")
+    elif "qwen3" in model_name and "thinking" not in model_name:
+        move.put(THINKING, False, "Trinity-RFT's default; here the chat template decides, and Qwen3's thinks")
 
 
 def sampling(move: SettingsTransfer) -> dict[str, Any]:
@@ -291,6 +305,8 @@ def auxiliary_models(move: SettingsTransfer) -> None:
         else:
             _auxiliary_engine(item)
             item.put("model.model_path", item.take("model_path"))
+            if (value := item.take("enable_thinking")) is not None:
+                item.put(THINKING, value)
             item.keep("engine_num")
             _lengths(item, "")
         item.give_up("no counterpart here")

@@ -207,7 +207,8 @@ class OpenAIApi:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        messages, switches = checked_messages(body.messages), self._switches(body, tools)
+        messages = checked_messages(body.messages)
+        switches = None if body.model_fields_set.isdisjoint(SWITCH_FIELDS) else self._switches(body, tools)
         limit, before = self._allowed(body), self._past(body, len(messages))
 
         def rendered(messages: list[dict[str, Any]]) -> Prompt:
@@ -240,15 +241,20 @@ class OpenAIApi:
         return body.continue_tokens
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
+        answers = [self._codec.read_answer(completion.text, chat.text, chat.tools) for completion in completions]
         choices = [
-            chat_choice(number, completion, chat.body, version, self._codec, tools=chat.tools, prompt_end=chat.text)
-            for number, completion in enumerate(completions)
+            chat_choice(number, completion, answer, chat.body, version, self._codec)
+            for number, (completion, answer) in enumerate(zip(completions, answers, strict=True))
         ]
+        self._count_malformed(sum(answer.malformed for answer in answers))
         prompt = chat.wanted.prompt
         answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
         if chat.body.return_token_ids:
             answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
         return answer
+
+    def _count_malformed(self, calls: int) -> None:
+        self._batcher.counters.malformed_calls += calls
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
         body = request_of(fields, CompletionBody)
@@ -293,7 +299,15 @@ class OpenAIApi:
         tools: Tools,
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
-        chunks = Chunks(body, generation, self._codec, model=self._name, prompt_text=text, tools=tools)
+        chunks = Chunks(
+            body,
+            generation,
+            self._codec,
+            model=self._name,
+            prompt_text=text,
+            tools=tools,
+            on_malformed=self._count_malformed,
+        )
         async with self._batcher.stream(generation, pin) as stream:
             version = await stream.begun()  # until here an error still gets its own HTTP status
             return await send(request, stream, chunks, version, version_header(version))

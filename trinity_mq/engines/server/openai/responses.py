@@ -12,7 +12,7 @@ from trinity_mq.engines.generation.request import Completion, FinishReason
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
 from trinity_mq.families.family import ParsedAnswer
-from trinity_mq.families.messages import THOUGHTS, Tools
+from trinity_mq.families.messages import THOUGHTS
 from trinity_mq.messages import Version
 
 
@@ -45,15 +45,12 @@ def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
 def chat_choice(
     index: int,
     completion: Completion,
+    answer: ParsedAnswer,
     body: ChatBody,
     version: Version,
     codec: TextCodec,
-    *,
-    tools: Tools = None,
-    prompt_end: str | None = None,
 ) -> dict[str, Any]:
-    """Return one choice of a chat completion; with ``tools``, tool calls are moved from its text to ``tool_calls``."""
-    answer = codec.read_answer(completion.text, prompt_end, tools)
+    """Return one choice of a chat completion, with the parts of its text in ``answer``."""
     message, finish_reason = chat_message(answer, completion.finish_reason)
     choice = {
         "index": index,

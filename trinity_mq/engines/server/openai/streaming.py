@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +110,13 @@ class Chunks:
         model: str,
         prompt_text: str,
         tools: Tools = None,
+        on_malformed: Callable[[int], None] = lambda calls: None,
     ) -> None:
-        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``."""
+        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``; ``on_malformed``
+        gets the number of calls of a whole answer that cannot be read.
+        """
         self._body, self._request, self._codec = body, request, codec
-        self._prompt_text, self._tools = prompt_text, tools
+        self._prompt_text, self._tools, self._on_malformed = prompt_text, tools, on_malformed
         self._chat = isinstance(body, ChatBody)
         kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._frame = {
@@ -175,6 +178,7 @@ class Chunks:
             text = cut(text, request.stop)
             if self._chat:
                 answer = self._codec.read_answer(text, self._prompt_text, self._tools)
+                self._on_malformed(answer.malformed)
                 _, finish_reason = chat_message(answer, ended)
                 calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
                 rest = state.flow.finish(answer.thoughts, answer.content)
