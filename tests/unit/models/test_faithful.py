@@ -172,6 +172,17 @@ def test_experiences_are_what_the_scripted_engine_read_and_sampled(
     asyncio.run(prove(generator, plan, merge=merge, shared_prefix=shared_prefix))
 
 
+async def test_equal_conversations_of_two_sessions_do_not_mix() -> None:
+    turns = [Step("turn", session, 0, text) for text in ("a", "b") for session in (0, 1)]
+    codec = codec_of("chatml")
+    at, agent = await prove(
+        ScriptedGenerator(lambda prompt: "the same", codec=codec), turns, merge="renderer", shared_prefix="first"
+    )
+    for name in agent.sessions:
+        first, second = at.session(name).calls.values()
+        assert (first.continues, second.continues) == ("", first.call)
+
+
 LETTERS = "abcd;"
 TINY = (
     "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}<eos>{% else %};{% endif %}"
