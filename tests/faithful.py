@@ -170,6 +170,8 @@ class Agent:
         """Tags of requests whose first answer was thrown away."""
         self.group_of: dict[str, int] = {}
         """By tag, the number of the requests that were under way at the same time."""
+        self.answered: list[tuple[str, int, float]] = []
+        """Tag, number of choices and temperature of each answered request."""
         self.refused: list[Any] = []
 
     async def do(self, steps: Sequence[Step]) -> None:
@@ -243,6 +245,7 @@ class Agent:
             if response.status != 200:
                 self.refused.append(await response.json())
                 return None
+            self.answered.append((body["stop"][0], body["n"], body["temperature"]))
             if not body["stream"]:
                 answer = await response.json()
                 return [_present(choice["message"]) for choice in answer["choices"]]
