@@ -21,7 +21,7 @@ from tests.faithful import TAG, TEXTS, TOOLS, Agent, Sampled, Step, Witness, che
 from tests.golden.families.makers import SOURCES, tokenizer_of, vocabulary_of
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import built
-from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.config import ModelConfig
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.engines.torch.generator import TextGenerator
@@ -193,8 +193,8 @@ TINY = (
 @pytest.fixture(scope="module")
 def random_generator(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
     """A model with random weights and few tokens, so that the end of a response is often sampled."""
-    tiny = TinyModelConfig(characters=LETTERS, chat_template=TINY, max_position_embeddings=512)
-    config = ModelConfig(tiny=tiny, max_model_len=512, max_prompt_tokens=400, max_response_tokens=24)
+    tiny = {"characters": LETTERS, "chat_template": TINY, "max_position_embeddings": 512}
+    config = ModelConfig.model_validate({"tiny": tiny, "max_model_len": 512, "max_prompt_tokens": 400})
     return built(config, ensure_model_folder(config, tmp_path_factory.mktemp("random") / "model", 0))
 
 

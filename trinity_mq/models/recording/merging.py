@@ -56,7 +56,8 @@ class TokenPrefixes(Generic[T]):
         self._beginnings.remove(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
 
     def longest(self, start: TokenDigest, tokens: Sequence[int] | Tensor) -> list[T]:
-        """Return the items of the longest sequence with which the prompt begins. Empty: there is none.
+        """Return the items of the longest sequence with which the prompt begins. Empty: it begins with no
+        sequence.
 
         Args:
             start: Beginning of the prompt. Only sequences that are longer count.
