@@ -167,7 +167,7 @@ class AnswerFlow:
         elif self._is_thinking or mark not in self._marks.headers:
             self._is_ended = True
             self._held.append(self._window[start:])
-        self._keep(end)
+        self._context = end  # the window is cut once, behind the last mark
 
 
 _CONTEXT = 2

@@ -68,6 +68,8 @@ class Family:
     """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
     template's is used. Empty: that package does not render this family.
     """
+    grammar: str = ""
+    """Name of the form of the family's calls in the package ``xgrammar``. Empty: calls cannot be constrained."""
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
     call_id: Callable[[str], str] | None = None

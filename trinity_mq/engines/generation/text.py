@@ -178,6 +178,11 @@ class TextCodec:
         return bool(self._tokenizer.chat_template)
 
     @property
+    def template(self) -> str:
+        """Chat template of the model for requests without tools."""
+        return self._template(None)
+
+    @property
     def family(self) -> Family:
         """Family of the model."""
         return self._chosen_family or family_of(self._template(None))
