@@ -382,11 +382,13 @@ def _answers_of(
         ]
         assert matches, f"the mask at token {place} covers what no engine sampled after these tokens"
         longest = [one for one in matches if len(one.tokens) == max(len(other.tokens) for other in matches)]
-        answer = min(longest, key=lambda one: uses[one] + answers.count(one) - counts[one])
-        end = len(answer.tokens)
-        wanted = torch.tensor(answer.logprobs, dtype=torch.float32)
-        assert torch.equal(experience.logprobs[place - begin : end - begin], wanted), "logprobs are the engine's"
-        assert set(versions[place - begin : end - begin]) == {answer.version}, "versions are the engine's"
+        end = len(longest[0].tokens)
+        logprobs, stamps = experience.logprobs[place - begin : end - begin], set(versions[place - begin : end - begin])
+        equal = [one for one in longest if torch.equal(logprobs, torch.tensor(one.logprobs, dtype=torch.float32))]
+        assert equal, "logprobs are the engine's"
+        equal = [one for one in equal if stamps == {one.version}]
+        assert equal, "versions are the engine's"
+        answer = min(equal, key=lambda one: uses[one] + answers.count(one) - counts[one])
         answers.append(answer)
         place = end
     assert answers, "an experience without a sampled token"

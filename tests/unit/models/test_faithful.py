@@ -40,12 +40,12 @@ NO_TOOLS = {
 }
 """Templates that write no tools."""
 REWRITE_THOUGHTS = {
-    *("deepseek-r1", "deepseek-r1-distill", "glm4.5", "glm4.6", "glm4.7", "gpt-oss"),
+    *("deepseek-r1", "deepseek-r1-distill", "glm4.5", "glm4.6", "glm4.7", "gpt-oss", "minimax-m2", "nemotron-3"),
     *("qwen3", "qwen3-thinking-2507", "qwen3.5", "qwen3.6"),
 }
 """Templates that leave out the thoughts of an answer once the user speaks again: that turn begins an experience."""
 REWRITE_ANSWERS = {
-    *("deepseek-r1", "deepseek-r1-distill", "glm4.7"),  # they open thoughts in every prompt
+    *("deepseek-r1", "deepseek-r1-distill", "glm4.7", "minimax-m2", "nemotron-3"),  # they open thoughts in every prompt
     "gpt-oss",  # an answer ends with <|return|>, and in later prompts with <|end|>
 }
 """Templates that write an earlier answer in another form, also without thoughts of the model."""
@@ -194,7 +194,9 @@ TINY = (
 def random_generator(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
     """A model with random weights and few tokens, so that the end of a response is often sampled."""
     tiny = {"characters": LETTERS, "chat_template": TINY, "max_position_embeddings": 512}
-    config = ModelConfig.model_validate({"tiny": tiny, "max_model_len": 512, "max_prompt_tokens": 400})
+    config = ModelConfig.model_validate(
+        {"tiny": tiny, "max_model_len": 512, "max_prompt_tokens": 400, "max_response_tokens": 24}
+    )
     return built(config, ensure_model_folder(config, tmp_path_factory.mktemp("random") / "model", 0))
 
 
