@@ -84,9 +84,7 @@ def masked_runs(experience: Experience) -> list[tuple[list[int], list[float]]]:
     response = experience.tokens[experience.prompt_length :].tolist()
     bits = "".join(str(int(bit)) for bit in experience.action_mask.tolist())
     logprobs = experience.logprobs.tolist()
-    return [
-        (response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)
-    ]
+    return [(response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)]
 
 
 def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
