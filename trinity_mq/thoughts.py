@@ -24,7 +24,7 @@ HARMONY = ThoughtFormat("<|channel|>analysis<|message|>", "<|end|>")
 MISTRAL = ThoughtFormat("[THINK]", "[/THINK]")
 GEMMA4 = ThoughtFormat("<|channel>thought\n", "<channel|>")
 FORMATS = (ThoughtFormat("<think>", "</think>"), MISTRAL, HARMONY, GEMMA4)
-"""Formats by model family; the first one is DeepSeek's, Qwen's and most others'. Add a row for a family with other
+"""Formats by model family; the first format is DeepSeek's, Qwen's and most others'. Add a row for a family with other
 tags.
 """
 _HEADERS = re.compile(r"<\|start\|>assistant|<\|channel\|>\w{1,32}<\|message\|>|<\|(?:end|return)\|>")

@@ -11,6 +11,7 @@ from trinity_mq.config import Config, ConfigError, Stage
 from trinity_mq.config.loading.problems import Problem
 from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.operations.long_prompts import count_long_prompts
+from trinity_mq.operations.rendering import describe_rendering
 from trinity_mq.operations.validate import check_all, tasksets
 from trinity_mq.targets.target import load_target_configuration, load_target_stages
 
@@ -32,13 +33,18 @@ def validate(arguments: argparse.Namespace) -> int:
     for stage in [find_stage(stages, arguments.stage)] if arguments.stage else stages:
         has_model = stage.begins_with is None or _is_trained(stage)
         lines = check_all(stage.config, needs_model=has_model)
-        lines += count_long_prompts(stage.config, tasksets(stage.config)) if has_model else []
+        lines += _describe_model(stage.config) if has_model else []
         _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
     if not stages:
         config = _load(arguments)
-        lines = [*check_all(config), *count_long_prompts(config, tasksets(config))]
+        lines = [*check_all(config), *_describe_model(config)]
         _print_valid(f"{arguments.target}:", config, lines)
     return 0
+
+
+def _describe_model(config: Config) -> list[str]:
+    """Return lines that need the model's tokenizer."""
+    return [*describe_rendering(config), *count_long_prompts(config, tasksets(config))]
 
 
 def _load(arguments: argparse.Namespace) -> Config:

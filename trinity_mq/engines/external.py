@@ -35,7 +35,7 @@ once.
 """
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
-OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
+OURS = ("continue_messages", "continue_tokens", "max_prompt_tokens", "return_prompt_text", "return_token_ids")
 """Request fields that only our engines know. vLLM also knows the last field."""
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP statuses that ask the client to try again later."""

@@ -1,7 +1,7 @@
 """The bridge: text that continues a finished turn with later messages, without a new rendering of the past.
 
-The chat template renders a short conversation in which a mark stands for the text of the finished turn. What it writes
-behind the mark continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
+The chat template renders a short conversation with a mark in the place of the finished turn. Its text behind the mark
+continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
 them.
 """
 

@@ -50,7 +50,7 @@ class Marks(NamedTuple):
     calls: tuple[str, ...] = ()
     """Texts that begin calls."""
     headers: tuple[str, ...] = ()
-    """Texts around content that are no part of it."""
+    """Texts around content. They do not belong to it."""
 
 
 class _Part:
@@ -120,7 +120,7 @@ class AnswerFlow:
         self._outside, self._inside = (_Scanner([*filter(None, texts)], quoted) for texts in (outside, inside))
 
     def add(self, text: str) -> Delta:
-        """Add sampled text and return what has become final."""
+        """Add sampled text and return the new final text."""
         if self._is_ended:
             self._held.append(text)
             return Delta()

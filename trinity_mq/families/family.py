@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class Family:
     thoughts: ThoughtFormat | None = FORMATS[0]
     """Tags around thoughts. None: the family has no thoughts."""
     headers: tuple[str, ...] = ()
-    """Texts around the content of an answer that are no part of it."""
+    """Texts around the content of an answer. They do not belong to it."""
     thoughts_key: str | None = None
     """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
     Empty: they read them from the content, between the tags. None: the key that the template names.
@@ -124,8 +124,12 @@ class Family:
         if self.call_id is not None:
             written = _with_call_ids(written, self.call_id)
         if any(message["role"] in self.roles for message in messages):
-            yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
+            renamed = [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
+            yield renamed
+        else:
+            renamed = written
         yield written
+        yield from _strict_forms(renamed)
 
 
 def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
@@ -150,7 +154,7 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
 
 
 def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
-    """Return a call in the form of the API. Text that is no JSON object stays text."""
+    """Return a call in the form of the API. Other text than a JSON object stays text."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": repair_surrogates(name), "arguments": repair_surrogates(text)}
     return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
@@ -178,6 +182,34 @@ def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Me
         return others
 
     return [changed(message) for message in messages]
+
+
+def _strict_forms(messages: Messages) -> Iterator[list[Message]]:
+    """Yield these messages for templates that take a system message only at the beginning, and for templates that take
+    no neighbours of the same role. Coding agents send several system and user messages in a row, and system messages
+    behind tool results.
+    """
+    if [message["role"] for message in messages[1:]].count("system"):
+        messages = _joined(messages, ("system",))
+        messages = [
+            {**message, "role": "user"} if number and message["role"] == "system" else message
+            for number, message in enumerate(messages)
+        ]
+        yield list(messages)
+    if any(first["role"] == second["role"] == "user" for first, second in itertools.pairwise(messages)):
+        yield _joined(messages, ("user",))
+
+
+def _joined(messages: Messages, roles: Sequence[str]) -> list[Message]:
+    """Return messages with neighbours of one of these roles joined to one message."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:
+            texts = [text for text in (joined[-1].get("content"), message.get("content")) if text]
+            joined[-1] = {**joined[-1], "content": "\n\n".join(texts)}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _with_text(call: Message) -> Message:

@@ -67,7 +67,7 @@ def _call(text: str, place: int) -> tuple[Message, int]:
     """Return the call at ``place`` and the place of its end.
 
     Raises:
-        ValueError: There is no call.
+        ValueError: No call begins there.
     """
     value, end = decode_value(text, place)
     call, ending = call_of(value, "arguments"), _END.match(text, end)

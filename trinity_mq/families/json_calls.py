@@ -48,7 +48,7 @@ def call_of(value: Any, *keys: str) -> Message | None:
 
 
 def calls_of_list(value: Any, *keys: str) -> list[Message] | None:
-    """Return the calls of a decoded JSON list; see :func:`call_of`. None: it is no list of calls."""
+    """Return the calls of a decoded JSON list; see :func:`call_of`. None: it is another value."""
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CALLS:
         return None
     calls = [call_of(part, *keys) for part in value]

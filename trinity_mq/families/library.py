@@ -155,7 +155,7 @@ def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | N
 
 
 def _boolean(value: Any, declared: Any) -> Any:
-    """Return a boolean for the form in which Python writes it: templates write earlier calls so."""
+    """Return a boolean for its form in Python: templates write booleans of earlier calls so."""
     return _PYTHON_BOOLEANS.get(value, value) if isinstance(value, str) and declared == "boolean" else value
 
 

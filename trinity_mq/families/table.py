@@ -29,7 +29,7 @@ def row(
         read_calls: Reads the text from the first beginning of a call on.
         calls_begin: Texts that begin calls.
         thoughts: Tags around thoughts.
-        headers: Texts around content that are no part of it.
+        headers: Texts around content that do not belong to it.
         others: Other fields of the family.
     """
     marks = Marks(thoughts, tuple(calls_begin), headers)

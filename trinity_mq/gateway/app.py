@@ -22,17 +22,18 @@ from trinity_mq.gateway import access
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
 from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
 from trinity_mq.gateway.engines import EngineCalls
+from trinity_mq.gateway.lineages import Chain, Match, read_chain
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
 from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol, as_json
 from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
-from trinity_mq.gateway.recorded_call import recorded_call
+from trinity_mq.gateway.recorded_call import Asked, prompt_text_of, recorded_call
 from trinity_mq.gateway.rules import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionStore, SessionsUnavailable
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import ContentError, SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
-from trinity_mq.messages.sessions import SCOPES, KeyScope
+from trinity_mq.messages.sessions import SCOPES, KeyScope, StoredResponse
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
 from trinity_mq.models.recording.calls import LOGPROBS_HEADERS
@@ -71,6 +72,8 @@ LONGEST_LIMIT = 9
 """Maximum digits of the ``limit`` parameter of a session list."""
 LONGEST_KEY = 100
 """Maximum bytes of a reward key that stands verbatim in the id of an event."""
+KEPT_IN_ANSWERS = ("content", "tool_calls", "reasoning_content")
+"""Keys of an answer's message that are stored for ``previous_response_id``."""
 GONE = 410
 """HTTP status of a call in a session that has ended."""
 
@@ -116,7 +119,7 @@ class GatewayApp:
         self._draw = random.Random()
         self._reader = BodyReader(LARGE_BODY)
         self.counts: Counter[str] = Counter()
-        """Numbers of ``calls`` and ``unrecorded`` calls, and numbers of prefix breaks by cause."""
+        """Numbers of ``calls``, ``unrecorded`` calls, ``lineages`` and ``ties``, and of prefix breaks by cause."""
         self.asking = 0
         """Number of calls that currently wait for an engine."""
 
@@ -321,12 +324,10 @@ class GatewayApp:
         trying = conversation.trying(call, digest, retry=_retry_of(request), began=self.clock())
         with trying as current:
             self._check_limits(session, conversation)
+            engine_request = await self._with_earlier(session, conversation, engine_request)
             sampled_request = self._sampled_as_configured(session, engine_request)
-            if self.settings.gateway.merge == "renderer" and (
-                prompt_tokens := _tokens_before(sampled_request, conversation)
-            ):
-                sampled_request.body["continue_tokens"] = prompt_tokens
             recording = _Recording(self, session, conversation, request, sampled_request, current, path)
+            await recording.continue_conversation()
             self.asking += 1
             try:
                 if engine_request.streams:
@@ -353,6 +354,41 @@ class GatewayApp:
             return body, protocol.request(body), digest_of(path, body)
 
         return await self._reader.run(len(raw), read)
+
+    async def _with_earlier(
+        self, session: Session, conversation: Conversation, request: EngineRequest
+    ) -> EngineRequest:
+        """Return the request with the conversation of the response that it continues. It is looked up in this session
+        only: ids of other sessions are as unknown as ids of no session.
+        """
+        name = request.previous
+        if not name:
+            return request
+        if conversation.responses.of(name, session.calls) is None:
+            # another gateway may have answered a moment ago; the ledger has a new session object if it was read again
+            await self.store.find_call(session.id, name)
+            session = self.store.ledger.get(session.id) or session
+        earlier = conversation.responses.messages(name, session.calls)
+        if earlier is None:
+            raise Refused(
+                400,
+                f"Previous response with id {name!r:.100} not found: wanted a response of this session that was made "
+                "with store true, while the stored responses took at most gateway.max_body_bytes; or send the whole "
+                "conversation in input",
+                "previous_response_not_found",
+                param="previous_response_id",
+            )
+        messages, head = request.body["messages"], request.unstored
+        body = {**request.body, "messages": [*messages[:head], *earlier, *messages[head:]]}
+        return replace(request, body=body, unstored=head + len(earlier))
+
+    async def chain_of(self, body: Mapping[str, Any]) -> Chain | None:
+        """Return the digests of a chat. Long chats are read in a thread."""
+        if not isinstance(messages := body.get("messages"), list):
+            return None
+        texts = [message.get("content") for message in messages if isinstance(message, dict)]
+        size = sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
+        return await self._reader.run(size, lambda: read_chain(body))
 
     async def _stream(
         self,
@@ -432,6 +468,10 @@ class GatewayApp:
             raise Refused(
                 403, f"session {session.id} has made {conversation.calls} calls (gateway.max_calls)", "too_many_calls"
             )
+        if (tokens := conversation.lineages.tokens) >= settings.max_session_tokens:
+            raise Refused(
+                403, f"session {session.id} has {tokens} tokens (gateway.max_session_tokens)", "too_many_tokens"
+            )
         now = asyncio.get_running_loop().time()
         if (wait := conversation.seconds_until_allowed(now, settings.calls_per_minute)) > 0:
             raise Refused(
@@ -448,9 +488,16 @@ class GatewayApp:
         """Record an answer and return whether it is certainly stored."""
         stored = await self.store.record(call)
         self.count_call(is_kept=stored)
+        self.counts["ties"] += call.tied
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
         return stored
+
+    def add(self, call: SessionCall, conversation: Conversation, prompt_text: str) -> None:
+        """Add a stored answer to its session's lineages, so that later calls can continue it."""
+        conversation.lineages.add(call, prompt_text)
+        self.counts["lineages"] += conversation.lineages.begins_lineage(call.call)
+        self._conversations.weigh(conversation)
 
     def count_call(self, *, is_kept: bool) -> None:
         """Count an answer of a recorded session."""
@@ -620,6 +667,8 @@ class _Recording:
     ) -> None:
         self.session, self.conversation, self.call = session, conversation, current.call
         self._app, self._asked, self._path, self._try = app, engine_request, path, current
+        self._chain: Chain | None = None
+        self._match: Match | None = None
         outside = request.headers.get(TRACEPARENT, "")
         self.trace = {TRACEPARENT: outside} if read_traceparent(outside) else {}
         """Trace header for the engine, which continues the caller's trace with it. Empty: the caller sent no trace."""
@@ -631,24 +680,24 @@ class _Recording:
         Raises:
             EngineRefused: The answer has no tokens to record.
         """
-        opened = self.session.opened
+        opened, stored = self.session.opened, self._store(answer)
         if opened is None:
             self._app.count_call(is_kept=False)
             return "no"
         if opened.record == "off":
             return "off"
-        event, turn = recorded_call(
-            answer,
-            list(self.conversation.turns),
-            session=self.session.id,
-            call=self.call,
-            path=self._path,
-            at=self._app.clock(),
-            request=self._asked.body,
-            temperature=_temperature(self._asked.body),
-            digest=self._try.digest,
-            traceparent=self.trace.get(TRACEPARENT, ""),
+        asked = Asked(
+            self.session.id,
+            self.call,
+            self._path,
+            self._asked.body,
+            _temperature(self._asked.body),
+            self._chain,
+            self._match,
+            self._try.digest,
+            self.trace.get(TRACEPARENT, ""),
         )
+        event = recorded_call(answer, asked, self.conversation.lineages, at=self._app.clock())
         session = self._app.store.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
         self._try.is_recorded = True  # the store gets it now, whether or not the client still waits
@@ -657,10 +706,43 @@ class _Recording:
             "began": self._try.began,
             "siblings": sorted(self._try.siblings),
         }
-        if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **attempt_fields})):
+        event = event.model_copy(update={"supersedes": repeated, "stored": stored, **attempt_fields})
+        if not await self._app.keep(event):
             return "no"
-        self.conversation.turns.append(turn)  # later calls must not continue a call that was not stored
+        # later calls must not continue a call that was not stored
+        self._app.add(event, self.conversation, prompt_text_of(answer))
         return "yes"
+
+    async def continue_conversation(self) -> None:
+        """Find the recorded answer that the request continues, and give the engine its tokens."""
+        opened = self.session.opened
+        if opened is None or opened.record == "off" or opened.ended:
+            return  # no other call of the session is recorded
+        self._chain = await self._app.chain_of(self._asked.body)
+        if self._chain is None:
+            return
+        self._match = self.conversation.lineages.match(self._chain, _temperature(self._asked.body))
+        if self._match is not None and self._app.settings.gateway.merge == "renderer":
+            self._asked.body["continue_tokens"] = self._match.tokens
+            self._asked.body["continue_messages"] = self._match.messages
+
+    def _store(self, answer: Mapping[str, Any]) -> StoredResponse | None:
+        """Store the answer for requests that refer to it by its id. Return None if it is not stored."""
+        asked, message = self._asked, answer["choices"][0].get("message")
+        if not asked.stores or not isinstance(message, dict):
+            return None
+        session = self._app.store.ledger.get(self.session.id) or self.session
+        responses, match = self.conversation.responses, self._match
+        follows, first = asked.previous, asked.unstored
+        is_first = not follows and match is not None and match.sequence.choice == 0
+        if match is not None and is_first and responses.of(match.sequence.call, session.calls) is not None:
+            follows, first = match.sequence.call, match.messages
+        stored = StoredResponse(
+            follows=follows,
+            messages=asked.body["messages"][first:],
+            answer={"role": "assistant", **{name: message[name] for name in KEPT_IN_ANSWERS if message.get(name)}},
+        )
+        return stored if responses.add(self.call, stored, self._app.settings.gateway.max_body_bytes) else None
 
 
 def _retry_of(request: web.Request) -> int:
@@ -670,22 +752,9 @@ def _retry_of(request: web.Request) -> int:
 
 
 def _temperature(body: Mapping[str, Any]) -> float:
-    """Return the temperature of a request that an engine accepted."""
+    """Return the temperature of a request. Engines refuse a value that is not a number."""
     temperature = body.get("temperature")
-    return 1.0 if temperature is None else float(temperature)
-
-
-def _tokens_before(engine_request: EngineRequest, conversation: Conversation) -> list[int]:
-    """Return the tokens of the longest turn that a chat continues. The list is empty if it continues no turn."""
-    messages = engine_request.body.get("messages")
-    if not isinstance(messages, list):  # the engine reports the error in the request
-        return []
-    continued_turns = [
-        turn.tokens[0]
-        for turn in conversation.turns
-        if 0 < len(turn.messages) < len(messages) and messages[: len(turn.messages)] == list(turn.messages)
-    ]
-    return max(continued_turns, key=len, default=[])
+    return float(temperature) if isinstance(temperature, int | float) else 1.0
 
 
 def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trinity_mq.gateway.lineages import BREAK_CAUSES
 from trinity_mq.gateway.rules import Metrics, Reward
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionReplay
@@ -45,6 +46,8 @@ class RewardBody(Body):
     reward: Reward
     call: Text | Annotated[int, Field(ge=-MAX_MESSAGES, le=MAX_MESSAGES)] | None = None
     choice: int | None = Field(default=None, ge=0, le=MAX_CHOICES)
+    lineage: Text | None = None
+    """Id of any call of the lineage that is rewarded."""
     how: Literal["replace", "add"] = "replace"
     key: str = Field(default="", max_length=LONGEST_LABEL)
     """Idempotency key: the same reward with the same key counts once."""
@@ -84,13 +87,24 @@ def shown(session: Session) -> dict[str, Any]:
         "call_rewards": [
             {"call": call, "choice": choice, "reward": value} for (call, choice), value in session.call_rewards.items()
         ],
+        "lineages": [
+            {
+                "id": lineage.calls[0],
+                "parent": lineage.parent,
+                "calls": lineage.calls,
+                "tokens": lineage.tokens,
+                "reward": session.lineage_rewards.get(lineage.calls[0]),
+            }
+            for lineage in session.lineages
+        ],
         "metrics": session.metrics,
         "group": session.group or None,
         "labels": {} if opened is None else opened.labels,
         "record": None if opened is None else opened.record,
         "sampled_out": opened is not None and opened.sampled_out,
         "call_ids": list(session.calls),
-        "breaks": [call.break_cause for call in session.calls.values() if call.break_cause],
+        "breaks": [call.break_cause for call in session.calls.values() if call.break_cause in BREAK_CAUSES],
+        "ties": sum(call.tied for call in session.calls.values()),
         "versions": sorted(
             {row[1:] for call in session.calls.values() for sampled in call.choices for row in sampled.versions}
         ),

@@ -1,4 +1,4 @@
-"""State of sessions between their calls: the latest turns, the engine of the last call, and the call rate."""
+"""State of sessions between their calls: lineages, stored responses, the engine of the last call, the call rate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_mq.gateway.recorded_call import KEPT_TURNS, Answers, Turn
+from trinity_mq.gateway.lineages import SEQUENCE_BYTES, Lineages
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.stored_responses import StoredResponses
 from trinity_mq.messages import SessionCall
 
-REMEMBERED = 20_000
-"""Maximum number of conversations in memory. Other conversations are rebuilt from the session's events at the next
-call.
+MOST_BYTES = 64 * 1024**2
+"""Estimated bytes of all conversations above which those without recent calls are removed. They are rebuilt from the
+session's events at the next call.
 """
+CONVERSATION_BYTES = 2048
+"""Estimated bytes of a conversation without calls."""
 MINUTE = 60.0
 
 
@@ -51,7 +54,8 @@ class Try:
 class Conversation:
     """State of a session between its calls."""
 
-    turns: deque[Turn] = field(default_factory=lambda: deque(maxlen=KEPT_TURNS))
+    lineages: Lineages = field(default_factory=Lineages)
+    responses: StoredResponses = field(default_factory=StoredResponses)
     under_way: dict[str, Try] = field(default_factory=dict)
     """Unanswered requests by call id."""
     failed: deque[Try] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TRIES))
@@ -61,6 +65,13 @@ class Conversation:
     calls: int = 0
     times: deque[float] = field(default_factory=deque)
     """Loop times in seconds of the calls of the last minute."""
+    counted_bytes: int = 0
+    """Bytes of the conversation in the total of all conversations."""
+
+    @property
+    def bytes(self) -> int:
+        """Estimated size."""
+        return CONVERSATION_BYTES + SEQUENCE_BYTES * self.lineages.count + self.responses.local_bytes
 
     def seconds_until_allowed(self, now: float, per_minute: int) -> float:
         """Return the seconds until the next call is allowed. Zero: it is allowed now."""
@@ -134,37 +145,48 @@ class Conversation:
 
 
 class Conversations:
-    """Conversations of the sessions with the most recent calls."""
+    """Conversations of the sessions with the most recent calls.
 
-    def __init__(self) -> None:
+    Args:
+        most_bytes: Estimated bytes above which the conversations that were longest without a call are removed.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._known: OrderedDict[str, Conversation] = OrderedDict()
+        self._most_bytes = most_bytes
+        self.bytes = 0
+        """Estimated bytes of all conversations."""
 
     def of(self, session: Session) -> Conversation:
-        """Return the conversation of a session."""
+        """Return the conversation of a session, with all calls of its record."""
         conversation = self._known.get(session.id)
         if conversation is None:
-            conversation = self._known[session.id] = _from_events(session)
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            conversation = self._known[session.id] = Conversation(calls=session.asked)
         self._known.move_to_end(session.id)
+        conversation.lineages.catch_up(session.calls)
+        conversation.responses.catch_up(session.calls)
+        self.weigh(conversation)
         return conversation
+
+    def weigh(self, conversation: Conversation) -> None:
+        """Count the size of a conversation that has changed, and remove others if all take too much."""
+        size = conversation.bytes
+        self.bytes += size - conversation.counted_bytes
+        conversation.counted_bytes = size
+        if self.bytes <= self._most_bytes:
+            return
+        for name, oldest in list(self._known.items()):
+            if self.bytes <= self._most_bytes:
+                break
+            if oldest is not conversation and not oldest.under_way:
+                self.forget(name)
 
     def forget(self, session: str) -> None:
         """Remove the conversation of a session that has ended."""
-        self._known.pop(session, None)
-
-
-def _from_events(session: Session) -> Conversation:
-    conversation, answers = Conversation(calls=session.asked), Answers(list(session.calls.values()))
-    for call in list(session.calls.values())[-KEPT_TURNS:]:
-        try:
-            prompt = answers.prompt(call)
-        except ValueError:  # the call that it continues was not stored, so no later call continues it either
-            continue
-        tokens = [[*prompt, *choice.ids] for choice in call.choices]
-        texts = [call.prompt_text + choice.text for choice in call.choices] if call.prompt_text else []
-        conversation.turns.append(Turn(call.call, tokens, texts, call.temperature, call.request.get("messages") or ()))
-    return conversation
+        conversation = self._known.pop(session, None)
+        if conversation is not None:
+            self.bytes -= conversation.counted_bytes
+            conversation.counted_bytes = 0
 
 
 def digest_of(path: str, body: Mapping[str, Any]) -> str:

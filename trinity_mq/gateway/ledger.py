@@ -85,6 +85,10 @@ class Ledger:
         """Return a session whose opened event has been read."""
         return self.live.get(session) or self._settled.get(session)
 
+    def call(self, session: str, call: str) -> SessionCall | None:
+        """Return a call of a session that is not settled."""
+        return None if (live := self.live.get(session)) is None else live.calls.get(call)
+
     def of_key(self, key_hash: str) -> Session | None:
         """Return the live session whose key has this hash."""
         return self._keys.get(key_hash)

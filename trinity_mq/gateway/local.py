@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -53,6 +54,7 @@ class LocalSession:
     """Base URL for clients of Anthropic."""
     base_url: str
     """Base URL for clients of OpenAI: ``url`` plus ``/v1``."""
+    port: int
     key: str
     store: MemorySessionStore
     engine: OneEngine
@@ -74,7 +76,8 @@ async def local_session(
     headers: Mapping[str, str],
     not_ready_timeout: float,
     request_timeout: float,
-    merge: Merge = "prefix",
+    merge: Merge = "renderer",
+    socket: Path | None = None,
     switches: Switches = "agent",
 ) -> AsyncIterator[LocalSession]:
     """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.
@@ -86,7 +89,8 @@ async def local_session(
         headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.
-        merge: With ``renderer``, engines continue from the tokens of earlier turns.
+        merge: As ``gateway.merge``: whether and how engines continue from the tokens of earlier turns.
+        socket: Path of a Unix socket that also serves the session, for programs without network. None: no such socket.
         switches: Whether the program may switch thinking, as ``gateway.switches``.
     """
     store, key, name = MemorySessionStore(), access.new_key(), access.new_session_id()
@@ -118,7 +122,9 @@ async def local_session(
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
+        if socket is not None:
+            await web.UnixSite(runner, socket).start()
         url = f"http://127.0.0.1:{site.port}/s/{name}"
-        yield LocalSession(name, url, f"{url}/v1", key, store, engine)
+        yield LocalSession(name, url, f"{url}/v1", site.port, key, store, engine)
     finally:
         await runner.cleanup()

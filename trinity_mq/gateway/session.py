@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trinity_mq.gateway.lineages import SessionLineage, lineages_of, superseded_calls
 from trinity_mq.gateway.rules import bounded_reward, merge_metrics
 from trinity_mq.messages import (
     SessionCall,
@@ -68,6 +69,8 @@ class Session:
     """Reward of the whole session."""
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
     """Rewards by (call id, choice index). Index None covers every choice of the call."""
+    lineage_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of lineages, by the id of the first call of each."""
     metrics: dict[str, float] = field(default_factory=dict)
     end: SessionEnd | None = None
     ended_at: float = 0.0
@@ -128,8 +131,14 @@ class Session:
 
     @property
     def has_reward(self) -> bool:
-        """True if the session or one of its calls has a reward."""
-        return self.reward is not None or bool(self.call_rewards)
+        """True if the session, one of its lineages or one of its calls has a reward."""
+        return self.reward is not None or bool(self.call_rewards or self.lineage_rewards)
+
+    @property
+    def lineages(self) -> list[SessionLineage]:
+        """Lineages in the order of their first calls. Empty once the session is settled."""
+        calls = list(self.calls.values())
+        return lineages_of(calls, superseded_calls(calls))
 
     @property
     def replay(self) -> SessionReplay | None:
@@ -185,8 +194,15 @@ class Session:
             return None if body.reward is not None and self.reward is None else f"session {self.id} has ended already"
         if isinstance(body, SessionEnd) and self.end is not None and body.outcome != "discard":
             return f"session {self.id} has ended already, as {self.end.outcome}"
-        if isinstance(body, SessionReward) and body.call is not None and self.call_of(body.call) is None:
-            call_ids = ", ".join(self.calls) or "none"
+        return self._reward_problem(body) if isinstance(body, SessionReward) else None
+
+    def _reward_problem(self, body: SessionReward) -> str | None:
+        call_ids = ", ".join(self.calls) or "none"
+        if body.lineage is not None and (body.call is not None or body.choice is not None):
+            return "the reward names a lineage and a call or a choice, wanted one of them"
+        if body.lineage is not None and body.lineage not in self.calls:
+            return f"session {self.id} has no lineage with call {body.lineage!r}; it has calls {call_ids[:400]}"
+        if body.call is not None and self.call_of(body.call) is None:
             return f"session {self.id} has no call {body.call!r}; it has {call_ids[:400]}, or a number from 0"
         return None
 
@@ -222,7 +238,7 @@ class Session:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self.calls, self.call_rewards, self.metrics = {}, {}, {}
+        self.calls, self.call_rewards, self.lineage_rewards, self.metrics = {}, {}, {}, {}
         self.reward, self.end, self.decided, self.last_at, self.ripe_at = None, None, None, 0.0, math.inf
         self.group = ""
         for event in self.events:
@@ -266,10 +282,17 @@ class Session:
         merge_metrics(self.metrics, body.metrics)
         self.group = self.group or body.group
         added = body.how == "add"
-        if body.call is None:
-            self.reward = bounded_reward(body.reward + (self.reward or 0.0) if added else body.reward)
-            return
-        call = self.call_of(body.call)
-        assert call is not None  # otherwise refusal_reason refused the event
-        key = call.call, body.choice
-        self.call_rewards[key] = bounded_reward(body.reward + (self.call_rewards.get(key, 0.0) if added else 0.0))
+
+        def worth(earlier: float | None) -> float:
+            return bounded_reward(body.reward + ((earlier or 0.0) if added else 0.0))
+
+        if body.lineage is not None:
+            [name] = [lineage.calls[0] for lineage in self.lineages if body.lineage in lineage.calls]
+            self.lineage_rewards[name] = worth(self.lineage_rewards.get(name))
+        elif body.call is not None:
+            call = self.call_of(body.call)
+            assert call is not None  # otherwise refusal_reason refused the event
+            key = call.call, body.choice
+            self.call_rewards[key] = worth(self.call_rewards.get(key))
+        else:
+            self.reward = worth(self.reward)

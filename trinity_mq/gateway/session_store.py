@@ -54,6 +54,9 @@ class SessionStore(Protocol):
     async def find_key(self, key_hash: str) -> Session | None:
         """Return the live session with this key hash. Wait briefly for an unknown key, as :meth:`find` does."""
 
+    async def find_call(self, session: str, call: str) -> SessionCall | None:
+        """Return a call of a session. Wait briefly for an unknown call, as :meth:`find` does."""
+
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""
 
@@ -90,6 +93,9 @@ class MemorySessionStore:
 
     async def find_key(self, key_hash: str) -> Session | None:
         return self.ledger.of_key(key_hash)
+
+    async def find_call(self, session: str, call: str) -> SessionCall | None:
+        return self.ledger.call(session, call)
 
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"

@@ -75,6 +75,25 @@ class SampledChoice(BaseModel):
     finish_reason: str | None = None
     versions: list[tuple[int, int, int]] = Field(default_factory=list)
     """First token, generation and step of each weight version, in the order in which the versions sampled."""
+    conversation: str = ""
+    """Digest of the request's messages and this answer, which is equal for the same messages in a later request; empty:
+    the request had no messages."""
+    identity: str = ""
+    """Digest of the ids of the answer's tool calls, or of its thoughts, which tells equal answers apart; empty: it has
+    neither."""
+
+
+class StoredResponse(BaseModel):
+    """A response to which a later request may refer by its id, instead of sending the conversation again."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    follows: str = ""
+    """Call whose stored response comes before ``messages``; empty: ``messages`` begin the conversation."""
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    """New messages of the request, without instructions, in the format of chat completions."""
+    answer: dict[str, Any] = Field(default_factory=dict)
+    """The answer as a chat message."""
 
 
 class SessionCall(Message):
@@ -91,7 +110,7 @@ class SessionCall(Message):
     """Route of the request, such as ``/v1/chat/completions``."""
     temperature: float = 1.0
     continues: str = ""
-    """The call whose prompt and answer are a prefix of this prompt, token by token; empty: no such call is known."""
+    """The call whose prompt and answer are a prefix of this prompt, token by token; empty: it begins a lineage."""
     choice: int = 0
     """Index of the continued answer among the choices of that call."""
     prompt: list[int] = Field(default_factory=list)
@@ -104,8 +123,13 @@ class SessionCall(Message):
     supersedes: str = ""
     """A call that its client abandoned and repeated with this call. The abandoned call is not trained on."""
     break_cause: str = ""
-    """Why the prompt does not continue an earlier call: ``new``, ``template``, ``retoken`` or ``temperature``. Empty:
-    it continues a call or is the first."""
+    """Why the prompt does not begin with the tokens of the answer that its messages continue: ``template``, ``retoken``
+    or ``temperature``. Empty: it does, or its messages continue no answer of the session. Release 0.2.0 wrote ``new``
+    for these."""
+    tied: bool = False
+    """True if the client may have continued another answer, equal to the continued one."""
+    stored: StoredResponse | None = None
+    """Null: no later request can refer to the response by its id."""
     request: dict[str, Any] = Field(default_factory=dict)
     """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not recorded."""
     digest: str = ""
@@ -128,8 +152,8 @@ class SessionCall(Message):
 
 
 class SessionReward(Message):
-    """A reward of a session or of one of its answers. The last reward counts, unless it is added to the earlier
-    rewards.
+    """A reward of a session, of one of its lineages or of one of its answers. The last reward counts, unless it is
+    added to the earlier rewards.
     """
 
     kind: ClassVar[str] = "session_reward"
@@ -140,6 +164,8 @@ class SessionReward(Message):
     """Id of the answer, or its number counted from 0; null: the whole session."""
     choice: int | None = Field(default=None, ge=0)
     """Index of the answer if the request has several."""
+    lineage: str | None = None
+    """Id of any call of the lineage that is rewarded; null: the session or ``call``."""
     how: Literal["replace", "add"] = "replace"
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False

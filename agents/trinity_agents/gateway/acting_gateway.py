@@ -404,13 +404,19 @@ def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
             "calls": [encode(call) for call in session.calls.values()],
             "reward": session.reward,
             "call_rewards": [[call, choice, reward] for (call, choice), reward in session.call_rewards.items()],
+            "lineage_rewards": session.lineage_rewards,
             "metrics": session.metrics,
             "labels": {} if session.opened is None else session.opened.labels,
         }
         for session in sessions
     ]
     gateway = config.gateway
-    raw_task = {"sessions": record, "merge": gateway.merge, "turn_discount": gateway.turn_discount}
+    raw_task = {
+        "sessions": record,
+        "merge": gateway.merge,
+        "turn_discount": gateway.turn_discount,
+        "shared_prefix": gateway.shared_prefix,
+    }
     return TaskBody(workflow=RECORDED_SESSIONS, raw_task=raw_task, repeat_times=len(sessions))
 
 

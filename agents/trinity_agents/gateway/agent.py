@@ -24,6 +24,7 @@ from trinity_mq.config import Config
 from trinity_mq.gateway.access import Access, read_keys
 from trinity_mq.gateway.app import SHUTDOWN_SECONDS, GatewayApp
 from trinity_mq.gateway.engines import EngineCalls
+from trinity_mq.gateway.lineages import BREAK_CAUSES
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import GatewayStatus
 from trinity_mq.models.clients import EngineClients
@@ -205,8 +206,8 @@ class Gateway(Agent):
                 "sampled_out",
             )
             values = {f"serve/{name}": float(getattr(status, name)) for name in names}
-            causes = ("new", "template", "retoken", "temperature")
-            values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in causes}
+            values |= {f"serve/{name}": float(app.counts[name]) for name in ("lineages", "ties")}
+            values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in BREAK_CAUSES}
             rewards, app.store.ledger.evaluated = app.store.ledger.evaluated, []
             if rewards and self._acts:
                 values |= {

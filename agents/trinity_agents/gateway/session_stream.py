@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -38,6 +39,7 @@ from trinity_mq.runtime.errors import dead_letter_reason
 from trinity_mq.transport.event_log import EventEffect, EventLog, Kinds
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 EVENT, OUTSIDE, OUTCOME = "event", "session", "outcome"
 """Routing keys: events of gateways, rewards and ends by other programs, outcomes of submitted tasks."""
@@ -140,7 +142,10 @@ class SessionStream(EventLog):
     async def find_key(self, key_hash: str) -> Session | None:
         return await self._find(lambda: self.ledger.of_key(key_hash))
 
-    async def _find(self, look: Callable[[], Session | None]) -> Session | None:
+    async def find_call(self, session: str, call: str) -> SessionCall | None:
+        return await self._find(lambda: self.ledger.call(session, call))
+
+    async def _find(self, look: Callable[[], T | None]) -> T | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WITHIN):
                 await self.changed.until(lambda: look() is not None)

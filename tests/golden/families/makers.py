@@ -17,6 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from trinity_mq.engines.generation.text import TextCodec
+
 FOLDER = Path(__file__).parent
 SOURCES: Mapping[str, Mapping[str, Any]] = json.loads((FOLDER / "sources.json").read_text())
 
@@ -66,6 +68,13 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = template_of(name)
     return tokenizer
+
+
+@functools.cache
+def codec_of(name: str) -> TextCodec:
+    """Return our codec of that tokenizer."""
+    tokenizer = tokenizer_of(name)
+    return TextCodec(tokenizer, frozenset(map(tokenizer.convert_tokens_to_ids, vocabulary_of(name).ends)))
 
 
 def rendering_of(

@@ -31,8 +31,11 @@ FINISHED = EARLIER | {
 }
 """Conversations with a turn before the last answer. Qwen3 writes empty thoughts for the last answer only."""
 TAGS = frozenset(("tags in arguments",))
+UNSAMPLED = FINISHED | TAGS | {"answered", "one call"}
+"""Conversations without thoughts, where the prompt opens thoughts: nobody samples these turns."""
 AFTER_THOUGHTS = frozenset(("turn after thoughts",))
-RESULTS = frozenset(("result", "parallel calls", "text and call", "two rounds", "turn after a result"))
+MOVED = frozenset(("turn after a result",))
+"""Mistral writes the tools before the last message of the user."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Proof:
     reason: str = ""
     breaks: frozenset[str] = frozenset()
     """Conversations whose last finished turn is rendered anew, because the template would write it in another form."""
+    calls: str = ""
+    """Words for what is known of tools and calls. Empty: by the conversations above."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Variables that make the template independent of the day."""
 
@@ -180,7 +185,7 @@ PROOFS = (
     Proof(
         "glm4.7",
         "glm",
-        (({}, FINISHED | TAGS | {"answered", "one call"}), (OFF, WITH_THOUGHTS)),
+        (({}, UNSAMPLED), (OFF, WITH_THOUGHTS)),
         thoughts="reasoning_content",
         unread=TAGS,
         reason=_XML,
@@ -189,7 +194,7 @@ PROOFS = (
     Proof(
         "deepseek-r1",
         "deepseek",
-        (({}, FINISHED - WITH_THOUGHTS | TAGS | {"answered", "one call"}),),
+        (({}, UNSAMPLED - WITH_THOUGHTS),),
         arguments="text",
         writes_tools=False,
         breaks=EARLIER - {"turn after thoughts", "turn after a result"},
@@ -214,22 +219,53 @@ PROOFS = (
         reason="the template writes text next to calls as thoughts",
         breaks=EARLIER,
     ),
-    Proof("kimi-k2", "kimi", refused=WITH_CALLS - WITH_THOUGHTS),
+    Proof("kimi-k2", "kimi", writes_tools=False, refused=WITH_CALLS - WITH_THOUGHTS, calls="not proven"),
     Proof(
         "mistral-nemo",
         "mistral",
-        (({}, frozenset(("turn after a result",))),),
+        (({}, MOVED),),
         unread=frozenset(("text and call",)),
         reason=_ALONE,
-        breaks=RESULTS,
+        breaks=MOVED,
     ),
     Proof(
         "mistral-small-3.2",
         "mistral",
-        (({}, frozenset(("turn after a result",))),),
+        (({}, MOVED),),
         unread=frozenset(("text and call",)),
         reason=_ALONE,
-        breaks=RESULTS,
+        breaks=MOVED,
     ),
     Proof("ministral-3", "mistral", thoughts="parts", refused=frozenset(("empty answer",))),
+    Proof(
+        "qwen3.8",
+        "qwen3.5",
+        (({}, frozenset()), (OFF, WITH_THOUGHTS), (ON, frozenset())),
+        thoughts="reasoning_content",
+        unread=TAGS,
+        reason=_XML,
+    ),
+    Proof("qwen3-coder", "qwen3.5", unread=TAGS, reason=_XML),
+    Proof(
+        "nemotron-3",
+        "nemotron",
+        (({}, UNSAMPLED), (OFF, WITH_THOUGHTS)),
+        thoughts="reasoning_content",
+        unread=TAGS,
+        reason=_XML,
+        breaks=EARLIER,
+    ),
+    Proof("minimax-m2", "minimax", (({}, UNSAMPLED),), thoughts="reasoning_content", breaks=EARLIER),
 )
+"""Proven templates."""
+
+UNPROVEN = {
+    "gemma4": "TRL holds templates of five revisions; no golden test compares them yet",
+    "phi": "calls of Phi-4-mini: the format is that of the model card, and no package holds the template",
+    "kimi": "tools, calls and results of Kimi K2: the copy of the template was changed for another program, and the "
+    "maker's tokenizer, which sorts the keys of tools, is in no package",
+    "deepseek": "DeepSeek V3 and V3-0324: no package holds their template (R1 and V3.1 are proven)",
+    "hermes": "calls of SmolLM2: its template writes no tools; the format is that of the model card",
+    "gemma": "calls of Gemma 3: the maker gives no format",
+}
+"""What is not proven, by rows of the table."""

@@ -96,7 +96,8 @@ async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(streams:
         ("/s/{id}/end", {"metrics": {"a": "-inf"}}, 400, "metric 'a' is -inf, wanted a number from"),
         ("/s/{id}/reward", {"reward": 1, "call": "chatcmpl-0"}, 409, "has no call 'chatcmpl-0'; it has none"),
         ("/s/{id}/v1/chat/completions", {}, 400, "messages"),
-        ("/s/{id}/v1/responses", {"previous_response_id": "r", "input": "x"}, 400, "send the whole conversation"),
+        ("/s/{id}/v1/responses", {"previous_response_id": "r", "input": "x"}, 400, "response with id 'r' not found"),
+        ("/s/{id}/v1/responses", {"conversation": "c", "input": "x"}, 400, "send previous_response_id"),
         ("/s/{id}/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "is of type 'computer_call'; taken are"),
         ("/s/{id}/v1/messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "wanted user or assistant"),
         ("/s/{id}/v1/messages", {"messages": [{"role": "user", "content": 3}]}, 400, "wanted text or a list of blocks"),
@@ -259,20 +260,6 @@ async def test_a_client_that_leaves_early_is_no_fault() -> None:
         assert (await at.post(f"/s/{made['id']}/v1/chat/completions", ASK))[0] == 200
 
 
-async def test_breaks_are_counted_by_cause() -> None:
-    async with serving(say) as at:
-        made = await at.open()
-        path = f"/s/{made['id']}/v1/chat/completions"
-        question, answer = ASK["messages"][0], {"role": "assistant", "content": "5"}
-        await at.post(path, ASK)
-        await at.post(path, {"messages": [question, answer, {"role": "user", "content": "and 1?"}]})
-        await at.post(path, {"messages": [question, {"role": "assistant", "content": "Five"}, question]})
-        await at.post(path, {"messages": [{"role": "user", "content": "another matter"}]})
-        _, shown = await at.get(f"/s/{made['id']}")
-        assert shown["breaks"] == ["template", "new"]
-        assert (at.app.counts["breaks_template"], at.app.counts["breaks_new"]) == (1, 1)
-
-
 class Resampled(ScriptedGenerator):
     """Samples ``ab`` as two tokens, which its tokenizer cuts as one."""
 
@@ -302,7 +289,7 @@ async def merging_server(script: Script) -> AsyncIterator[tuple[InferenceModel, 
         yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
 
 
-@pytest.mark.parametrize("merge", ["prefix", "renderer"])
+@pytest.mark.parametrize("merge", ["renderer", "prefix"])
 async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) -> None:
     config = serving_config(gateway={"merge": merge})
     async with serving(["aab", "b"], config=config, server=merging_server) as at:
@@ -323,6 +310,7 @@ async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) ->
         else:
             assert prompt == [*cut, *follows]
             assert (calls[1].continues, calls[1].break_cause) == ("", "retoken")
+            assert at.app.counts["breaks_retoken"] == 1
 
 
 async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() -> None:
@@ -396,9 +384,10 @@ async def test_an_option_that_does_not_exist_is_refused_by_name_and_its_default_
     path: str, option: str
 ) -> None:
     value, neutral = {**PENALTIES, **OF_ALL, **OPTIONS[path]}[option]
+    needed = {"tools": TOOLS[path]} if option == "parallel_tool_calls" and path in TOOLS else {}
     async with serving(lambda prompt: "5") as at:
         for record, default in (("train", neutral), ("train", None), ("eval", neutral), ("off", neutral)):
-            status, answer = await ask(at, path, record, **{option: value})
+            status, answer = await ask(at, path, record, **needed, **{option: value})
             assert status == 400, answer
             assert answer["error"]["message"].startswith(option)
             if path != "messages":  # whose errors have no field for it

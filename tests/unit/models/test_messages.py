@@ -154,6 +154,32 @@ def test_a_template_that_refuses_the_probe_alone_reads_the_messages() -> None:
         codec_of(strict).render_with_tools([SAY], None)
 
 
+ALTERNATING = """\
+{%- for message in messages %}
+{%- if message.role == "system" and not loop.first %}{{ raise_exception("a system message begins a chat") }}
+{%- elif not loop.first and message.role == loop.previtem.role %}{{ raise_exception("roles alternate") }}{% endif %}
+<{{ message.role }}>{{ message.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("roles", "wanted"),
+    [
+        ("developer developer user user", "<system>0\n\n1<user>2\n\n3"),
+        ("system user system assistant user", "<system>0<user>1\n\n2<assistant>3<user>4"),
+        ("user assistant system", "<user>0<assistant>1<user>2"),
+    ],
+)
+def test_system_messages_in_any_place_are_written_by_a_template_that_wants_one_at_the_beginning(
+    roles: str, wanted: str
+) -> None:
+    codec = codec_of(ALTERNATING)
+    messages = read_messages([{"role": role, "content": f"{place}"} for place, role in enumerate(roles.split())])
+    assert codec.render_with_tools(messages).replace("\n<", "<") == wanted
+    behind = [*messages, {"role": "assistant", "content": "5"}, {"role": "user", "content": "6"}]
+    if messages[-1]["role"] != "assistant":
+        assert codec.render_with_tools(behind).replace("\n<", "<").startswith(wanted)
+
+
 def test_a_family_that_takes_arguments_as_text_gets_text() -> None:
     deepseek = HERMES.replace("c in m.tool_calls", "tool in m.tool_calls").replace(
         "{{- c.function.name }}{{- c.function.arguments | tojson }}",

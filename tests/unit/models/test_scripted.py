@@ -2,8 +2,9 @@
 
 import pytest
 
+from trinity_mq.engines.generation.request import GenerationRequest
 from trinity_mq.models import EngineRefused
-from trinity_mq.testing.scripted import logprob, scripted_model
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec, logprob, scripted_model, written_answer
 
 MESSAGES = [{"role": "user", "content": "Qu'est-ce que c'est ? 😀"}]
 
@@ -29,3 +30,72 @@ async def test_it_streams_calls_of_tools():
     assert "".join(piece.delta.content or "" for piece in pieces) == "Voilà"
     assert pieces[-1].finish_reason == "tool_calls"
     assert pieces[-1].delta.tool_calls[0].function.name == "f"
+
+
+CALLS = [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+WRITES_CALLS = """
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}({{ call.function.arguments | tojson }})</call>
+{%- endfor %}"""
+OPENS_THOUGHTS = (
+    """
+{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- if m.role == "assistant" %}<think>{{ m.reasoning_content or "" }}</think>{% endif %}{{ m.content }}"""
+    + WRITES_CALLS
+    + """<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant<think>{% endif %}"""
+)
+ENDS_WITH_A_ROLE = (
+    """
+{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
+{%- for m in messages %}<|{{ m.role }}|>
+{%- if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"""
+    + WRITES_CALLS
+    + """{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != "tool" %}<|assistant|>{% endif %}{# <|user|><|tool|> #}"""
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "message", "prompt", "text"),
+    [
+        pytest.param(OPENS_THOUGHTS, ("<|im_end|>",), {"content": "Hi"}, "<|im_start|>assistant<think>",
+                     "</think>Hi<|im_end|>", id="the prompt has opened thoughts"),
+        pytest.param(ENDS_WITH_A_ROLE, ("<|user|>", "<|tool|>"), {"content": "Hi", "reasoning_content": "So"},
+                     "<|user|>x<|assistant|>", "<think>So</think>Hi<|user|>", id="the next user ends it"),
+        pytest.param(ENDS_WITH_A_ROLE, ("<|user|>", "<|tool|>"), {"tool_calls": CALLS}, "<|tool|>5",
+                     '<call>add({"a": 2})</call><|tool|>', id="no turn is opened after a tool, and a tool ends it"),
+    ],
+)  # fmt: skip
+def test_a_message_is_written_as_its_template_writes_it(template, ends, message, prompt, text):
+    assert written_answer(byte_codec(template, ends=ends), message, prompt) == text
+
+
+def test_a_message_that_cannot_follow_the_prompt_is_refused():
+    template = OPENS_THOUGHTS.replace("assistant<think>{% endif", "assistant<think></think>{% endif")
+    with pytest.raises(ValueError, match=r"opens the turn with .*, but writes the message as .*So"):
+        written_answer(byte_codec(template), {"content": "Hi", "reasoning_content": "So"}, "<think></think>")
+
+
+async def test_messages_are_answered_in_the_tokens_of_a_family():
+    codec = byte_codec(OPENS_THOUGHTS, specials=("<other>",))
+    script = [{"reasoning_content": "So", "tool_calls": CALLS}, "</think>5<other>"]
+    async with scripted_model(script, codec=codec) as model:
+        [first] = await model.chat_async(MESSAGES, tools=[ADD])
+        [second] = await model.chat_async(MESSAGES)
+    tokens = first.tokens[first.prompt_length :].tolist()
+    assert codec.decode([tokens]) == ['So</think><call>add({"a": 2})</call><|im_end|>']
+    assert tokens[-1] in codec.stop_ids
+    assert len(tokens) < len(first.response_text), "special tokens are tokens, not bytes"
+    assert second.tokens.tolist()[-2:] == [*codec.encode("<other>"), codec.end_id]
+
+
+def test_an_end_in_the_text_is_the_only_end():
+    codec = byte_codec(ENDS_WITH_A_ROLE, ends=("<|user|>", "<|tool|>"))
+    generator = ScriptedGenerator([{"tool_calls": CALLS}, "Hi<|user|>", "Hi"], codec=codec)
+    request = GenerationRequest(codec.encode("x"), max_tokens=64)
+    answers = [generator.generate([request])[0][0] for _ in range(3)]
+    assert [answer.text for answer in answers] == ['<call>add({"a": 2})</call>', "Hi", "Hi"]
+    assert answers[1].token_ids == answers[2].token_ids == codec.encode("Hi<|user|>")
+    assert generator.vocabulary == codec.size > max(codec.stop_ids) > 255

@@ -80,7 +80,7 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
     assert codec.decode([first.tokens[first.prompt_length :].tolist()])[0] == f"4{END}"
     assert second.versions == [(0, 1, 0)]
     assert second.metrics["tries"] == 2
-    assert (second.metrics["session_calls"], second.metrics["session_breaks_new"]) == (2, 0)
+    assert (second.metrics["session_calls"], second.metrics["session_lineages"]) == (2, 2)
     assert (first.eid.step, second.eid.step) == (0, 1)
 
 

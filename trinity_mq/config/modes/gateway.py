@@ -12,6 +12,7 @@ from trinity_mq.config.base import Section
 from trinity_mq.config.hosts import is_loopback
 
 Merge = Literal["prefix", "per_call", "renderer"]
+SharedPrefix = Literal["first", "last", "mean"]
 Switches = Literal["agent", "configured"]
 
 
@@ -46,13 +47,21 @@ class GatewayConfig(Section):
     another limit."""
     group_size: int | None = Field(default=None, ge=2)
     """Number of sessions in a group. None: ``algorithm.repeat_times``."""
-    merge: Merge = "prefix"
-    """Experiences of a session. ``prefix``: a turn whose prompt begins with exactly the tokens of an earlier turn is
-    merged with that turn into one experience. ``per_call``: each answer is an experience. ``renderer``: like
-    ``prefix``, and the prompt of a chat is rendered after the exact tokens of the previous turn if these belong to its
-    text, so that no turn is lost because the same text was tokenized differently."""
+    merge: Merge = "renderer"
+    """Experiences of a session. ``renderer``: a turn whose prompt begins with exactly the tokens of an earlier turn is
+    merged with that turn into one experience, and a prompt that continues a recorded answer is rendered behind the
+    exact tokens of that answer, unless the model's family would write the past in another form. ``prefix``: turns are
+    merged in the same way, but each prompt is rendered as a whole, so that a turn is lost where the same text is
+    tokenized differently. ``per_call``: each answer is an experience."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """Reward of an answer without a reward of its own: this factor times the reward of the next answer."""
+    """Reward of an answer without a reward of its own: this factor times the reward of the next answer in its
+    lineage."""
+    shared_prefix: SharedPrefix = "first"
+    """Credit of answers that several branches of a conversation share: parallel branches, several choices, or a
+    conversation that was resumed at an earlier turn. The shared answers are trained on once; the other branches hold
+    them as context. ``first``: they belong to the experience of the first branch. ``last``: to the experience of the
+    last branch, such as the final attempt of an agent that goes back. ``mean``: they are an experience of their own
+    with the mean of the rewards of their branches, times ``turn_discount``."""
     sampling: Literal["configured", "agent"] = "configured"
     """``configured``: sessions that are trained on are sampled with the parameters of ``explorer.rollout_model``, and
     the agent's parameters are ignored. ``agent``: the agent's temperature is used, and recorded with each answer."""
@@ -77,6 +86,9 @@ class GatewayConfig(Section):
     """Maximum number of open sessions."""
     max_calls: int = Field(default=1000, ge=1)
     """Maximum number of calls in one session."""
+    max_session_tokens: int = Field(default=10_000_000, ge=1)
+    """Maximum number of recorded tokens in one session; tokens that several answers share count once. Further calls are
+    refused. It bounds the memory that a gateway needs for a session: some 40 bytes for each token."""
     calls_per_minute: int = Field(default=600, ge=1)
     """Maximum number of calls in one session within a minute."""
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)

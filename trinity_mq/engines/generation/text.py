@@ -69,7 +69,7 @@ class Prompt:
 
 
 class _Renderer(NamedTuple):
-    """What renders under certain switches."""
+    """The renderer for certain switches."""
 
     library: Any
     """Renderer of the package ``renderers``; None: the chat template renders."""
@@ -196,7 +196,7 @@ class TextCodec:
 
     @property
     def rendering(self) -> str:
-        """What renders conversations: the package ``renderers`` or the chat template, with the reason."""
+        """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
         return self._renderer(None, None).description

@@ -20,6 +20,7 @@ from trinity_mq.gateway.protocols.base import (
     as_list,
     as_object,
     check_options,
+    definitions,
     named_event,
     seal_thoughts,
     text_of_parts,
@@ -33,6 +34,8 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 PASSED = ("temperature", "top_p", "return_token_ids", "chat_template_kwargs")
 """Options with the same meaning in chat completions."""
 ROLES = ("user", "assistant", "system")  # tuples, not sets: the value in a request may be a list, which has no hash
+SERVER_SEARCHES = ("web_search_20", "web_fetch_20")
+"""Beginnings of the types of tools that read the web on Anthropic's servers. No engine has them; they are left out."""
 THINKING_TYPES: Mapping[str, bool | None] = {"adaptive": None, "enabled": True, "disabled": False}
 """Values of ``thinking.type``, each with the value of ``enable_thinking``. None: the model decides."""
 
@@ -47,12 +50,13 @@ class AnthropicProtocol(Protocol):
         if as_object(body.get("output_config"), "output_config").get("format"):
             raise BadRequest("output_config.format cannot be promised: this model gives text only", "output_config")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        chat |= {"model": body.get("model"), "messages": _messages(body), **_switches(body)}
+        tools, deferred = _tools(body)
+        chat |= {"model": body.get("model"), "messages": _messages(body, deferred), **_switches(body)}
         if body.get("max_tokens") is not None:
             chat["max_completion_tokens"] = body["max_tokens"]
         if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
             chat["stop"] = stops
-        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
+        if tools:
             chat["tools"] = tools
             choice = as_object(body.get("tool_choice"), "tool_choice") or {"type": "auto"}
             if choice.get("disable_parallel_tool_use"):
@@ -184,7 +188,7 @@ def _message(call: str, body: Mapping[str, Any], prompt: int) -> dict[str, Any]:
     }
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(body: Mapping[str, Any], deferred: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return ``system`` and ``messages`` as chat messages."""
     chat_messages: list[dict[str, Any]] = []
     if system := text_of_parts(body.get("system"), ("text",), "system"):
@@ -201,11 +205,11 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list):
             raise BadRequest(f"{where}.content is a {type(content).__name__}, wanted text or a list of blocks", where)
-        chat_messages += _of_one(message["role"], parts, f"{where}.content")
+        chat_messages += _of_one(message["role"], parts, f"{where}.content", deferred)
     return chat_messages
 
 
-def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
+def _of_one(role: str, parts: list[Any], where: str, deferred: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the chat messages for the blocks of a single message. Each tool result becomes a message of its own."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -219,7 +223,7 @@ def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
             function = {"name": part.get("name"), "arguments": json.dumps(part.get("input") or {})}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = text_of_parts(part.get("content"), ("text",), f"{where}.{number}.content")
+            text = _result_text(part.get("content"), f"{where}.{number}.content", deferred)
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
         elif kind in {"thinking", "redacted_thinking"} and role == "assistant":
             thoughts.append(_thoughts_in(part, f"{where}.{number}"))
@@ -234,6 +238,46 @@ def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
             message["reasoning_content"] = thought
         return [{**message, "tool_calls": calls} if calls else message]
     return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+
+
+def _result_text(content: Any, where: str, deferred: Mapping[str, Any]) -> str:
+    """Return the text of a tool result. References to tools, which a search found, become the tools' definitions.
+
+    Raises:
+        BadRequest: It holds another part than text and references, or a reference to an unknown tool.
+    """
+    parts = content if isinstance(content, list) else []
+    names = [part.get("tool_name") for part in parts if isinstance(part, dict) and part.get("type") == "tool_reference"]
+    if not names:
+        return text_of_parts(content, ("text",), where)
+    functions = []
+    for name in names:
+        if not isinstance(name, str) or name not in deferred:
+            raise BadRequest(f"{where} refers to the tool {name!r:.80}, which is not in tools", where)
+        functions.append(deferred[name])
+    texts = [part for part in parts if not isinstance(part, dict) or part.get("type") != "tool_reference"]
+    return text_of_parts(texts, ("text",), where) + definitions(functions)
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the offered tools, and by name all tools that a search may refer to. A tool with ``defer_loading`` is not
+    offered until then.
+    """
+    offered, functions = [], {}
+    for number, tool in enumerate(as_list(body.get("tools"), "tools")):
+        if _is_server_search(tool):
+            continue
+        function = _tool(number, tool)
+        functions[function["function"]["name"]] = function["function"]
+        if not tool.get("defer_loading"):
+            offered.append(function)
+    return offered, functions
+
+
+def _is_server_search(tool: Any) -> bool:
+    """Return whether a tool is a search on Anthropic's servers, which a model may always do without."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(SERVER_SEARCHES)
 
 
 def _switches(body: Mapping[str, Any]) -> dict[str, Any]:

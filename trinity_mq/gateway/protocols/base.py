@@ -32,6 +32,13 @@ class EngineRequest:
     """True if the agent asked for a streamed answer."""
     logprobs: bool = False
     """True if the agent asked for the logprob and the text of each token."""
+    previous: str = ""
+    """Id of the stored response whose conversation comes before ``messages``, but after their instructions."""
+    unstored: int = 0
+    """Number of leading messages that are not stored with the response: instructions, and the conversation of
+    ``previous``."""
+    stores: bool = False
+    """True if later requests may refer to the response by its id."""
 
 
 class Events(ABC):
@@ -219,6 +226,14 @@ def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
             raise BadRequest(f"{where}.{number} is of type {kind!r}; this model takes {' or '.join(kinds)}", where)
         texts.append(part["text"])
     return "".join(texts)
+
+
+def definitions(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that shows a model the definitions of tools which a search found in the middle of a conversation.
+    They are not added to the offered tools: that would change the beginning of the prompt.
+    """
+    lines = [f"<function>{json.dumps(function, ensure_ascii=False)}</function>" for function in functions]
+    return "\n".join(["<functions>", *lines, "</functions>"])
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:

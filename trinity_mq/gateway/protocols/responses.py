@@ -1,14 +1,13 @@
 """OpenAI's Responses API on top of chat completions.
 
-Source of the format: OpenAI API reference, "Responses" and "Streaming events". Nothing is stored: each request sends
-the whole conversation in ``input``, as agent frameworks do.
+Source of the format: OpenAI API reference, "Responses" and "Streaming events". A request sends the whole
+conversation in ``input``, as agent frameworks do, or only what follows the response ``previous_response_id``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,14 @@ from trinity_mq.gateway.protocols.base import (
     usage_of,
 )
 from trinity_mq.gateway.protocols.openai import CHAT
+from trinity_mq.gateway.protocols.response_tools import (
+    CALLS,
+    OUTPUTS,
+    SEARCH_OUTPUT,
+    ResponseTools,
+    call_events,
+    call_of_item,
+)
 from trinity_mq.models.recording.sse import thoughts_of
 
 PARTS = ("input_text", "output_text", "text")
@@ -52,6 +59,7 @@ SEALED_REASONING = "reasoning.encrypted_content"
 """Entry of ``include`` that requests the thoughts in the form that clients send back unread."""
 
 
+PREVIOUS = "previous_response_id"
 LOGPROBS = "message.output_text.logprobs"
 """Entry of ``include`` that requests the logprobs of the text."""
 
@@ -62,26 +70,40 @@ class ResponsesProtocol(Protocol):
     prefix = "resp_"
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
-        if body.get("previous_response_id"):
+        previous, stores = body.get("previous_response_id") or "", body.get("store")
+        if not isinstance(previous, str):
+            raise BadRequest(f"previous_response_id is {previous!r:.80}, wanted the id of a response", PREVIOUS)
+        if stores not in (None, False, True):
+            raise BadRequest(f"store is {stores!r:.80}, wanted true or false", "store")
+        if body.get("conversation") is not None:
             raise BadRequest(
-                "previous_response_id names a response, and none is stored here: send the whole conversation in input",
-                "previous_response_id",
+                "conversation names a stored conversation, and there are none here: send previous_response_id, or the "
+                "whole conversation in input",
+                "conversation",
             )
         check_options(body, PASSED)
         form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
         if form.get("type", "text") != "text":
             raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        chat |= {"model": body.get("model"), "messages": _messages(body), **_effort(body)}
+        tools = ResponseTools(body)
+        chat |= {"model": body.get("model"), "messages": _messages(body, tools), **_effort(body)}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
-        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
-            chat["tools"] = tools
-            choice = body.get("tool_choice", "auto")
-            chat["tool_choice"] = (
-                {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
-            )
-        return EngineRequest(CHAT, chat, bool(body.get("stream")), _asks_logprobs(body))
+        if tools.functions:
+            chat["tools"] = tools.functions
+            chat["tool_choice"] = tools.choice(body.get("tool_choice", "auto"))
+        else:
+            chat.pop("parallel_tool_calls", None)  # without tools it changes nothing
+        return EngineRequest(
+            CHAT,
+            chat,
+            bool(body.get("stream")),
+            _asks_logprobs(body),
+            previous=previous,
+            unstored=int(bool(body.get("instructions"))),
+            stores=stores is not False,
+        )
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
@@ -142,17 +164,10 @@ class ResponsesEvents(Events):
         message = answer["choices"][0].get("message") or {}
         self._logprobs += self._news
         events = self._close_item()
-        output = [*self._done, *_calls(message)] or [_message(_item_id("msg", self._call), "", "completed")]
+        output = [*self._done, *_calls(message, self._body)] or [_message(_item_id("msg", self._call), "", "completed")]
         for place, item in enumerate(output):
-            if item["type"] != "function_call":
-                continue
-            begun = {**item, "arguments": "", "status": "in_progress"}
-            events.append(self._event("response.output_item.added", output_index=place, item=begun))
-            where = {"item_id": item["id"], "output_index": place}
-            events.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
-            done = {"arguments": item["arguments"], "name": item["name"], **where}
-            events.append(self._event("response.function_call_arguments.done", **done))
-            events.append(self._event("response.output_item.done", output_index=place, item=item))
+            if item["type"] in CALLS:
+                events += [self._event(kind, output_index=place, **fields) for kind, fields in call_events(item)]
         response = _response(self._call, self._body, output, answer)
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return [*events, self._event(kind, response=response)]
@@ -199,7 +214,7 @@ class ResponsesEvents(Events):
         return named_event({"type": kind, "sequence_number": self._number - 1, **fields})
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(body: Mapping[str, Any], tools: ResponseTools) -> list[dict[str, Any]]:
     """Return ``instructions`` and ``input`` as chat messages."""
     chat_messages: list[dict[str, Any]] = []
     thoughts: list[str] = []  # of the assistant's next message
@@ -222,26 +237,29 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
                 chat_messages.append(_answered(text, thoughts))
             else:
                 chat_messages += [*_unanswered(thoughts), {"role": role, "content": text}]
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+        elif kind in CALLS:
             # text and calls came from the same answer, unless thoughts stand between them
             if thoughts or not chat_messages or chat_messages[-1]["role"] != "assistant":
                 chat_messages.append(_answered(None, thoughts))
-            chat_messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
-            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+            chat_messages[-1].setdefault("tool_calls", []).append(call_of_item(item))
+        elif kind in OUTPUTS:
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _result(item, tools, where)}
             chat_messages += [*_unanswered(thoughts), result]
         elif kind == "reasoning":
             thoughts.append(_thoughts_in(item, where))
         else:
             raise BadRequest(
-                f"{where} is of type {kind!r}; taken are message, reasoning, function_call and function_call_output",
+                f"{where} is of type {kind!r}; taken are message, reasoning, {', '.join(CALLS)} and their outputs",
                 where,
             )
     return [*chat_messages, *_unanswered(thoughts)]
+
+
+def _result(item: Mapping[str, Any], tools: ResponseTools, where: str) -> str:
+    """Return the text of a tool's result."""
+    if item["type"] == SEARCH_OUTPUT:
+        return tools.found_tools(item, where)
+    return text_of_parts(item.get("output"), PARTS, f"{where}.output")
 
 
 def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
@@ -275,14 +293,6 @@ def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
                 f"reasoning.{name}",
             )
     return {} if reasoning.get("effort") is None else {"reasoning_effort": reasoning["effort"]}
-
-
-def _tool(number: int, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise BadRequest(f"tools.{number} is of type {kind!r}; this model takes functions only", f"tools.{number}")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _item_id(kind: str, call: str, place: int = 0) -> str:
@@ -328,30 +338,20 @@ def _output(
     """Return the output items of a response: its thoughts, a message with the text if there is text or nothing else,
     then the tool calls.
     """
-    text, thoughts, calls = message.get("content") or "", thoughts_of(message), _calls(message)
+    text, thoughts, calls = message.get("content") or "", thoughts_of(message), _calls(message, body)
     items = [_reasoning(_item_id("rs", call), thoughts, body)] if thoughts else []
     if text or not (thoughts or calls):
         items.append(_message(_item_id("msg", call), text, "completed", logprobs))
     return [*items, *calls]
 
 
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _calls(message: Mapping[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a message as items."""
-    items = []
-    for tool_call in message.get("tool_calls") or ():
-        function = tool_call.get("function") or {}
-        name = tool_call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-        items.append(
-            {
-                "id": f"fc_{name}",
-                "type": "function_call",
-                "call_id": name,
-                "name": function.get("name"),
-                "arguments": function.get("arguments") or "{}",
-                "status": "completed",
-            }
-        )
-    return items
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
+    tools = ResponseTools(body)
+    return [tools.item(call) for call in calls]
 
 
 def _response(
@@ -380,12 +380,13 @@ def _response(
         "model": body.get("model") or (answer or {}).get("model") or "",
         "output": output,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": None,
         "reasoning": {"effort": as_object(body.get("reasoning"), "reasoning").get("effort"), "summary": None},
+        "previous_response_id": body.get(PREVIOUS) or None,
+        "store": body.get("store") is not False,
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},
         "tool_choice": body.get("tool_choice", "auto"),
-        "tools": body.get("tools") or [],
+        "tools": ResponseTools(body).offered,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
         "usage": None if answer is None else usage,

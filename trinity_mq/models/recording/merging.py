@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED, SINGLE_TURN, Versions
+from trinity_mq.models.recording.beginnings import TOKEN_BYTES, Beginnings, new_state, token_bytes
+
+T = TypeVar("T")
+
+
+class TokenDigest:
+    """Digest of a sequence of tokens. Equal sequences at equal temperatures have equal digests, and no others.
+
+    Args:
+        state: Digest of the tokens.
+        length: Number of tokens.
+    """
+
+    def __init__(self, state: hashlib.blake2b, length: int) -> None:
+        self.state, self.length = state, length
+
+    @classmethod
+    def empty(cls, temperature: float | None) -> TokenDigest:
+        """Return the digest of an empty sequence at a sampling temperature."""
+        return cls(new_state(repr(temperature).encode()), 0)
+
+    def extended(self, tokens: Sequence[int] | Tensor) -> TokenDigest:
+        """Return the digest of this sequence followed by ``tokens``."""
+        state = self.state.copy()
+        state.update(_as_bytes(tokens))
+        return TokenDigest(state, self.length + len(tokens))
+
+
+class TokenPrefixes(Generic[T]):
+    """Token sequences, each with an item. Finds the longest sequence with which a prompt begins, in time linear in the
+    prompt and in the number of different lengths.
+    """
+
+    def __init__(self) -> None:
+        self._beginnings: Beginnings[T] = Beginnings()
+
+    def add(self, sequence: TokenDigest, item: T) -> None:
+        """Add a sequence."""
+        self._beginnings.add(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
+
+    def remove(self, sequence: TokenDigest, item: T) -> None:
+        """Remove a sequence that was added."""
+        self._beginnings.remove(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
+
+    def longest(self, start: TokenDigest, tokens: Sequence[int] | Tensor) -> list[T]:
+        """Return the items of the longest sequence with which the prompt begins. Empty: there is none.
+
+        Args:
+            start: Beginning of the prompt. Only sequences that are longer count.
+            tokens: The remaining tokens of the prompt.
+        """
+        matches = self._beginnings.of(_as_bytes(tokens), start.state, start.length * TOKEN_BYTES)
+        return matches[-1] if matches else []
+
+
+def _as_bytes(tokens: Sequence[int] | Tensor) -> bytes:
+    return tokens.numpy().tobytes() if isinstance(tokens, Tensor) else token_bytes(tokens)
 
 
 def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
@@ -22,37 +81,61 @@ def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
     metrics come from the last turn.
     """
     rows: list[list[Experience]] = []
+    ends: TokenPrefixes[int] = TokenPrefixes()
+    digests: list[TokenDigest | None] = []
     for experience in experiences:
-        continued = [row for row in rows if _continues(experience, row[-1])]
-        if continued:
-            max(continued, key=lambda row: row[-1].tokens.shape[0]).append(experience)
-        else:
+        if experience.experience_type != SINGLE_TURN or experience.truncate_status == PROMPT_TRUNCATED:
             rows.append([experience])
-    return [row[0] if len(row) == 1 else _merged(row) for row in rows]
+            digests.append(None)
+            continue
+        start, tokens = TokenDigest.empty(experience.temperature), experience.tokens
+        continued = ends.longest(start, tokens[: experience.prompt_length])
+        digest = start.extended(tokens)
+        if continued:
+            row = continued[0]
+            previous = digests[row]
+            assert previous is not None  # rows without a digest cannot be continued
+            ends.remove(previous, row)
+            rows[row].append(experience)
+            digests[row] = digest
+        else:
+            row = len(rows)
+            rows.append([experience])
+            digests.append(digest)
+        ends.add(digest, row)
+    return [row[0] if len(row) == 1 else join_turns(row) for row in rows]
 
 
-def _continues(turn: Experience, earlier: Experience) -> bool:
-    length = earlier.tokens.shape[0]
-    return (
-        turn.experience_type == earlier.experience_type == SINGLE_TURN
-        and PROMPT_TRUNCATED not in (turn.truncate_status, earlier.truncate_status)
-        and turn.temperature == earlier.temperature
-        and length <= turn.prompt_length
-        and torch.equal(turn.tokens[:length], earlier.tokens)
-    )
+def join_turns(turns: Sequence[Experience], overlaps: Sequence[int] | None = None) -> Experience:
+    """Return consecutive turns as one experience, as :func:`merge_turns` describes it.
 
-
-def _merged(turns: list[Experience]) -> Experience:
+    Args:
+        turns: At least two turns, each continuing the turn before it.
+        overlaps: For each turn after the first, the number of tokens at the beginning of its prompt that end the turns
+            before it, at least 1. None: each prompt holds all tokens of the turns before it.
+    """
     first, last = turns[0], turns[-1]
-    size = last.tokens.shape[0] - first.prompt_length
-    mask, logprobs = torch.zeros(size, dtype=torch.bool), torch.zeros(size)
-    for turn in turns:
-        sampled = slice(turn.prompt_length - first.prompt_length, turn.tokens.shape[0] - first.prompt_length)
+    overlaps = [turn.tokens.shape[0] for turn in turns[:-1]] if overlaps is None else overlaps
+    tokens, experts = [first.tokens], [first.routed_experts]
+    shifts = [0]
+    """Distance of each turn's tokens from their place in the result."""
+    size = first.tokens.shape[0]
+    for turn, overlap in zip(turns[1:], overlaps, strict=True):
+        shifts.append(size - overlap)
+        tokens.append(turn.tokens[overlap:])
+        experts.append(None if turn.routed_experts is None else turn.routed_experts[overlap - 1 :])
+        size += turn.tokens.shape[0] - overlap
+    starts = [turn.prompt_length + shift - first.prompt_length for turn, shift in zip(turns, shifts, strict=True)]
+    response = size - first.prompt_length
+    mask, logprobs = torch.zeros(response, dtype=torch.bool), torch.zeros(response)
+    for turn, start in zip(turns, starts, strict=True):
+        sampled = slice(start, start + turn.tokens.shape[0] - turn.prompt_length)
         mask[sampled] = _present(turn.action_mask)
         logprobs[sampled] = _present(turn.logprobs)
+    present_experts = [part for part in experts if part is not None]
     return Experience(
         eid=first.eid,
-        tokens=last.tokens,
+        tokens=torch.cat(tokens),
         logprobs=logprobs,
         action_mask=mask,
         prompt_length=first.prompt_length,
@@ -60,24 +143,13 @@ def _merged(turns: list[Experience]) -> Experience:
         prompt_text=first.prompt_text,
         response_text=last.response_text,
         truncate_status=last.truncate_status,
-        versions=_versions(turns),
+        versions=_versions(turns, starts),
         temperature=first.temperature,
         info={**last.info, "turns": len(turns)},
         metrics=last.metrics,
-        routed_experts=_routed_experts(turns),
+        # each row of experts comes from the first turn that read its token
+        routed_experts=torch.cat(present_experts) if len(present_experts) == len(turns) else None,
     )
-
-
-def _routed_experts(turns: list[Experience]) -> Tensor | None:
-    """Return the experts of all tokens, each from the first turn that read the token; None if a turn has none."""
-    parts: list[Tensor] = []
-    size = 0
-    for turn in turns:
-        if turn.routed_experts is None:
-            return None
-        parts.append(turn.routed_experts[size:])
-        size = len(turn.routed_experts)
-    return torch.cat(parts)
 
 
 def _present(column: Tensor | None) -> Tensor:
@@ -85,13 +157,12 @@ def _present(column: Tensor | None) -> Tensor:
     return column
 
 
-def _versions(turns: list[Experience]) -> Versions | None:
+def _versions(turns: Sequence[Experience], starts: Sequence[int]) -> Versions | None:
     """Return the run-length columns of the turns as one column; None if the versions of a turn are not known."""
     rows: Versions = []
-    for turn in turns:
+    for turn, start in zip(turns, starts, strict=True):
         if turn.versions is None:
             return None
-        start = turn.prompt_length - turns[0].prompt_length
         for first, generation, step in turn.versions:
             if not rows or rows[-1][1:] != (generation, step):
                 rows.append((start + first, generation, step))

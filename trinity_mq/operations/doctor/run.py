@@ -26,6 +26,8 @@ from trinity_mq.operations.doctor.facts import (
     ask_rabbitmqctl,
     management_url,
 )
+from trinity_mq.operations.rendering import NO_ROW, rendering_of
+from trinity_mq.runtime.plugins import UnknownNameError
 from trinity_mq.telemetry import mask_passwords
 
 
@@ -33,10 +35,25 @@ async def check_all(
     folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
 ) -> list[DoctorFinding]:
     """Check this machine and a broker concurrently. Return the findings, broker first."""
-    machine, of_broker = await asyncio.gather(
-        asyncio.to_thread(ask_machine, folder), check_broker(broker, needs, management, node)
+    machine, of_model, of_broker = await asyncio.gather(
+        asyncio.to_thread(ask_machine, folder),
+        asyncio.to_thread(check_rendering, needs),
+        check_broker(broker, needs, management, node),
     )
-    return [*of_broker, *findings(MACHINE_CHECKS, machine, needs)]
+    return [*of_broker, *findings(MACHINE_CHECKS, machine, needs), *of_model]
+
+
+def check_rendering(needs: Needs) -> list[DoctorFinding]:
+    """Return what renders the conversations of the policy; nothing without a configuration or its tokenizer."""
+    try:
+        rendering = rendering_of(needs.config) if needs.exact else None
+    except UnknownNameError as error:
+        return [DoctorFinding("model family", "problem", str(error), "a family that exists", "correct model.family")]
+    if rendering is None:
+        return []
+    verdict: Verdict = "ok" if rendering.has_family else "warning"
+    advice = "" if rendering.has_family else NO_ROW
+    return [DoctorFinding("model family", verdict, rendering.description, "a family that fits the model", advice)]
 
 
 async def check_broker(

@@ -6,12 +6,13 @@ The engine's answers below the URL are recorded and trained on; see :mod:`trinit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_mq.config.modes.gateway import Merge, Switches
+from trinity_mq.config.modes.gateway import Merge, SharedPrefix, Switches
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
 from trinity_mq.models.errors import EngineLost
@@ -25,20 +26,27 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 
-class SessionArguments(Arguments):
-    """Arguments of all workflows that run a program."""
+class RecordedArguments(Arguments):
+    """Arguments of all workflows whose answers a session records."""
 
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, which override the runner's variables."""
-    cwd: str | None = None
-    """Working directory of the program. None: the runner's directory."""
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     """Rule that merges calls into experiences, as ``gateway.merge``."""
     switches: Switches = "agent"
     """Whether the program may switch thinking, as ``gateway.switches``. ``configured``: only ``rollout_args`` and
     ``model.chat_template_kwargs`` do."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn, as ``gateway.turn_discount``."""
+    shared_prefix: SharedPrefix = "first"
+    """Credit of answers that several branches share, as ``gateway.shared_prefix``."""
+
+
+class SessionArguments(RecordedArguments):
+    """Arguments of all workflows that run a program."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the program, which override the runner's variables."""
+    cwd: str | None = None
+    """Working directory of the program. None: the runner's directory."""
 
 
 class ProgramArguments(SessionArguments):
@@ -78,7 +86,7 @@ class ProgramWorkflow(Workflow):
     """
 
     is_async = True
-    arguments_kind: ClassVar[type[SessionArguments]] = ProgramArguments
+    arguments_kind: ClassVar[type[RecordedArguments]] = ProgramArguments
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
@@ -113,6 +121,25 @@ class ProgramWorkflow(Workflow):
             SandboxFailed: The program failed, or one of its dependencies.
             RunFailedError: The program did not ask the model, or printed no usable reward.
         """
+        program = self.program()
+
+        async def ask(session: LocalSession) -> dict[str, Any]:
+            request = self.request(session)
+            if self.keeps:
+                return await kept(program).ask(request)
+            return await run_once(program, request, environment_of(session))
+
+        return await self._recorded(ask)
+
+    async def _recorded(
+        self, ask: Callable[[LocalSession], Awaitable[Mapping[str, Any]]], socket: Path | None = None
+    ) -> list[Experience]:
+        """Open a session for a program, run it, and return the recorded answers with rewards.
+
+        Args:
+            ask: Runs the program; returns its result.
+            socket: As in :func:`local_session`.
+        """
         model, program = self.model, self.program()
         async with local_session(
             model.model,
@@ -122,15 +149,11 @@ class ProgramWorkflow(Workflow):
             not_ready_timeout=model.not_ready_timeout,
             request_timeout=model.request_timeout,
             merge=self.arguments.merge,
+            socket=socket,
             switches=self.arguments.switches,
         ) as session:
-            request = self.request(session)
             try:
-                if self.keeps:
-                    answer = await kept(program).ask(request)
-                else:
-                    answer = await run_once(program, request, _environment(session))
-                return self._experiences(session, answer, program)
+                return self._experiences(session, await ask(session), program)
             except RunFailedError as error:
                 if session.engine.is_lost:
                     raise EngineLost(f"{program.name} got no answer from its engine: {error}", model.model) from error
@@ -165,6 +188,7 @@ class ProgramWorkflow(Workflow):
             call_rewards=rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
+            shared_prefix=self.arguments.shared_prefix,
         )
         if not experiences:
             raise RunFailedError(f"{program.name} rewarded no answer that its conversation continued")
@@ -174,7 +198,8 @@ class ProgramWorkflow(Workflow):
         return experiences
 
 
-def _environment(session: LocalSession) -> dict[str, str]:
+def environment_of(session: LocalSession) -> dict[str, str]:
+    """Return the environment variables that tell a program where the model is."""
     return {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_KEY": session.key,

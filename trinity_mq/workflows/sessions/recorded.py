@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trinity_mq.config.modes.gateway import Merge
+from trinity_mq.config.modes.gateway import Merge, SharedPrefix
 from trinity_mq.experience import Experience
 from trinity_mq.messages import DecodeError, SessionCall, decode
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
@@ -23,6 +23,8 @@ class RecordedSession(BaseModel):
     """Messages of kind ``session_call``."""
     reward: float | None = None
     call_rewards: list[tuple[str, int | None, float]] = Field(default_factory=list)
+    lineage_rewards: dict[str, float] = Field(default_factory=dict)
+    """Rewards by the id of a call of the lineage."""
     metrics: dict[str, float] = Field(default_factory=dict)
     labels: dict[str, str] = Field(default_factory=dict)
 
@@ -33,8 +35,9 @@ class RecordedSessions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     sessions: list[RecordedSession]
-    merge: Merge = "prefix"
+    merge: Merge = "renderer"
     turn_discount: float = 1.0
+    shared_prefix: SharedPrefix = "first"
 
 
 class RecordedSessionsWorkflow(Workflow):
@@ -73,6 +76,8 @@ def _experiences(record: RecordedSessions, session: RecordedSession, run: int) -
             call_rewards={(call, choice): reward for call, choice, reward in session.call_rewards},
             merge=record.merge,
             turn_discount=record.turn_discount,
+            lineage_rewards=session.lineage_rewards,
+            shared_prefix=record.shared_prefix,
         )
     except (DecodeError, ValueError) as error:
         raise TaskError(f"session {session.id}: {error}") from error

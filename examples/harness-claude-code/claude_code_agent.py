@@ -1,0 +1,14 @@
+"""Claude Code (npm package ``@anthropic-ai/claude-code``), unmodified, on tasks that ask for the file ``answer.txt``."""
+
+from pathlib import Path
+
+from trinity_mq.workflows.sessions.sandbox import read_text
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+
+
+class ClaudeCode(SandboxedAgentWorkflow):
+    """Reward 1 if ``answer.txt`` holds the answer."""
+
+    def judge(self, work: Path) -> Judged:
+        written = read_text(work, "answer.txt") or ""
+        return Judged(reward=float(written.strip() == self.task.truth))

@@ -1,0 +1,395 @@
+"""The proof that experiences are what engines read and sampled: a witness in front of the engine, an agent that talks
+in random ways, and a comparison that shares no code with the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.unit.gateway.serving import Serving
+from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest
+from trinity_mq.experience import Experience
+from trinity_mq.messages import Version
+
+TAG = "\u241f"
+"""Begins the stop text by which the witness recognises a request. No answer contains it."""
+RETRIED = {"x-stainless-retry-count": "1"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look something up.",
+            "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+        },
+    }
+]
+Message = dict[str, Any]
+
+
+# -- the witness
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine sampled for one choice, and the prompt that it had read."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    temperature: float
+    version: Version
+    tag: str = field(compare=False)
+    request: int = field(compare=False)
+    """Number of the request at the engine."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.ids
+
+
+class Witness:
+    """A generator that writes down what it is asked and what it answers.
+
+    Args:
+        generator: The engine's generator.
+        version: Returns the version of its weights.
+    """
+
+    def __init__(self, generator: Any, version: Callable[[], Version]) -> None:
+        self._generator, self._version = generator, version
+        self.sampled: list[Sampled] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
+        version = self._version()
+        answers: list[list[Completion]] = self._generator.generate(requests, listener)
+        for request, completions in zip(requests, answers, strict=True):
+            self.note(request.stop, request.prompt, request.temperature, completions, version)
+        return answers
+
+    def note(
+        self,
+        stop: Sequence[str],
+        prompt: Sequence[int],
+        temperature: float,
+        completions: Sequence[Completion],
+        version: Version,
+    ) -> None:
+        """Write down one request and its answers."""
+        [tag] = [text for text in stop if text.startswith(TAG)]
+        number = len({sampled.request for sampled in self.sampled})
+        self.sampled += [
+            Sampled(tuple(prompt), tuple(one.token_ids), tuple(one.logprobs), temperature, version, tag, number)
+            for one in completions
+        ]
+
+
+# -- the agent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that the agent does; the numbers choose among what it has."""
+
+    action: str
+    session: int
+    which: int
+    text: str
+    n: int = 1
+    chosen: int = 0
+    stream: bool = False
+    cut: int | None = None
+    temperature: float = 1.0
+    tools: bool = False
+    together: bool = False
+    """Runs at the same time as the step before it."""
+
+
+ACTIONS = ("turn", "turn", "turn", "sub", "fork", "rewind", "compact", "rewrite", "retry")
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters=TAG), min_size=1, max_size=8)
+
+
+def steps(texts: st.SearchStrategy[str] = TEXTS, *, most: int = 14) -> st.SearchStrategy[list[Step]]:
+    """Return what an agent does in two sessions."""
+    step = st.builds(
+        Step,
+        action=st.sampled_from(ACTIONS),
+        session=st.integers(0, 1),
+        which=st.integers(0, 7),
+        text=texts,
+        n=st.sampled_from((1, 1, 1, 2, 3)),
+        chosen=st.integers(0, 2),
+        stream=st.booleans(),
+        cut=st.sampled_from((None, None, None, 1, 5)),
+        temperature=st.sampled_from((1.0, 1.0, 1.0, 0.5)),
+        tools=st.booleans(),
+        together=st.sampled_from((False, False, True)),
+    )
+    return st.lists(step, min_size=1, max_size=most)
+
+
+@dataclass
+class Conversation:
+    """Messages that the agent holds."""
+
+    messages: list[Message]
+    tools: bool
+    starts: list[int] = field(default_factory=list)
+    """Where each of its turns began."""
+
+
+class Agent:
+    """Does steps in sessions of a gateway, and remembers the answers that it threw away.
+
+    Args:
+        at: The gateway.
+        system: Text of the first message of a conversation. Empty: it has none.
+    """
+
+    def __init__(self, at: Serving, sessions: Sequence[str], *, system: str = "") -> None:
+        self._at, self.sessions, self._system = at, sessions, system
+        self._held: dict[str, list[Conversation]] = {session: [] for session in sessions}
+        self.session_of: dict[str, str] = {}
+        """Session of each tag."""
+        self.thrown_away: set[str] = set()
+        """Tags of requests whose first answer was thrown away."""
+        self.refused: list[Any] = []
+
+    async def do(self, steps: Sequence[Step]) -> None:
+        """Do the steps, some of them at the same time."""
+        groups: list[list[Step]] = []
+        for step in steps:
+            if step.together and groups:
+                groups[-1].append(step)
+            else:
+                groups.append([step])
+        for group in groups:
+            turns = [turn for step in group for turn in self._turns(step)]
+            async with asyncio.TaskGroup() as tasks:
+                for step, conversation in turns:
+                    tasks.create_task(self._ask(step, conversation))
+
+    def _turns(self, step: Step) -> list[tuple[Step, Conversation]]:
+        """Return the conversations that the step continues. None is asked twice at the same time."""
+        held = self._held[self.sessions[step.session]]
+        if not held or step.action in {"sub", "compact"}:
+            begin = [{"role": "system", "content": self._system}] if self._system else []
+            summary = "summary " if step.action == "compact" else ""
+            created = Conversation([*begin, _user(summary + step.text)], step.tools)
+            held.append(created)
+            return [(step, created)]
+        old = held[step.which % len(held)]
+        copy = Conversation(json.loads(json.dumps(old.messages)), old.tools, list(old.starts))
+        if step.action == "rewind" and copy.starts:
+            end = copy.starts[step.which % len(copy.starts)]
+            copy.messages, copy.starts = copy.messages[:end], copy.starts[: step.which % len(copy.starts)]
+        if step.action == "rewrite":
+            first = next(number for number, message in enumerate(copy.messages) if message["role"] == "user")
+            copy.messages[first]["content"] += "!"
+        held.append(copy)
+        turns = [copy]
+        if step.action == "fork":
+            other = Conversation(json.loads(json.dumps(copy.messages)), copy.tools, list(copy.starts))
+            held.append(other)
+            turns.append(other)
+        for conversation in turns:
+            _continue(conversation, step.text)
+        return [(step, conversation) for conversation in turns]
+
+    async def _ask(self, step: Step, conversation: Conversation) -> None:
+        session = self.sessions[step.session]
+        tag = f"{TAG}{len(self.session_of)}"
+        self.session_of[tag] = session
+        body = {
+            "messages": conversation.messages,
+            "n": step.n,
+            "temperature": step.temperature,
+            "stop": [tag],
+            "stream": step.stream,
+            **({} if step.cut is None else {"max_tokens": step.cut}),
+            **({"tools": TOOLS} if conversation.tools else {}),
+        }
+        if step.action == "retry" and await self._post(session, body, {}) is not None:
+            self.thrown_away.add(tag)
+        answers = await self._post(session, body, RETRIED if tag in self.thrown_away else {})
+        if answers is None:
+            conversation.messages.pop()
+            if not conversation.messages:
+                conversation.messages.append(_user(step.text))
+            return
+        conversation.starts.append(len(conversation.messages))
+        conversation.messages.append(answers[step.chosen % len(answers)])
+
+    async def _post(self, session: str, body: Message, headers: Mapping[str, str]) -> list[Message] | None:
+        url = f"{self._at.url}/s/{session}/v1/chat/completions"
+        async with self._at.http.post(url, json=body, headers=headers) as response:
+            if response.status != 200:
+                self.refused.append(await response.json())
+                return None
+            if not body["stream"]:
+                answer = await response.json()
+                return [_present(choice["message"]) for choice in answer["choices"]]
+            return _assembled((await response.text()).split("\n\n"), body["n"])
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _continue(conversation: Conversation, text: str) -> None:
+    calls = conversation.messages[-1].get("tool_calls") or [] if conversation.messages else []
+    for call in calls:
+        conversation.messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+    if not calls and (not conversation.messages or conversation.messages[-1]["role"] != "user"):
+        conversation.messages.append(_user(text))
+
+
+def _present(message: Message) -> Message:
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _assembled(events: Sequence[str], n: int) -> list[Message]:
+    """Return the messages of a stream, as a client puts them together."""
+    messages: list[Message] = [{"role": "assistant"} for _ in range(n)]
+    for event in events:
+        if not event.startswith("data: {"):
+            continue
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            message, delta = messages[choice["index"]], choice["delta"]
+            for name in ("content", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = message.get(name, "") + delta[name]
+            for part in delta.get("tool_calls") or ():
+                calls = message.setdefault("tool_calls", [])
+                if part["index"] == len(calls):
+                    function = {"name": part["function"]["name"], "arguments": ""}
+                    calls.append({"id": part["id"], "type": "function", "function": function})
+                calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
+    return [message if "tool_calls" in message else {"content": "", **message} for message in messages]
+
+
+# -- the comparison
+
+
+def check(
+    experiences: Sequence[Experience],
+    sampled: Sequence[Sampled],
+    thrown_away: set[str],
+    *,
+    merge: str = "prefix",
+    shared_prefix: str = "first",
+) -> None:
+    """Compare the experiences of a session with what its engine read and sampled.
+
+    Args:
+        experiences: All experiences of the session; every answer has a reward.
+        sampled: What the witness saw of this session.
+        thrown_away: Tags of requests whose first answer the agent threw away.
+        merge: ``gateway.merge``.
+        shared_prefix: ``gateway.shared_prefix``.
+    """
+    first_request = {one.tag: one.request for one in reversed(sampled)}
+    kept = [one for one in sampled if one.tag not in thrown_away or one.request != first_request[one.tag]]
+    counts, uses = Counter(kept), Counter[Sampled]()
+    for experience in experiences:
+        uses.update(_answers_of(experience, sampled, uses, counts))
+    for one in sampled:
+        assert uses[one] <= counts[one], "an answer is trained on twice, or although its client threw it away"
+
+    requests: dict[int, list[Sampled]] = defaultdict(list)
+    for one in kept:
+        requests[one.request].append(one)
+    continued, maybe = dict[Sampled, list[int]](), set[Sampled]()
+    for request, ((choice, *_)) in requests.items():
+        begins = [
+            one
+            for one in kept
+            if one.temperature == choice.temperature
+            and one.request != request
+            and one.tokens == choice.prompt[: len(one.tokens)]
+        ]
+        longest = [one for one in begins if len(one.tokens) == max(len(other.tokens) for other in begins)]
+        if len(longest) == 1:
+            continued.setdefault(longest[0], []).append(request)
+        maybe |= set(longest[1:])
+    least, most = Counter[Sampled](), Counter[Sampled]()
+    for choices in requests.values():
+        is_chosen = [one in continued or one in maybe for one in choices]
+        for one, chosen in zip(choices, is_chosen, strict=True):
+            least[one] += not any(is_chosen) or (chosen and not maybe)
+            most[one] += not any(is_chosen) or chosen
+    for one in kept:
+        assert least[one] <= uses[one] <= most[one], (
+            f"an answer is trained on {uses[one]} times, wanted {least[one]} to {most[one]}"
+        )
+    if not maybe and max(counts.values(), default=1) == 1:
+        joined = 0
+        for following in continued.values():
+            children = sum(uses[choice] for request in following for choice in requests[request])
+            joined += merge != "per_call" and (children == 1 or (children > 1 and shared_prefix != "mean"))
+        assert len(experiences) == sum(uses.values()) - joined, "one experience for each lineage"
+
+
+def _answers_of(
+    experience: Experience, sampled: Sequence[Sampled], uses: Mapping[Sampled, int], counts: Mapping[Sampled, int]
+) -> list[Sampled]:
+    """Return the answers whose tokens are under the mask of an experience."""
+    assert experience.action_mask is not None
+    assert experience.logprobs is not None
+    tokens, begin = tuple(experience.tokens.tolist()), experience.prompt_length
+    mask = [False] * begin + experience.action_mask.tolist()
+    versions = _versions_by_token(experience)
+    answers: list[Sampled] = []
+    place = begin
+    while place < len(tokens):
+        if not mask[place]:
+            place += 1
+            continue
+        matches = [
+            one
+            for one in sampled
+            if len(one.prompt) == place
+            and one.tokens == tokens[: len(one.tokens)]
+            and one.temperature == experience.temperature
+            and all(mask[place : len(one.tokens)])
+        ]
+        assert matches, f"the mask at token {place} covers what no engine sampled after these tokens"
+        longest = [one for one in matches if len(one.tokens) == max(len(other.tokens) for other in matches)]
+        answer = min(longest, key=lambda one: uses[one] + answers.count(one) - counts[one])
+        end = len(answer.tokens)
+        wanted = torch.tensor(answer.logprobs, dtype=torch.float32)
+        assert torch.equal(experience.logprobs[place - begin : end - begin], wanted), "logprobs are the engine's"
+        assert set(versions[place - begin : end - begin]) == {answer.version}, "versions are the engine's"
+        answers.append(answer)
+        place = end
+    assert answers, "an experience without a sampled token"
+    assert tokens == answers[-1].tokens, "the tokens are those that the engine read and sampled last"
+    assert begin == len(answers[0].prompt), "the response begins with the first sampled token"
+    outside = [value for value, bit in zip(experience.logprobs.tolist(), mask[begin:], strict=True) if not bit]
+    assert not any(outside), "tokens that were not sampled have no logprob"
+    return answers
+
+
+def _versions_by_token(experience: Experience) -> list[Version]:
+    assert experience.versions is not None
+    response = experience.tokens.shape[0] - experience.prompt_length
+    starts = [first for first, _, _ in experience.versions]
+    ends = [*starts[1:], response]
+    return [
+        (generation, step)
+        for (first, generation, step), end in zip(experience.versions, ends, strict=True)
+        for _ in range(end - first)
+    ]

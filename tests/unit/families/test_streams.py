@@ -1,0 +1,197 @@
+"""Streamed answers and whole answers of every family: the same parts, in linear time, whatever the model writes."""
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.engines.server.openai.streaming import TextFlow
+from trinity_mq.families.division import AnswerFlow, divide
+from trinity_mq.families.family import Family, ParsedAnswer
+from trinity_mq.families.table import FAMILIES
+from trinity_mq.testing.scripted import byte_codec
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "sure": {"type": "boolean"}}},
+    },
+}
+ROWS = {family.name: family for family in FAMILIES}
+XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+BAR, LOW = "\uff5c", "\u2581"
+
+
+def marked(text: str) -> str:
+    """Return a text with DeepSeek's special tokens, which are written as {words}."""
+    return text.replace("{", f"<{BAR}").replace("}", f"{BAR}>").replace("_", LOW)
+
+
+BLOCK = 'function{tool_sep}add\n```json\n("a": 1)\n```'
+CALLS = {
+    "deepseek": marked(f"{{tool_calls_begin}}{{tool_call_begin}}{BLOCK}{{tool_call_end}}{{tool_calls_end}}"),
+    "deepseek-v3.1": marked('{tool_calls_begin}{tool_call_begin}add{tool_sep}("a": 1){tool_call_end}{tool_calls_end}'),
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "nemotron": XML,
+    "qwen3.5": XML,
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    "gpt-oss": '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+    "gemma4": "<|tool_call>call:add{a:1}<tool_call|>",
+    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1}',
+    "llama": '{"name": "add", "parameters": {"a": 1}}',
+    "gemma": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "phi": '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+}
+CALLS = {name: text.replace('("a": 1)', '{"a": 1}') for name, text in CALLS.items()}
+
+
+def written(family: Family, thoughts: str, content: str, calls: str) -> str:
+    """Return an answer in the form of a family."""
+    assert family.thoughts is not None
+    opening, closing = family.thoughts
+    header = "<|start|>assistant<|channel|>final<|message|>" if family.name == "gpt-oss" and content else ""
+    return (f"{opening}{thoughts}{closing}" if thoughts else "") + header + content + calls
+
+
+def streamed(family: Family, text: str, cuts: list[int], prompt_end: str | None = None) -> tuple[str, str]:
+    """Return thoughts and content that a stream of pieces of a text emits."""
+    codec, answer = byte_codec(), family.read(text, prompt_end, [TOOL])
+    flow, ids = TextFlow(codec.decode, family.marks_of([TOOL]), prompt_end=prompt_end), byte_codec().encode(text)
+    parts, place = [], 0
+    for size in [*cuts, len(ids)]:
+        parts.append(flow.add(ids[place : place + size]))
+        place += size
+    whole = [*parts, flow.finish(answer.thoughts, answer.content)]
+    return "".join(part.thoughts for part in whole), "".join(part.content for part in whole)
+
+
+def answers() -> Iterator[tuple[Family, str]]:
+    for name, calls in CALLS.items():
+        for thoughts, content, ending in itertools.product(
+            ("", "I think\n`</think>` é "), ("", "Well, <b> 😀"), ("", calls)
+        ):
+            yield ROWS[name], written(ROWS[name], thoughts, content, ending)
+
+
+def test_every_row_has_an_answer_here() -> None:
+    assert set(CALLS) == set(ROWS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_thoughts_content_and_calls_are_read(name: str) -> None:
+    family = ROWS[name]
+    answer = family.read(written(family, "Hm.", "I add.\n", CALLS[name]), "", [TOOL])
+    assert (answer.thoughts, answer.content, answer.malformed) == ("Hm.", "I add.", 0)
+    assert [call["function"] for call in answer.calls] == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert family.read(CALLS[name], "", None).calls == []
+    malformed = family.read("I add." + CALLS[name].partition("1")[0], "", [TOOL])
+    assert (malformed.calls, malformed.malformed) == ([], 1)
+    assert malformed.content.startswith("I add.")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stream_says_what_the_whole_answer_says_however_it_is_cut(name: str) -> None:
+    for family, text in answers():
+        if family.name == name:
+            answer = family.read(text, "", [TOOL])
+            for size in range(1, 12):
+                assert streamed(family, text, [size] * len(text), "") == (answer.thoughts or "", answer.content)
+
+
+PIECES = sorted(
+    {mark for family in FAMILIES for mark in (*family.calls_begin, *family.headers, *(family.thoughts or ()))}
+    | {" ", "\n", "a", "<", "[", "{", "`", "é", "</tool_call>", "functions.add", '{"a": 1}'}
+)
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.lists(st.integers(1, 9), max_size=20),
+    st.sampled_from(["", "ask<think>\n", "ask[THINK]", "ask<|channel|>analysis<|message|>"]),
+)
+def test_a_stream_of_hostile_text_says_what_the_whole_answer_says(
+    family: Family, text: str, cuts: list[int], prompt_end: str
+) -> None:
+    answer = family.read(text, prompt_end, [TOOL])
+    assert streamed(family, text, cuts, prompt_end) == (answer.thoughts or "", answer.content)
+
+
+@given(st.sampled_from(FAMILIES), st.text(max_size=40), st.lists(st.integers(1, 3), max_size=20))
+def test_a_text_without_marks_is_the_content(family: Family, text: str, cuts: list[int]) -> None:
+    if not any(piece in text for piece in PIECES if len(piece) > 1) and not text.startswith(("{", "[")):
+        assert family.read(text, "", [TOOL]) == ParsedAnswer(text)
+
+
+HOSTILE = (
+    "<",
+    "<|",
+    "<think",
+    "<tool_call>",
+    "<function=",
+    "<parameter=a>",
+    '<invoke name="a">',
+    "<arg_key>",
+    " ",
+    "\n",
+    "[",
+    '{"a":',
+    "\ufffd",
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hostile_answers_take_linear_time(name: str) -> None:
+    family = ROWS[name]
+    started = time.process_time()
+    for begin in ("", family.calls_begin[0], family.thoughts.opening if family.thoughts else ""):
+        for piece in (*HOSTILE, *family.calls_begin):
+            answer = family.read(begin + piece * (100_000 // len(piece)), "", [TOOL])
+            assert len(answer.content) <= 200_100
+    assert time.process_time() - started < 20.0
+
+
+def test_a_hostile_stream_takes_linear_time() -> None:
+    def seconds(size: int, piece: str) -> float:
+        flow, started = AnswerFlow(ROWS["hermes"].marks_of([TOOL]), ""), time.process_time()
+        for _ in range(size):
+            flow.add(piece)
+        flow.finish()
+        return time.process_time() - started
+
+    for piece in (" ", "<think", "<tool_call", "a", "`", "\n<think>x</think>\n"):
+        seconds(1_000, piece)
+        assert seconds(80_000, piece) < 12 * seconds(20_000, piece) + 0.2, piece
+
+
+def test_text_is_emitted_as_it_grows() -> None:
+    flow = AnswerFlow(ROWS["hermes"].marks_of([TOOL]), "")
+    emitted = [flow.add(letter) for letter in "<think>abc</think>def<tool_call>x"]
+    assert [delta.thoughts for delta in emitted if delta.thoughts] == ["a", "b", "c"]
+    assert [delta.content for delta in emitted if delta.content] == ["d", "e", "f"]
+    assert flow.finish() == ("abc", "def", "<tool_call>x")
+
+
+def test_thoughts_are_read_where_the_prompt_or_the_answer_opens_them() -> None:
+    marks = ROWS["hermes"].marks_of([TOOL])
+    assert divide("a</think>b", marks, "ask<think>\n") == ("a", "b", "")
+    assert divide("a</think>b", marks, "ask") == (None, "a</think>b", "")
+    assert divide("<think>a", marks, "ask") == ("a", "", "")
+    assert divide("<think>\n\n</think>\n\nb \n", marks, "ask") == (None, "b \n", "")
+    assert divide("x <think>a</think> y <think>b</think>z", marks, "") == ("a\n\nb", "x  y z", "")
+
+
+def test_a_boolean_and_an_unknown_parameter_reach_the_client() -> None:
+    text = XML.replace(
+        "</function>", "<parameter=sure>\nTrue\n</parameter>\n<parameter=why>\nno {\n</parameter>\n</function>"
+    )
+    [call] = ROWS["qwen3.5"].read(text, "", [TOOL]).calls
+    assert call["function"]["arguments"] == '{"a": 1, "sure": true, "why": "no {"}'

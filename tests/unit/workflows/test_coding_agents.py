@@ -1,0 +1,172 @@
+"""Coding agents of other makers, unmodified in their sandbox, on a scripted model that answers in a family's format.
+
+``scripts/test-harnesses`` installs them. TRINITY_MQ_HARNESSES is their folder; without it these tests are left out.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden.families.makers import template_of, vocabulary_of
+from trinity_mq.config import load_config
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.experience import Experience
+from trinity_mq.models.wrapper import ModelWrapper
+from trinity_mq.runtime.plugins import add_plugins
+from trinity_mq.testing.scripted import Answer, byte_codec, logprob, scripted_server, written_answer
+from trinity_mq.workflows import Task, load_workflow
+
+ROOT = Path(__file__).parents[3]
+FOLDER = Path(os.environ.get("TRINITY_MQ_HARNESSES", ROOT / ".harnesses"))
+QUESTION, SUBTASK = "Write 42 into answer.txt with the help of another agent.", "SUBTASK: think about it."
+LONG_PROMPTS = {"OPENCODE_DISABLE_AUTOCOMPACT": "1"}
+"""Tokens of the scripted model are bytes, so that prompts are longer than the examples expect."""
+Step = Answer | Callable[[str], Answer]
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    pytest.mark.timeout(120),
+]
+
+
+def call(name: str, text: str = "", /, **arguments: Any) -> dict[str, Any]:
+    return {"content": text, "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+def wait_for_agent(prompt: str) -> dict[str, Any]:
+    agent = re.findall(r'agent_id\\*": *\\*"([^"\\]+)', prompt)[-1]
+    return call("multi_agent_v1__wait_agent", targets=[agent], timeout_ms=20000)
+
+
+AGENTS: dict[str, tuple[list[Step], int]] = {
+    "codex": (
+        [
+            call("exec_command", "I begin.", cmd="printf 4 > answer.txt"),
+            call("multi_agent_v1__spawn_agent", message=SUBTASK),
+            wait_for_agent,
+            call("exec_command", cmd="printf 2 >> answer.txt"),
+            "Done: answer.txt holds 42.",
+        ],
+        2,  # the agent and its helper
+    ),
+    "opencode": (
+        [
+            call("write", "I begin.", filePath="/agent/work/answer.txt", content="4"),
+            call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
+            call("bash", command="printf 2 >> answer.txt"),
+            "Done: answer.txt holds 42.",
+        ],
+        3,  # the agent, its helper, and the title of the conversation
+    ),
+    "claude-code": (
+        [
+            call("Write", "I begin.", file_path="/agent/work/answer.txt", content="4"),
+            call("ToolSearch", query="select:NotebookEdit,WebFetch"),
+            call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude"),
+            call("Bash", command="printf 2 >> answer.txt", description="Write"),
+            "Done: answer.txt holds 42.",
+        ],
+        2,  # the agent and its helper
+    ),
+}
+"""By agent: the answers of the model to the task, and the number of conversations."""
+
+
+@dataclass
+class Model:
+    """Follows the steps of a task; answers a helper and a request for a title beside it."""
+
+    steps: Iterator[Step]
+    codec: TextCodec
+    texts: list[str] = field(default_factory=list)
+    """What was sampled."""
+
+    def __call__(self, prompt: str) -> str:
+        step: Step
+        if QUESTION not in prompt:
+            step = "I have thought about it."
+        elif "title" in prompt.partition(QUESTION)[0][-500:]:
+            step = "A file with a number"
+        else:
+            step = next(self.steps, "Nothing is left to do.")  # Claude Code tells the model when its helper has ended
+        answer = step(prompt) if callable(step) else step
+        self.texts.append(
+            written_answer(self.codec, {"content": answer} if isinstance(answer, str) else answer, prompt)
+        )
+        return self.texts[-1]
+
+
+def installed(agent: str) -> None:
+    if not (FOLDER / agent / "node_modules").is_dir():
+        pytest.skip(f"{agent} is not in {FOLDER}: scripts/test-harnesses installs it")
+
+
+@contextlib.asynccontextmanager
+async def model_of(family: str, steps: Sequence[Step]) -> AsyncIterator[tuple[ModelWrapper, Model]]:
+    vocabulary = vocabulary_of(family)
+    codec = byte_codec(template_of(family), ends=vocabulary.ends, specials=tuple(vocabulary.special))
+    script = Model(iter(steps), codec)
+    async with scripted_server(script, codec=codec, max_model_len=1 << 21) as (handle, _):
+        model = ModelWrapper(handle, enable_history=True)
+        try:
+            yield model, script
+        finally:
+            await model.aclose()
+
+
+def task_of(agent: str, monkeypatch: pytest.MonkeyPatch) -> Task:
+    """Return the task as the example configures it."""
+    monkeypatch.setenv("TRINITY_MQ_MODEL", "model")
+    monkeypatch.setenv("TRINITY_MQ_HARNESSES", str(FOLDER))
+    taskset = load_config(ROOT / "examples" / f"harness-{agent}" / f"{agent}.yaml").buffer.taskset
+    add_plugins([str(ROOT / "examples" / f"harness-{agent}")])
+    return Task(
+        workflow=load_workflow(taskset.workflow),
+        format_args=taskset.format,
+        raw_task={"question": QUESTION, "answer": "42"},
+        workflow_args={**taskset.workflow_args, "env": {**taskset.workflow_args.get("env", {}), **LONG_PROMPTS}},
+    )
+
+
+def sampled(codec: TextCodec, experience: Experience) -> list[str]:
+    """Return the texts under the mask of an experience, one for each turn."""
+    mask = experience.action_mask.tolist()
+    response = experience.tokens[experience.prompt_length :].tolist()
+    turns: list[list[int]] = []
+    for before, (bit, token) in zip([0, *mask], zip(mask, response, strict=True), strict=False):
+        if bit:
+            turns = turns if before else [*turns, []]
+            turns[-1].append(token)
+    return codec.decode(turns)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_an_agent_works_and_each_of_its_conversations_is_one_experience(
+    agent: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(agent)
+    steps, conversations = AGENTS[agent]
+    async with model_of(family, steps) as (model, script):
+        task = task_of(agent, monkeypatch)
+        experiences = await task.workflow(task=task, model=model).run_async()
+    assert not list(script.steps)
+    assert [experience.reward for experience in experiences] == [1.0] * conversations
+    turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
+    assert sorted(turns) == sorted(script.texts)
+    known = torch.tensor([logprob(position) for position in range(8)])
+    for experience in experiences:
+        assert torch.isin(experience.logprobs[experience.action_mask], known).all()
+    metrics = experiences[-1].metrics
+    assert metrics["session_calls"] == len(script.texts)
+    assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0
+    assert metrics["session_lineages"] == conversations
+    assert not {name for name, value in metrics.items() if name.startswith("session_breaks") and value}

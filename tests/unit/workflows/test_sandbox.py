@@ -1,0 +1,196 @@
+"""Agents in their sandbox: what they reach, what they leave, and how they end. The agents are shell scripts."""
+
+import asyncio
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import until
+from trinity_mq.experience import Experience
+from trinity_mq.testing.scripted import scripted_model
+from trinity_mq.workflows import RunFailedError, SandboxFailed, Task
+from trinity_mq.workflows.sessions.sandbox import Sandbox, read_text
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+
+ASK = """
+ask() {
+    python3 - "$@" <<'PYTHON'
+import json, os, sys, urllib.error, urllib.request
+body = sys.argv[2].encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+try:
+    print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], body, headers)).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+PYTHON
+}
+ask "$OPENAI_BASE_URL/chat/completions" '{"messages": [{"role": "user", "content": "hello"}]}' >calls
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+class Agent(SandboxedAgentWorkflow):
+    """Keeps what the script left. Reward 1 if it called the model."""
+
+    def files(self, session: Any) -> dict[str, str]:
+        return {"given/task.txt": "for the agent\n", "~/.config/agent.toml": "mine\n"}
+
+    def judge(self, work: Path) -> Judged:
+        self.left = {path.name: read_text(work, path.name) for path in sorted(work.iterdir())}
+        return Judged(reward=float((self.left.get("calls") or "").startswith("200")), metrics={"files": len(self.left)})
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the sandboxes; it is empty once their agents have ended."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+async def run(script: str, **arguments: Any) -> tuple[Agent, list[Experience]]:
+    command = ["bash", "-c", script, "agent"]
+    task = Task(workflow=Agent, raw_task={"question": "?"}, workflow_args={"command": command, **arguments})
+    async with scripted_model(lambda _: "hi") as model:
+        agent = Agent(task=task, model=model)
+        try:
+            return agent, await agent.run_async()
+        except RunFailedError as error:
+            failed = error
+    raise failed  # outside of the server's own tasks, which would make a group of it
+
+
+async def test_an_agent_works_with_its_files_and_its_work_is_judged(folders: Path) -> None:
+    script = ASK + 'cat given/task.txt ~/.config/agent.toml >seen; pwd >>seen; echo "$COLOUR" >>seen; exit 3'
+    agent, [experience] = await run(script, env={"COLOUR": "blue"})
+    assert agent.left["seen"] == "for the agent\nmine\n/agent/work\nblue\n"
+    assert experience.reward == 1.0
+    assert experience.metrics["files"] == 3
+    assert (experience.metrics["agent_failed"], experience.metrics["agent_timed_out"]) == (1.0, 0.0)
+
+
+async def test_an_agent_sees_no_secret_of_the_host_and_reaches_only_its_session(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_MQ_SECRET", "hunter2")
+    secret = Path.cwd() / "pyproject.toml"
+    script = (
+        ASK
+        + f"""
+cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' >environments
+cat '{secret}' /etc/shadow >secrets 2>/dev/null
+ls /proc | grep -c '^[0-9]' >processes
+ask "${{OPENAI_BASE_URL%/v1}}/reward" '{{"reward": 1.0}}' >reward
+ask "${{OPENAI_BASE_URL%/s/*}}/sessions" '{{}}' >sessions
+cat /proc/net/dev | grep : | cut -d: -f1 >networks
+for path in /proc/sys/kernel/core_pattern /usr/new /etc/passwd /new /dev/new /agent/gateway; do
+    (echo x >"$path") 2>/dev/null && echo "$path" >>written
+done
+unshare --user true 2>/dev/null && echo "user namespaces" >>written
+ln -s /etc/hostname link; mkfifo pipe; ln -s '{secret}' config; ln -s ../gateway socket
+"""
+    )
+    agent, [experience] = await run(script)
+    assert experience.reward == 1.0
+    assert "hunter2" not in (agent.left["environments"] or "")
+    assert "OPENAI_API_KEY" in (agent.left["environments"] or "")
+    assert agent.left["secrets"] == ""
+    assert int(agent.left["processes"] or 0) < 10
+    assert (agent.left["reward"], agent.left["sessions"]) == ("403\n", "401\n")
+    assert (agent.left["networks"] or "").split() == ["lo"]
+    assert "written" not in agent.left
+    assert {agent.left[name] for name in ("link", "pipe", "config", "socket")} == {None}
+
+
+async def test_processes_that_outlive_the_agent_or_its_time_are_ended(folders: Path, tmp_path: Path) -> None:
+    _, [experience] = await run(ASK + "(sleep 987654 &)\n")
+    assert experience.metrics["agent_timed_out"] == 0.0
+    _, [experience] = await run(ASK + "(sleep 987654 &)\nsleep 987654", seconds=3.0)
+    assert (experience.reward, experience.metrics["agent_timed_out"]) == (1.0, 1.0)
+    await until(lambda: not sleepers())
+
+
+def sleepers() -> list[str]:
+    """Return the processes that the scripts left."""
+    return [
+        path.parent.name
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"987654" in reading(path) and int(path.parent.name) != os.getpid()
+    ]
+
+
+def reading(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process has ended
+        return b""
+
+
+async def test_a_cancelled_run_ends_its_agent_and_leaves_no_folder(folders: Path) -> None:
+    running = asyncio.create_task(run(ASK + "touch begun; sleep 987654"))
+    await until(lambda: any(folders.glob("*/work/begun")))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: not sleepers() and not list(folders.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo no key in the drawer >&2; exit 7", "ended with 7 before it asked the model: no key in the drawer"),
+        ("head -c 3000000 /dev/zero | tr '\\0' x; echo the end; exit 1", "xxxthe end\n"),
+    ],
+    ids=["it says why", "it says very much"],
+)
+async def test_an_agent_that_never_asks_the_model_is_a_failure_of_the_sandbox(
+    folders: Path, script: str, words: str
+) -> None:
+    with pytest.raises(SandboxFailed) as failed:
+        await run(script)
+    assert words in str(failed.value)
+    assert len(str(failed.value)) < 6000
+
+
+async def test_an_agent_that_does_not_exist_is_named(folders: Path) -> None:
+    with pytest.raises(SandboxFailed, match=r"ended with 127 .* no-such-agent cannot be started: .*No such file"):
+        await run("", command=["no-such-agent"])
+
+
+async def test_a_file_may_not_grow_without_end_and_folders_that_cannot_be_entered_are_removed(folders: Path) -> None:
+    script = (
+        ASK
+        + """
+head -c 2000000 /dev/zero >large 2>/dev/null
+mkdir -p deep; python3 -c "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(1200)]"
+mkdir locked; touch locked/file; chmod 0 locked
+"""
+    )
+    agent, _ = await run(script, file_bytes=1_000_000)
+    assert len(agent.left["large"] or "") == 1_000_000
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/outside", "~/../outside", "~//etc/outside"])
+def test_first_files_stay_inside(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="leads out of the sandbox"):
+        Sandbox(tmp_path).prepare({name: "x"})
+
+
+def test_a_text_is_read_from_regular_files_inside_only_and_not_beyond_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "outside").write_text("secret")
+    work = tmp_path / "work"
+    (work / "file").write_bytes(b"abc\xff")
+    (work / "link").symlink_to("../outside")
+    (work / "self").symlink_to("self")
+    (work / "folder").mkdir()
+    os.mkfifo(work / "pipe", stat.S_IRUSR)
+    assert read_text(work, "file", 4) == "abc\ufffd"
+    assert read_text(work, "file", 2) == "ab"
+    assert {read_text(work, name) for name in ("link", "self", "folder", "pipe", "../outside", "none")} == {None}

@@ -1,0 +1,56 @@
+"""The renderer of a model's conversations, for ``trinity-mq validate`` and ``trinity-mq doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trinity_mq.config import Config
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.families.table import find_family
+from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import local_model_folder
+
+NO_ROW = (
+    "no model family fits this chat template, so tool calls are read as JSON between <tool_call> tags; if the model "
+    "writes another form, name its family with model.family (docs/families.md)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The renderer of a model's conversations."""
+
+    description: str
+    """Family and rendering, in words."""
+    has_family: bool
+    """Whether a family was made for the model's chat template, or is chosen."""
+
+
+def rendering_of(config: Config) -> Rendering | None:
+    """Return what renders the conversations of the policy. None: the model has no chat template, or its tokenizer is
+    not on this machine.
+
+    Raises:
+        UnknownNameError: ``model.family`` does not exist.
+    """
+    if config.model.family is not None:
+        find_family(config.model.family)
+    if config.model.model_path is None:
+        return None
+    try:
+        folder = local_model_folder(config.model.model_path)
+        codec = None if folder is None else TextCodec.of_model(folder, config.model)
+    except ModelError:  # check_models reports this error
+        return None
+    if codec is None or not codec.has_template:
+        return None
+    return Rendering(f"family {codec.family.name}; {codec.rendering}", codec.has_known_family)
+
+
+def describe_rendering(config: Config) -> list[str]:
+    """Return lines on what renders the conversations of the policy; errors as :func:`rendering_of`."""
+    rendering = rendering_of(config)
+    if rendering is None:
+        return []
+    model = f"model {config.model.model_path}"
+    return [f"{model}: {rendering.description}", *([] if rendering.has_family else [f"{model}: {NO_ROW}"])]
