@@ -7,6 +7,8 @@ import asyncio
 import sys
 
 import rollouts
+from openai import AsyncOpenAI
+
 from agents import (
     Agent,
     AgentsException,
@@ -16,7 +18,6 @@ from agents import (
     Runner,
     function_tool,
 )
-from openai import AsyncOpenAI
 
 API = {"responses": OpenAIResponsesModel, "chat_completions": OpenAIChatCompletionsModel}[sys.argv[1]]
 SETTINGS = RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to its maker

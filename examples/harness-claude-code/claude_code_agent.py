@@ -1,9 +1,8 @@
-"""Claude Code (npm package ``@anthropic-ai/claude-code``), unmodified, on tasks that ask for the file ``answer.txt``."""
+"""Claude Code (npm package ``@anthropic-ai/claude-code``), unmodified, on tasks that ask for a file ``answer.txt``."""
 
 from pathlib import Path
 
-from trinity_mq.workflows.sessions.sandbox import read_text
-from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow, read_text
 
 
 class ClaudeCode(SandboxedAgentWorkflow):

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.gateway.local import LocalSession
-from trinity_mq.workflows.sessions.sandbox import read_text
-from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow, read_text
 
 CONFIG = """
 model = "{model}"

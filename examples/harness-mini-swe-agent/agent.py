@@ -1,7 +1,7 @@
 """mini-swe-agent 2.4.6, unmodified, as the program of a session. Arguments: configurations, as ``mini -c`` takes them.
 
-The model's commands run in bubblewrap (``sandbox`` next to this file). A task has a ``question``, which is the task of
-the agent, and an ``answer``, which the agent must submit, or else see as the output of its last command.
+The model's commands run in bubblewrap (``sandbox.py``). A task has a ``question``, which is the task of the agent, and
+an ``answer``, which the agent must submit, or else see as the output of its last command.
 """
 
 import os
@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# otherwise: a greeting, the user's own configuration, a download of prices
+# otherwise: a greeting, the user's own configuration, a download of prices, ten tries with long pauses
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir()}
-os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2"}
 
 import rollouts
 from minisweagent.agents.default import DefaultAgent
@@ -22,7 +22,7 @@ from minisweagent.models import get_model
 from minisweagent.utils.serialize import recursive_merge
 
 CONFIG = recursive_merge(*map(get_config_from_spec, sys.argv[1:]))
-SANDBOX = str(Path(__file__).with_name("sandbox"))
+SANDBOX = str(Path(__file__).with_name("sandbox.py"))
 IN_SANDBOX = {"executable": SANDBOX, "wrapper_args": [], "timeout": 30}
 
 
@@ -37,7 +37,7 @@ def reward_of(rollout: dict) -> float:
     return float((submission or (outputs or [""])[-1]).strip() == rollout["task"]["answer"])
 
 
-checked = subprocess.run([SANDBOX, "bash", "-c", ":"], capture_output=True, text=True)
+checked = subprocess.run([SANDBOX, "bash", "-c", ":"], capture_output=True, text=True, check=False)
 if checked.returncode:
     sys.exit(f"no command can run in bubblewrap: {checked.stdout}{checked.stderr}")
 rollouts.serve(reward_of)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.gateway.local import LocalSession
-from trinity_mq.workflows.sessions.sandbox import read_text
-from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow, read_text
 
 
 class OpenCode(SandboxedAgentWorkflow):
@@ -19,7 +18,11 @@ class OpenCode(SandboxedAgentWorkflow):
             "options": {"baseURL": session.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
             "models": {name: {"limit": {"context": 32768, "output": 4096}}},
         }
-        config = {"model": f"gateway/{name}", "small_model": f"gateway/{name}", "provider": {"gateway": provider}}
+        config: dict[str, object] = {
+            "model": f"gateway/{name}",
+            "small_model": f"gateway/{name}",
+            "provider": {"gateway": provider},
+        }
         config |= {"enabled_providers": ["gateway"], "permission": "allow", "share": "disabled", "autoupdate": False}
         return {"~/.config/opencode/opencode.json": json.dumps(config)}
 

@@ -20,7 +20,7 @@ SKIPPED = {"runs", "build", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".json", ".cfg", ""}
 MACHINE = re.compile(r"/(?:work|root|home/[a-z]+|opt/pypi[a-z-]*|tmp/venv)/")
 REGISTRY = re.compile(r"--(?:extra-)?index-url|index-url\s*=|--find-links")
-EXAMPLES = {"TRINITY_MQ_MODEL": "model", "TRINITY_MQ_GSM8K": "data"}
+EXAMPLES = {"TRINITY_MQ_MODEL": "model", "TRINITY_MQ_GSM8K": "data", "TRINITY_MQ_HARNESSES": "harnesses"}
 
 
 def files() -> Iterator[Path]:

@@ -59,7 +59,7 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
     ),
     "opencode": (
         [
-            call("write", "I begin.", filePath="/agent/work/answer.txt", content="4"),
+            call("write", "I begin.", filePath="/agent/files/answer.txt", content="4"),
             call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
             call("bash", command="printf 2 >> answer.txt"),
             "Done: answer.txt holds 42.",
@@ -68,9 +68,9 @@ AGENTS: dict[str, tuple[list[Step], int]] = {
     ),
     "claude-code": (
         [
-            call("Write", "I begin.", file_path="/agent/work/answer.txt", content="4"),
+            call("Write", "I begin.", file_path="/agent/files/answer.txt", content="4"),
             call("ToolSearch", query="select:NotebookEdit,WebFetch"),
-            call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude"),
+            call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude", run_in_background=False),
             call("Bash", command="printf 2 >> answer.txt", description="Write"),
             "Done: answer.txt holds 42.",
         ],
@@ -114,7 +114,7 @@ def installed(agent: str) -> None:
 @contextlib.asynccontextmanager
 async def model_of(family: str, steps: Sequence[Step]) -> AsyncIterator[tuple[ModelWrapper, Model]]:
     vocabulary = vocabulary_of(family)
-    codec = byte_codec(template_of(family), ends=vocabulary.ends, specials=tuple(vocabulary.special))
+    codec = byte_codec(template_of(family), ends=tuple(vocabulary.ends), specials=tuple(vocabulary.special))
     script = Model(iter(steps), codec)
     async with scripted_server(script, codec=codec, max_model_len=1 << 21) as (handle, _):
         model = ModelWrapper(handle, enable_history=True)

@@ -1,16 +1,15 @@
-"""Harnesses of others, unmodified, in their own Python (``scripts/test-harnesses``), as programs of sessions: a scripted
-model answers in the format of each family, as its maker's template writes it.
+"""Harnesses of other projects, unmodified, in their own Python (``scripts/test-harnesses``), as programs of sessions. A
+scripted model answers in the format of each family, as its maker's template writes it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ import pytest_asyncio
 
 from tests.golden.families.makers import template_of, vocabulary_of
 from tests.golden.families.proofs import PROOFS, Proof
-from tests.processes import gone
+from tests.unit.workflows.test_command_sandbox import NEEDS_BWRAP
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
 from trinity_mq.models.wrapper import ModelWrapper
-from trinity_mq.testing.scripted import Answer, ScriptedGenerator, byte_codec, logprob, scripted_server
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec, logprob, scripted_server
 from trinity_mq.workflows import SandboxFailed, Task
 from trinity_mq.workflows.sessions.children import close_persistent_programs
 from trinity_mq.workflows.sessions.program import ProgramWorkflow
@@ -34,9 +33,32 @@ PYTHON = Path(os.environ.get("TRINITY_MQ_HARNESSES", "")) / "python" / "bin" / "
 NEEDS_HARNESSES = pytest.mark.skipif(
     not PYTHON.exists(), reason="TRINITY_MQ_HARNESSES/python has no harnesses: scripts/test-harnesses makes it"
 )
-SANDBOX = EXAMPLES / "harness-mini-swe-agent" / "sandbox"
+SANDBOX = EXAMPLES / "harness-mini-swe-agent" / "sandbox.py"
+PARENT = """
+import asyncio
+
+import rollouts
+from agents import Agent, OpenAIResponsesModel, RunConfig, Runner
+from openai import AsyncOpenAI
+
+
+async def answer_of(rollout):
+    async with AsyncOpenAI(base_url=rollout["base_url"], api_key=rollout["key"]) as client:
+        model = OpenAIResponsesModel(rollout["model"], client)
+        helper = Agent("helper", instructions="Help.", model=model)
+        parent = Agent("parent", instructions="Ask.", model=model, tools=[helper.as_tool("ask", "Asks the helper.")])
+        run = await Runner.run(parent, "Go.", max_turns=20, run_config=RunConfig(tracing_disabled=True))
+        return str(run.final_output)
+
+
+rollouts.serve(lambda rollout: float(asyncio.run(answer_of(rollout)) == "done"))
+"""
 WITH_TOOLS = [proof for proof in PROOFS if proof.writes_tools and "one call" not in proof.refused]
-THINKING = [proof for proof in WITH_TOOLS if proof.thoughts]
+"""Templates of makers that write tools and calls. Those of DeepSeek R1, Gemma 3, Phi 3 and SmolLM2 do not."""
+THINKING = [proof for proof in WITH_TOOLS if proof.thoughts and proof.template != "qwen3.5-small"]
+"""Templates with thoughts. The prompts of the small Qwen3.5 close them."""
+BEGIN_WITH_RESULT = [proof for proof in WITH_TOOLS if proof.template != "mistral-nemo"]
+BY_TEMPLATE = pytest.mark.parametrize("proof", WITH_TOOLS, ids=lambda proof: proof.template)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -46,6 +68,14 @@ async def programs() -> AsyncIterator[None]:
     """Each harness is one process for all tests, because the imports of a harness take seconds."""
     yield
     await close_persistent_programs()
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An agent that has another agent as its tool."""
+    path = tmp_path_factory.mktemp("parent") / "agent.py"
+    path.write_text(PARENT)
+    return path
 
 
 @dataclass
@@ -69,12 +99,12 @@ class Rollout:
         assert metrics["session_calls"] == sum(lineages)
         assert metrics["session_experiences"] == len(lineages)
 
-    @property
-    def breaks(self) -> dict[str, float]:
-        """Breaks by cause, without causes that did not occur."""
-        metrics = self.experiences[-1].metrics
-        causes = ("template", "retoken", "temperature")
-        return {cause: metrics[f"session_breaks_{cause}"] for cause in causes if metrics[f"session_breaks_{cause}"]}
+        assert {name: value for name, value in metrics.items() if "break" in name and value} == {}
+        assert metrics.get("session_malformed_calls", 0) == 0
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self.generator.codec.decode([list(tokens)])[0]
 
 
 def masked_runs(experience: Experience) -> list[tuple[list[int], list[float]]]:
@@ -87,9 +117,13 @@ def masked_runs(experience: Experience) -> list[tuple[list[int], list[float]]]:
     return [(response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)]
 
 
-def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
+IDS = itertools.count(100000)
+"""Some families write the ids of calls. They must differ."""
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": f"call0000{number}", "type": "function", "function": function}
+    return {"id": f"abc{next(IDS)}", "type": "function", "function": function}
 
 
 def calls(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -101,23 +135,22 @@ def codec_of(template: str) -> TextCodec:
     return byte_codec(template_of(template), ends=tuple(vocabulary.ends), specials=tuple(vocabulary.special))
 
 
-async def roll_out(
-    example: str,
-    script: Sequence[Answer],
-    template: str = "qwen3",
-    *,
-    arguments: Sequence[str] = (),
-    question: str = "2+3?",
-    answer: str = "5",
-) -> Rollout:
-    """Run a harness of the examples as the program of a rollout."""
-    command = [str(PYTHON), str(EXAMPLES / example / "agent.py"), *arguments]
+async def roll_out(example: Path, template: str, script: Sequence[dict[str, Any]], *arguments: str) -> Rollout:
+    """Run a harness as the program of a rollout."""
     task = Task(
         workflow=ProgramWorkflow,
-        raw_task={"question": question, "answer": answer},
-        workflow_args={"command": command, "keep": True, "env": {"PYTHONPATH": str(EXAMPLES / "harness")}},
+        raw_task={"question": "2+3?", "answer": "5"},
+        workflow_args={
+            "command": [str(PYTHON), str(example), *arguments],
+            "env": {"PYTHONPATH": str(EXAMPLES / "harness")},
+            "keep": True,
+            "merge": "renderer",
+        },
     )
-    async with scripted_server(script, codec=codec_of(template)) as (engine, generator):
+    codec = codec_of(template)
+    if codec.render([{"role": "user", "content": "?"}]).rstrip().endswith("<think>"):  # every answer has thoughts
+        script = [{"reasoning_content": f"Thought {number}.", **answer} for number, answer in enumerate(script)]
+    async with scripted_server(script, codec=codec) as (engine, generator):
         model = ModelWrapper(engine)
         try:
             experiences = await ProgramWorkflow(task=task, model=model).run_async()
@@ -127,50 +160,99 @@ async def roll_out(
     return Rollout(experiences, generator)
 
 
-def ids(proofs: Sequence[Proof]) -> Mapping[str, Any]:
-    return {"argvalues": proofs, "ids": [proof.template for proof in proofs]}
-
-
 @NEEDS_HARNESSES
+@NEEDS_BWRAP
 class TestMiniSweAgent:
+    AGENT = EXAMPLES / "harness-mini-swe-agent" / "agent.py"
     SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat f"
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
+    def script(self, *commands: str, **fields: Any) -> list[dict[str, Any]]:
+        return [calls(call("bash", command=command), **fields) for command in (*commands, self.SUBMIT)]
+
+    @BY_TEMPLATE
     async def test_commands_run_and_their_output_is_read(self, proof: Proof) -> None:
-        script = [calls(call("bash", command=command)) for command in ("echo 5 > f; echo seen $((6 * 7))", self.SUBMIT)]
-        rollout = await roll_out("harness-mini-swe-agent", script, proof.template, arguments=["mini.yaml"])
+        script = self.script("echo 5 > f; echo seen $((6 * 7))")
+        rollout = await roll_out(self.AGENT, proof.template, script, "mini.yaml")
         assert "seen 42" in rollout.generator.prompts[1]
         rollout.check([2])
-        assert rollout.breaks == {}
+
+    @pytest.mark.parametrize("proof", THINKING, ids=lambda proof: proof.template)
+    async def test_thoughts_come_back_and_are_trained_on(self, proof: Proof) -> None:
+        script = self.script("echo 5 > f", "echo on", reasoning_content="I think.")
+        rollout = await roll_out(self.AGENT, proof.template, script, "mini.yaml")
+        assert all("I think." in rollout.text(tokens) for tokens in rollout.generator.sampled)
+        rollout.check([3])
+
+    async def test_a_command_reaches_neither_key_nor_gateway_nor_files(self) -> None:
+        attack = "echo 5 > f; env; cat /proc/[0-9]*/environ | tr '\\0' '\\n'; ls /root /home /srv; cat /proc/net/tcp"
+        rollout = await roll_out(self.AGENT, "qwen2.5", self.script(attack), "mini.yaml")
+        observed = rollout.generator.prompts[1].removeprefix(rollout.generator.prompts[0])
+        assert "PATH=" in observed
+        for secret in ("sk-tmq", "OPENAI", "PYTHONPATH", "TRINITY"):
+            assert secret not in observed
+        for folder in ("/root", "/home", "/srv"):
+            assert f"cannot access \\u0027{folder}\\u0027" in observed
+        rollout.check([2])
+
+    async def test_without_bubblewrap_no_command_runs(self, tmp_path: Path) -> None:
+        (tmp_path / "python3").symlink_to(sys.executable)
+        command = [str(PYTHON), str(self.AGENT), "mini.yaml"]
+        env = {"PYTHONPATH": str(EXAMPLES / "harness"), "PATH": str(tmp_path)}
+        arguments = {"command": command, "env": env, "keep": True}
+        task = Task(workflow=ProgramWorkflow, raw_task={"question": "?", "answer": "5"}, workflow_args=arguments)
+        async with scripted_server([]) as (engine, _):
+            model = ModelWrapper(engine)
+            try:
+                await ProgramWorkflow(task=task, model=model).run_async()
+            except SandboxFailed as error:
+                failed = error
+            finally:
+                await model.aclose()
+        assert "no command can run in bubblewrap: bubblewrap is not installed" in str(failed)
 
 
 @NEEDS_HARNESSES
 class TestAgentsSdk:
-    SCRIPT = (calls(call("transfer_to_calculator")), calls(call("add", first=2, second=3)), {"content": "5"})
+    AGENT = EXAMPLES / "harness-agents-sdk" / "agent.py"
+    HELPED = 10
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
+    # Mistral Nemo's template writes no system message before the result of a tool, with which the second agent begins
+    @pytest.mark.parametrize("proof", BEGIN_WITH_RESULT, ids=lambda proof: proof.template)
     @pytest.mark.parametrize("api", ["responses", "chat_completions"])
     async def test_an_agent_hands_off_to_another(self, proof: Proof, api: str) -> None:
-        rollout = await roll_out("harness-agents-sdk", self.SCRIPT, proof.template, arguments=[api])
+        script = [calls(call("transfer_to_calculator")), calls(call("add", first=2, second=3)), {"content": "5"}]
+        rollout = await roll_out(self.AGENT, proof.template, script, api)
         assert "transfer_to_calculator" in rollout.generator.prompts[0]
         assert "Answer with the number only." in rollout.generator.prompts[1]
         assert "5.0" in rollout.generator.prompts[2]
         rollout.check([1, 2])
-        assert rollout.breaks == {}
+
+    @BY_TEMPLATE
+    async def test_a_parent_calls_ten_agents_and_stays_one_experience(self, proof: Proof, parent: Path) -> None:
+        script: list[dict[str, Any]] = []
+        for number in range(self.HELPED):
+            script += [calls(call("ask", input=f"Question {number}")), {"content": f"Answer {number}"}]
+        rollout = await roll_out(parent, proof.template, [*script, {"content": "done"}])
+        assert f"Answer {self.HELPED - 1}" in rollout.generator.prompts[-1]
+        rollout.check([*[1] * self.HELPED, self.HELPED + 1])
 
 
 @NEEDS_HARNESSES
 class TestSmolagents:
-    SCRIPT = (
-        calls(call("calculator", task="add 2 and 3")),
-        calls(call("add", first=2, second=3)),
-        calls(call("final_answer", answer="5")),
-        calls(call("final_answer", answer="5")),
-    )
+    AGENT = EXAMPLES / "harness-smolagents" / "agent.py"
 
-    @pytest.mark.parametrize("proof", **ids(WITH_TOOLS))
-    async def test_an_agent_manages_another(self, proof: Proof) -> None:
-        rollout = await roll_out("harness-smolagents", self.SCRIPT, proof.template)
+    @BY_TEMPLATE
+    async def test_each_answer_is_an_experience_because_the_harness_writes_its_calls_as_text(
+        self, proof: Proof
+    ) -> None:
+        script = [
+            calls(call("calculator", task="add 2 and 3")),
+            calls(call("add", first=2, second=3)),
+            calls(call("final_answer", answer="5")),
+            calls(call("final_answer", answer="5")),
+        ]
+        rollout = await roll_out(self.AGENT, proof.template, script)
         assert "add 2 and 3" in rollout.generator.prompts[1]
+        assert "Calling tools:" in rollout.generator.prompts[2]
         assert "Observation:\n5" in rollout.generator.prompts[2]
         rollout.check([1, 1, 1, 1])

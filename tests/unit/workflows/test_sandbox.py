@@ -14,8 +14,7 @@ from tests.waiting import until
 from trinity_mq.experience import Experience
 from trinity_mq.testing.scripted import scripted_model
 from trinity_mq.workflows import RunFailedError, SandboxFailed, Task
-from trinity_mq.workflows.sessions.sandbox import Sandbox, read_text
-from trinity_mq.workflows.sessions.sandboxed_agent import Judged, SandboxedAgentWorkflow
+from trinity_mq.workflows.sessions.sandboxed_agent import Judged, Sandbox, SandboxedAgentWorkflow, read_text
 
 ASK = """
 ask() {
@@ -69,7 +68,7 @@ async def run(script: str, **arguments: Any) -> tuple[Agent, list[Experience]]:
 async def test_an_agent_works_with_its_files_and_its_work_is_judged(folders: Path) -> None:
     script = ASK + 'cat given/task.txt ~/.config/agent.toml >seen; pwd >>seen; echo "$COLOUR" >>seen; exit 3'
     agent, [experience] = await run(script, env={"COLOUR": "blue"})
-    assert agent.left["seen"] == "for the agent\nmine\n/agent/work\nblue\n"
+    assert agent.left["seen"] == "for the agent\nmine\n/agent/files\nblue\n"
     assert experience.reward == 1.0
     assert experience.metrics["files"] == 3
     assert (experience.metrics["agent_failed"], experience.metrics["agent_timed_out"]) == (1.0, 0.0)
@@ -134,7 +133,7 @@ def reading(path: Path) -> bytes:
 
 async def test_a_cancelled_run_ends_its_agent_and_leaves_no_folder(folders: Path) -> None:
     running = asyncio.create_task(run(ASK + "touch begun; sleep 987654"))
-    await until(lambda: any(folders.glob("*/work/begun")))
+    await until(lambda: any(folders.glob("*/*/begun")))
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -58,7 +58,7 @@ class ResponseTools:
         self.functions: list[Json] = []
         """The tools as functions of chat completions."""
         self._items: dict[str, tuple[str, Json]] = {}
-        """By function name: type of the item of a call, and the item's fields that name the tool."""
+        """Type of a call's item, and the fields of the item that name the tool, for each function name."""
         for number, tool in enumerate(as_list(body.get("tools"), "tools")):
             where = f"tools.{number}"
             checked = dict(as_object(tool, where))
@@ -181,8 +181,8 @@ def call_of_item(item: Mapping[str, Any]) -> Json:
             name, arguments = item.get("name"), json.dumps({"input": item.get("input") or ""}, ensure_ascii=False)
         case "local_shell_call":
             action = as_object(item.get("action"), "action")
-            given = {name: action[name] for name in SHELL_PARAMETERS["properties"] if action.get(name) is not None}
-            name, arguments = LOCAL_SHELL, json.dumps(given, ensure_ascii=False)
+            fields = {name: action[name] for name in SHELL_PARAMETERS["properties"] if action.get(name) is not None}
+            name, arguments = LOCAL_SHELL, json.dumps(fields, ensure_ascii=False)
         case "tool_search_call":
             name, arguments = TOOL_SEARCH, json.dumps(item.get("arguments") or {}, ensure_ascii=False)
         case _:

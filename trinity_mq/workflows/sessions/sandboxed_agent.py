@@ -1,5 +1,9 @@
 """An agent of another project as a workflow: it runs unchanged in a sandbox, and its work is judged afterwards.
 
+The sandbox consists of namespaces of Linux, made by bubblewrap (``bwrap``). Over the network the agent reaches only the
+gateway of its session. It sees its own processes and environment variables. Of the files of the host it sees programs,
+libraries and the folders that the configuration names.
+
 The judge runs outside of the sandbox after all processes of the agent have ended, so that no command of the model can
 change the reward.
 """
@@ -7,11 +11,18 @@ change the reward.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import structlog
 from pydantic import BaseModel, Field
 
 from trinity_mq.experience import Experience
@@ -19,7 +30,197 @@ from trinity_mq.gateway.local import LocalSession
 from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.sessions.children import Program, make_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow, RecordedArguments, environment_of
-from trinity_mq.workflows.sessions.sandbox import Sandbox
+
+log = structlog.get_logger(__name__)
+
+WORK, HOME = "/agent/files", "/agent/home"
+"""Working directory and home of the agent in the sandbox."""
+SOCKET, ENTRY_INSIDE = "/agent/gateway", "/agent/entry.py"
+ENTRY = Path(__file__).with_name("sandbox_entry.py")
+PATH = "/usr/local/bin:/usr/bin:/bin"
+SYSTEM = ("/usr", "/etc/alternatives", "/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/ld.so.cache")
+"""Paths of the host that every program needs. They hold no secrets."""
+LINKED = ("/bin", "/sbin", "/lib", "/lib64")
+"""Links into ``/usr`` on most systems."""
+KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/bus", "/proc/irq")
+"""Files of the kernel that a runner of root's could write although the sandbox has no capabilities: a process that
+writes ``core_pattern`` leaves the sandbox. Container runtimes make the same paths read-only.
+"""
+USER_ID = 1000
+ACCOUNTS = f"agent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/bash\n"
+HOSTS = "127.0.0.1 localhost\n"
+TAIL_BYTES = 4000
+"""Bytes from the end of the agent's output that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How an agent ended."""
+
+    code: int | None
+    """Exit code. None: it was killed at its time limit."""
+    output: str
+    """End of its output and errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A sandbox, with its folders on the host.
+
+    Args:
+        folder: Empty folder of this sandbox.
+        visible: Further files and folders of the host that the agent may read, at the same paths.
+        memory_bytes: Size of each of the file systems in memory, ``/tmp`` and ``/dev/shm``.
+        file_bytes: Maximum size of each file that the agent writes.
+        cpu_seconds: Maximum processor time of each process.
+        processes: Maximum number of processes and threads. The kernel does not limit root.
+    """
+
+    folder: Path
+    visible: Sequence[str] = ()
+    memory_bytes: int = 1 << 28
+    file_bytes: int = 1 << 28
+    cpu_seconds: int = 3600
+    processes: int = 1024
+
+    @property
+    def work(self) -> Path:
+        """Working directory of the agent, as a path of the host."""
+        return self.folder / "work"
+
+    @property
+    def home(self) -> Path:
+        """Home of the agent, as a path of the host."""
+        return self.folder / "home"
+
+    @property
+    def socket(self) -> Path:
+        """Socket of the gateway, as a path of the host."""
+        return self.folder / "gateway"
+
+    def prepare(self, files: Mapping[str, str]) -> None:
+        """Make the folders, and write the agent's first files.
+
+        Args:
+            files: Text by path. A path that begins with ``~/`` is in the agent's home, others are in ``work``.
+
+        Raises:
+            ValueError: A path leads out of these folders.
+        """
+        self.work.mkdir()
+        self.home.mkdir()
+        (self.folder / "passwd").write_text(ACCOUNTS)
+        (self.folder / "hosts").write_text(HOSTS)
+        for name, text in files.items():
+            root = self.home if name.startswith("~/") else self.work
+            path = root / name.removeprefix("~/")
+            if not path.resolve().is_relative_to(root.resolve()):
+                raise ValueError(f"the file {name!r} leads out of the sandbox; give a relative path, or one behind ~/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def command(self, command: Sequence[str], env: Mapping[str, str], port: int) -> list[str]:
+        """Return the command on the host that runs ``command`` in this sandbox.
+
+        Args:
+            command: The agent and its arguments.
+            env: All environment variables of the agent except ``HOME`` and, unless it is set here, ``PATH``.
+            port: Port of the gateway. The agent reaches it at ``127.0.0.1`` as on the host.
+        """
+        python = Path(sys.base_prefix)
+        variables = {"PATH": PATH, "LANG": "C.UTF-8", **env, "HOME": HOME}
+        entry = {
+            "socket": SOCKET,
+            "port": port,
+            "limits": {
+                "RLIMIT_FSIZE": self.file_bytes,
+                "RLIMIT_CPU": self.cpu_seconds,
+                "RLIMIT_NPROC": self.processes,
+                "RLIMIT_CORE": 0,
+            },
+            "command": list(command),
+        }
+        arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        arguments += ["--unshare-user", "--disable-userns", "--uid", str(USER_ID), "--gid", str(USER_ID)]
+        for path in SYSTEM:
+            arguments += ["--ro-bind-try", path, path]
+        for path in LINKED:
+            target = os.readlink(path) if os.path.islink(path) else ""
+            arguments += ["--symlink", target, path] if target else ["--ro-bind-try", path, path]
+        arguments += ["--proc", "/proc", "--dev", "/dev"]
+        for path in ("/tmp", "/dev/shm"):
+            arguments += ["--size", str(self.memory_bytes), "--tmpfs", path]
+        for path in KERNEL:
+            arguments += ["--ro-bind-try", path, path]
+        arguments += ["--ro-bind", str(self.folder / "passwd"), "/etc/passwd"]
+        arguments += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
+        arguments += ["--ro-bind", str(python), str(python), "--ro-bind", str(ENTRY), ENTRY_INSIDE]
+        for path in self.visible:
+            arguments += ["--ro-bind", path, path]
+        arguments += ["--bind", str(self.work), WORK, "--bind", str(self.home), HOME]
+        arguments += ["--ro-bind", str(self.socket), SOCKET, "--chdir", WORK]
+        arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        for name, value in variables.items():
+            arguments += ["--setenv", name, value]
+        interpreter = python / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        return ["bwrap", *arguments, "--", str(interpreter), "-I", "-S", ENTRY_INSIDE, json.dumps(entry)]
+
+    async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
+        """Run an agent until it ends or its time is over. All its processes are gone afterwards.
+
+        Raises:
+            SandboxFailed: ``bwrap`` is not installed.
+        """
+        if shutil.which("bwrap", path=os.environ.get("PATH")) is None:
+            raise SandboxFailed("bwrap is not installed; install the package bubblewrap", kind="sandbox")
+        process = await asyncio.create_subprocess_exec(
+            *self.command(command, env, port),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            # bwrap is a process of the sandbox: the agent can read its environment
+            env={"PATH": os.environ.get("PATH", PATH)},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        tail = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while chunk := await process.stdout.read(1 << 16):
+                    tail = (tail + chunk)[-TAIL_BYTES:]
+                code: int | None = await process.wait()
+        except TimeoutError:
+            code = None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.shield(process.wait())
+        return Ended(code, tail.decode(errors="replace"))
+
+    async def remove(self) -> None:
+        """Remove the folders. The agent may have made them unreadable or very deep, so two programs do it."""
+        for command in (("chmod", "-R", "u+rwX"), ("rm", "-rf")):
+            process = await asyncio.create_subprocess_exec(
+                *command, "--", str(self.folder), stderr=asyncio.subprocess.DEVNULL
+            )
+            await process.wait()
+        if self.folder.exists():
+            log.warning("sandbox_not_removed", folder=str(self.folder))
+
+
+def read_text(folder: Path, name: str, max_bytes: int = 1 << 20) -> str | None:
+    """Return the text of a file that an agent wrote. None: ``folder`` has no such regular file.
+
+    An agent may leave links to files of the host, pipes and other special files. They are not read.
+    """
+    try:
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return file.read(max_bytes).decode(errors="replace")
+    except (OSError, RuntimeError):  # unreadable, or a link to itself
+        return None
 
 
 class SandboxedAgentArguments(RecordedArguments):
@@ -40,7 +241,7 @@ class SandboxedAgentArguments(RecordedArguments):
 
 
 class Judged(BaseModel):
-    """What the work of an agent is worth."""
+    """Judgement of the work of an agent."""
 
     reward: float = Field(allow_inf_nan=False)
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -63,7 +264,7 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
 
     def judge(self, work: Path) -> Judged:
         """Judge the files in the working directory of the agent. Read them with
-        :func:`~trinity_mq.workflows.sessions.sandbox.read_text`; run nothing of them outside of a sandbox.
+        :func:`read_text`; run nothing of them outside of a sandbox.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method judge(work)")
 

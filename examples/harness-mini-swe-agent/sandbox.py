@@ -2,7 +2,7 @@
 """Runs a command in bubblewrap, without a network, with a clean environment and limits. mini-swe-agent's
 BubblewrapEnvironment starts this file as its ``executable``:
 
-sandbox [ARGUMENTS OF BWRAP] bash -c COMMAND
+sandbox.py [ARGUMENTS OF BWRAP] bash -c COMMAND
 
 Exit status 125: bubblewrap is missing. As root, the command runs as nobody, because the kernel does not limit the
 processes of root, and nobody becomes the owner of the working folder.
