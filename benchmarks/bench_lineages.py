@@ -5,10 +5,14 @@
 Gateways of this checkout and of ``--against`` (such as ``git worktree add ../before COMMIT``) take turns in front of
 one engine, which computes nothing: its tokens follow from the messages. Three measurements:
 
-* a session of so many calls whose last prompt has so many tokens, one call after another: milliseconds that the
-  gateway adds to a call, its processor time for a call, and the memory that it needs for the session;
+* a session of so many calls whose last prompt has so many tokens, one call after another, at the engine and at each
+  gateway in turn: milliseconds that the gateway adds to a call, its processor time for a call, and the memory that it
+  needs for the session;
 * a session with two calls of ten sub-agents after each turn: the number of breaks;
-* 32 agents with sessions of three short calls: calls a second.
+* 32 agents with sessions of three short calls: calls a second, and the processor time for a call.
+
+This checkout runs with ``gateway.merge`` ``renderer``, its default, which also sends the tokens of the continued answer
+to the engine, and with ``prefix``, the default of the releases before.
 """
 
 from __future__ import annotations
@@ -90,7 +94,7 @@ async def serving(application: web.Application, port: int = 0) -> AsyncIterator[
 # -- the gateway, in a process with the code of its checkout
 
 
-async def serve_gateway(engine: str) -> None:
+async def serve_gateway(engine: str, merge: str) -> None:
     """Serve a gateway with a store in memory until the standard input ends."""
     from trinity_mq.config import Config
     from trinity_mq.gateway.access import Access
@@ -110,7 +114,7 @@ async def serve_gateway(engine: str) -> None:
 
     model = InferenceModel("e0", engine, "none", version=(1, 0))
     algorithm = {"repeat_times": 1, "estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
-    limits = {"calls_per_minute": 10**9, "max_calls": 10**6}
+    limits = {"calls_per_minute": 10**9, "max_calls": 10**6, "merge": merge}
     content = {"name": "b", "mode": "serve", "model": {"tiny": {}}, "algorithm": algorithm, "gateway": limits}
     settings = AppSettings.of(Config.model_validate(content))
     async with EngineClients() as clients:
@@ -146,10 +150,10 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(name: str, checkout: Path, engine: str) -> AsyncIterator[Gateway]:
+async def gateway_of(name: str, checkout: Path, merge: str, engine: str) -> AsyncIterator[Gateway]:
     """Start a gateway with the code of a checkout."""
     environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{checkout / 'agents'}"}
-    command = [sys.executable, str(Path(__file__).resolve()), SERVE, engine]
+    command = [sys.executable, str(Path(__file__).resolve()), SERVE, engine, merge]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment, cwd=checkout)
     assert process.stdin is not None
@@ -191,10 +195,16 @@ async def opened(http: aiohttp.ClientSession, gateway: Gateway) -> str:
         return f"{gateway.url}/s/{(await response.json())['id']}"
 
 
-async def long_session(http: aiohttp.ClientSession, url: str, calls: int, tokens: int, name: str) -> list[float]:
-    """Ask one call after another; return the milliseconds of each."""
-    agent, text = Agent(http, url, name), "x" * (tokens * CHARACTERS // (2 * calls))
-    return [await agent.ask(f"{number:06d}{text}") for number in range(calls)]
+async def long_sessions(
+    http: aiohttp.ClientSession, urls: Sequence[str], calls: int, tokens: int, name: str
+) -> list[list[float]]:
+    """Hold the same conversation with each URL, in turns; return the milliseconds of the calls of each."""
+    agents, text = [Agent(http, url, name) for url in urls], "x" * (tokens * CHARACTERS // (2 * calls))
+    times: list[list[float]] = [[] for _ in agents]
+    for number in range(calls):
+        for agent, agent_times in zip(agents, times, strict=True):
+            agent_times.append(await agent.ask(f"{number:06d}{text}"))
+    return times
 
 
 async def with_sub_agents(http: aiohttp.ClientSession, url: str, calls: int) -> int:
@@ -212,8 +222,8 @@ async def with_sub_agents(http: aiohttp.ClientSession, url: str, calls: int) -> 
     return len(shown["breaks"])
 
 
-async def short_sessions(http: aiohttp.ClientSession, gateway: Gateway, seconds: float) -> float:
-    """Return the calls a second of many agents."""
+async def short_sessions(http: aiohttp.ClientSession, gateway: Gateway, seconds: float) -> tuple[float, int]:
+    """Return the calls a second of many agents, and the number of calls."""
     until, calls = time.perf_counter() + seconds, 0
 
     async def work(number: int) -> None:
@@ -228,32 +238,34 @@ async def short_sessions(http: aiohttp.ClientSession, gateway: Gateway, seconds:
     async with asyncio.TaskGroup() as group:
         for number in range(AGENTS):
             group.create_task(work(number))
-    return calls / (time.perf_counter() - began)
+    return calls / (time.perf_counter() - began), calls
 
 
 async def measure(
     http: aiohttp.ClientSession, engine: str, gateways: Sequence[Gateway], options: argparse.Namespace
 ) -> None:
     """Let the gateways take turns."""
-    for gateway in gateways:
-        await long_session(http, await opened(http, gateway), 3, 100, "warm-up")
-    for number in range(options.rounds):
-        direct = await long_session(http, engine, options.calls, options.tokens, f"direct {number}")
-        for gateway in gateways:
-            url = await opened(http, gateway)
-            before, memory = gateway.seconds, gateway.process.memory_info().rss
-            times = await long_session(http, url, options.calls, options.tokens, f"long {number}")
-            added = [through - alone for through, alone in zip(times, direct, strict=True)]
-            gateway.note("ms added to a call", statistics.fmean(added))
-            gateway.note("ms added to the last tenth", statistics.fmean(added[-len(added) // 10 :]))
-            gateway.note("processor ms of a call", 1000 * (gateway.seconds - before) / options.calls)
+    for number in range(-1, options.rounds):
+        urls = [await opened(http, gateway) for gateway in gateways]
+        before = [(gateway.seconds, gateway.process.memory_info().rss) for gateway in gateways]
+        calls, tokens = (options.calls, options.tokens) if number >= 0 else (3, 100)
+        direct, *times = await long_sessions(http, [engine, *urls], calls, tokens, f"agent {number}")
+        if number < 0:
+            continue  # a warm-up
+        for gateway, through, (seconds, memory) in zip(gateways, times, before, strict=True):
+            added = [slow - fast for slow, fast in zip(through, direct, strict=True)]
+            gateway.note("ms added to a call", statistics.median(added))
+            gateway.note("ms added to the last tenth", statistics.median(added[-(-len(added) // 10) :]))
+            gateway.note("processor ms of a call", 1000 * (gateway.seconds - seconds) / calls)
             gateway.note("MiB of the session", (gateway.process.memory_info().rss - memory) / 2**20)
         for gateway in gateways:
-            gateway.note(
-                "breaks with sub-agents", await with_sub_agents(http, await opened(http, gateway), options.calls)
-            )
+            breaks = await with_sub_agents(http, await opened(http, gateway), options.calls)
+            gateway.note("breaks with sub-agents", breaks)
         for gateway in gateways:
-            gateway.note("short calls a second", await short_sessions(http, gateway, options.seconds))
+            seconds = gateway.seconds
+            rate, calls = await short_sessions(http, gateway, options.seconds)
+            gateway.note("short calls a second", rate)
+            gateway.note("processor ms of a short call", 1000 * (gateway.seconds - seconds) / calls)
 
 
 async def main(options: argparse.Namespace) -> dict[str, float]:
@@ -261,23 +273,30 @@ async def main(options: argparse.Namespace) -> dict[str, float]:
     engine = Engine()
     application = web.Application(client_max_size=1 << 26)
     application.router.add_post("/v1/chat/completions", engine.answer)
-    checkouts = {"now": HERE, **({"before": options.against.resolve()} if options.against else {})}
+    rows = [("now", HERE, "renderer"), ("prefix", HERE, "prefix")]
+    if options.against:
+        rows.append(("before", options.against.resolve(), "prefix"))
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(application))
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        gateways = [await stack.enter_async_context(gateway_of(name, path, url)) for name, path in checkouts.items()]
+        gateways = [await stack.enter_async_context(gateway_of(*row, url)) for row in rows]
         await measure(http, url, gateways, options)
-    ratios: dict[str, float] = {}
-    for what in gateways[0].seen:
-        print(f"{what:28}" + "".join(f"   {gateway.name} {gateway.median(what):9.2f}" for gateway in gateways))
-        if len(gateways) > 1 and gateways[1].median(what) > 0:
-            ratios[f"{what}, of before"] = gateways[0].median(what) / gateways[1].median(what)
+    now, prefix, *others = gateways
+    ratios = {}
+    for what in now.seen:
+        print(f"{what:30}" + "".join(f"   {gateway.name} {gateway.median(what):9.2f}" for gateway in gateways))
+        for other in others:
+            if other.median(what) > 0:
+                ratios |= {
+                    f"{gateway.name}: {what}, of before": gateway.median(what) / other.median(what)
+                    for gateway in (now, prefix)
+                }
     return ratios
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SERVE]:
-        asyncio.run(serve_gateway(sys.argv[2]))
+        asyncio.run(serve_gateway(sys.argv[2], sys.argv[3]))
         sys.exit()
     import figures
 

@@ -62,10 +62,11 @@ class Witness:
     Args:
         generator: The engine's generator.
         version: Returns the version of its weights.
+        renew: Gives it weights of another version.
     """
 
-    def __init__(self, generator: Any, version: Callable[[], Version]) -> None:
-        self._generator, self._version = generator, version
+    def __init__(self, generator: Any, version: Callable[[], Version], renew: Callable[[], object]) -> None:
+        self._generator, self._version, self.renew = generator, version, renew
         self.sampled: list[Sampled] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -118,7 +119,7 @@ class Step:
     """Runs at the same time as the step before it."""
 
 
-ACTIONS = ("turn", "turn", "turn", "sub", "fork", "rewind", "compact", "rewrite", "retry")
+ACTIONS = (*["turn"] * 8, "sub", "fork", "rewind", "compact", "rewrite", "retry")
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters=TAG), min_size=1, max_size=8)
 
 
@@ -127,18 +128,18 @@ def steps(texts: st.SearchStrategy[str] = TEXTS, *, most: int = 14) -> st.Search
     step = st.builds(
         Step,
         action=st.sampled_from(ACTIONS),
-        session=st.integers(0, 1),
-        which=st.integers(0, 7),
+        session=st.sampled_from((0, 0, 0, 1)),
+        which=st.sampled_from((0, 0, 0, 0, 1, 2, 5)),
         text=texts,
-        n=st.sampled_from((1, 1, 1, 2, 3)),
+        n=st.sampled_from((1, 1, 1, 1, 2, 3)),
         chosen=st.integers(0, 2),
         stream=st.booleans(),
-        cut=st.sampled_from((None, None, None, 1, 5)),
-        temperature=st.sampled_from((1.0, 1.0, 1.0, 0.5)),
-        tools=st.booleans(),
-        together=st.sampled_from((False, False, True)),
+        cut=st.sampled_from((*[None] * 7, 1, 5)),
+        temperature=st.sampled_from((*[1.0] * 7, 0.5)),
+        tools=st.sampled_from((False, False, True)),
+        together=st.sampled_from((False, False, False, False, True)),
     )
-    return st.lists(step, min_size=1, max_size=most)
+    return st.lists(step, min_size=most // 3, max_size=most)
 
 
 @dataclass
@@ -156,16 +157,21 @@ class Agent:
 
     Args:
         at: The gateway.
-        system: Text of the first message of a conversation. Empty: it has none.
+        between: Called between steps, while no request is in progress.
     """
 
-    def __init__(self, at: Serving, sessions: Sequence[str], *, system: str = "") -> None:
-        self._at, self.sessions, self._system = at, sessions, system
+    def __init__(self, at: Serving, sessions: Sequence[str], between: Callable[[], object] = lambda: None) -> None:
+        self._at, self.sessions, self._between = at, sessions, between
+        self._group = 0
         self._held: dict[str, list[Conversation]] = {session: [] for session in sessions}
         self.session_of: dict[str, str] = {}
         """Session of each tag."""
         self.thrown_away: set[str] = set()
         """Tags of requests whose first answer was thrown away."""
+        self.group_of: dict[str, int] = {}
+        """By tag, the number of the requests that were under way at the same time."""
+        self.answered: list[tuple[str, int, float]] = []
+        """Tag, number of choices and temperature of each answered request."""
         self.refused: list[Any] = []
 
     async def do(self, steps: Sequence[Step]) -> None:
@@ -176,7 +182,8 @@ class Agent:
                 groups[-1].append(step)
             else:
                 groups.append([step])
-        for group in groups:
+        for self._group, group in enumerate(groups):
+            self._between()
             turns = [turn for step in group for turn in self._turns(step)]
             async with asyncio.TaskGroup() as tasks:
                 for step, conversation in turns:
@@ -186,12 +193,11 @@ class Agent:
         """Return the conversations that the step continues. None is asked twice at the same time."""
         held = self._held[self.sessions[step.session]]
         if not held or step.action in {"sub", "compact"}:
-            begin = [{"role": "system", "content": self._system}] if self._system else []
             summary = "summary " if step.action == "compact" else ""
-            created = Conversation([*begin, user(summary + step.text)], step.tools)
+            created = Conversation([user(summary + step.text)], step.tools)
             held.append(created)
             return [(step, created)]
-        old = held[step.which % len(held)]
+        old = held[-1 - step.which % len(held)]
         copy = Conversation(json.loads(json.dumps(old.messages)), old.tools, list(old.starts))
         if step.action == "rewind" and copy.starts:
             end = copy.starts[step.which % len(copy.starts)]
@@ -212,7 +218,7 @@ class Agent:
     async def _ask(self, step: Step, conversation: Conversation) -> None:
         session = self.sessions[step.session]
         tag = f"{TAG}{len(self.session_of)}"
-        self.session_of[tag] = session
+        self.session_of[tag], self.group_of[tag] = session, self._group
         body = {
             "messages": conversation.messages,
             "n": step.n,
@@ -239,6 +245,7 @@ class Agent:
             if response.status != 200:
                 self.refused.append(await response.json())
                 return None
+            self.answered.append((body["stop"][0], body["n"], body["temperature"]))
             if not body["stream"]:
                 answer = await response.json()
                 return [_present(choice["message"]) for choice in answer["choices"]]
@@ -289,6 +296,7 @@ def check(
     experiences: Sequence[Experience],
     sampled: Sequence[Sampled],
     thrown_away: set[str],
+    group_of: Mapping[str, int],
     *,
     merge: str = "prefix",
     shared_prefix: str = "first",
@@ -299,6 +307,7 @@ def check(
         experiences: All experiences of the session; every answer has a reward.
         sampled: What the witness saw of this session.
         thrown_away: Tags of requests whose first answer the agent threw away.
+        group_of: By tag, the number of the requests that were under way at the same time.
         merge: ``gateway.merge``.
         shared_prefix: ``gateway.shared_prefix``.
     """
@@ -314,27 +323,31 @@ def check(
     for one in kept:
         requests[one.request].append(one)
     continued, maybe = dict[Sampled, list[int]](), set[Sampled]()
-    for request, ((choice, *_)) in requests.items():
+    for request, (choice, *_) in requests.items():
         begins = [
             one
             for one in kept
             if one.temperature == choice.temperature
             and one.request != request
+            and group_of[one.tag] <= group_of[choice.tag]
             and one.tokens == choice.prompt[: len(one.tokens)]
         ]
         longest = [one for one in begins if len(one.tokens) == max(len(other.tokens) for other in begins)]
-        if len(longest) == 1:
+        if any(group_of[one.tag] == group_of[choice.tag] for one in begins):
+            maybe |= set(begins)  # of two requests at the same time, either may be recorded first
+        elif len(longest) == 1:
             continued.setdefault(longest[0], []).append(request)
-        maybe |= set(longest[1:])
+        else:
+            maybe |= set(longest)
     least, most = Counter[Sampled](), Counter[Sampled]()
     for choices in requests.values():
         is_chosen = [one in continued or one in maybe for one in choices]
         for one, chosen in zip(choices, is_chosen, strict=True):
             least[one] += not any(is_chosen) or (chosen and not maybe)
-            most[one] += not any(is_chosen) or chosen
+            most[one] += not any(one in continued for one in choices) or chosen
     for one in kept:
         assert least[one] <= uses[one] <= most[one], (
-            f"an answer is trained on {uses[one]} times, wanted {least[one]} to {most[one]}"
+            f"an answer of {one.tag} is trained on {uses[one]} times, wanted {least[one]} to {most[one]}"
         )
     if not maybe and max(counts.values(), default=1) == 1:
         joined = 0
@@ -369,11 +382,13 @@ def _answers_of(
         ]
         assert matches, f"the mask at token {place} covers what no engine sampled after these tokens"
         longest = [one for one in matches if len(one.tokens) == max(len(other.tokens) for other in matches)]
-        answer = min(longest, key=lambda one: uses[one] + answers.count(one) - counts[one])
-        end = len(answer.tokens)
-        wanted = torch.tensor(answer.logprobs, dtype=torch.float32)
-        assert torch.equal(experience.logprobs[place - begin : end - begin], wanted), "logprobs are the engine's"
-        assert set(versions[place - begin : end - begin]) == {answer.version}, "versions are the engine's"
+        end = len(longest[0].tokens)
+        logprobs, stamps = experience.logprobs[place - begin : end - begin], set(versions[place - begin : end - begin])
+        equal = [one for one in longest if torch.equal(logprobs, torch.tensor(one.logprobs, dtype=torch.float32))]
+        assert equal, "logprobs are the engine's"
+        equal = [one for one in equal if stamps == {one.version}]
+        assert equal, "versions are the engine's"
+        answer = min(equal, key=lambda one: uses[one] + answers.count(one) - counts[one])
         answers.append(answer)
         place = end
     assert answers, "an experience without a sampled token"

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def render(arguments: argparse.Namespace) -> int:
     """Show a conversation as tokens."""
+    from trinity_mq.config.switches import SwitchError
     from trinity_mq.engines.generation.text import TextError
     from trinity_mq.operations.debug import render as rendering
     from trinity_mq.telemetry.jsonline import dump_line
@@ -63,7 +64,7 @@ def render(arguments: argparse.Namespace) -> int:
         codec = rendering.open_codec(arguments.target, arguments.overrides, Path(scratch))
     try:
         rendered = rendering.render_conversation(codec, conversation)
-    except TextError as error:
+    except (TextError, SwitchError) as error:
         raise CommandError(str(error)) from error
     if arguments.json:
         print(dump_line(rendering.as_json(rendered)))

@@ -5,6 +5,7 @@ Both use :class:`AnswerFlow`. A streamed answer therefore equals an answer that 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -114,10 +115,7 @@ class AnswerFlow:
         """Characters at the beginning of the window that were already read."""
         self._thoughts, self._content = _Part(strips=True), _Part(strips=False)
         self._held: list[str] = []
-        outside = [opening, *marks.calls, *marks.headers, *stops]
-        inside = [marks.thoughts.closing if marks.thoughts else "", *stops]
-        quoted = {opening, inside[0]}
-        self._outside, self._inside = (_Scanner([*filter(None, texts)], quoted) for texts in (outside, inside))
+        self._outside, self._inside = _scanners(marks, tuple(stops))
 
     def add(self, text: str) -> Delta:
         """Add sampled text and return the new final text."""
@@ -167,7 +165,7 @@ class AnswerFlow:
         elif self._is_thinking or mark not in self._marks.headers:
             self._is_ended = True
             self._held.append(self._window[start:])
-        self._keep(end)
+        self._context = end  # the window is cut once, behind the last mark
 
 
 _CONTEXT = 2
@@ -208,6 +206,15 @@ class _Scanner:
                 if rest == mark and mark in self._quoted:
                     return place
         return len(text)
+
+
+@functools.lru_cache(maxsize=128)
+def _scanners(marks: Marks, stops: tuple[str, ...]) -> tuple[_Scanner, _Scanner]:
+    """Return the scanners for text outside thoughts and inside thoughts."""
+    opening, closing = marks.thoughts or ("", "")
+    quoted = {opening, closing}
+    outside = filter(None, (opening, *marks.calls, *marks.headers, *stops))
+    return _Scanner([*outside], quoted), _Scanner([*filter(None, (closing, *stops))], quoted)
 
 
 def divide(text: str, marks: Marks, prompt_end: str | None) -> Division:

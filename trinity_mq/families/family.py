@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trinity_mq.families.division import CallReader, Marks, divide
 from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messages, Tools
 from trinity_mq.messages.msgpack_scan import repair_surrogates
-from trinity_mq.thoughts import FORMATS, ThoughtFormat
+from trinity_mq.thoughts import FORMATS, PROMPT_END, ThoughtFormat
 
 PARTS = "content"
 """Templates read thoughts from parts of the content, of the type ``thinking``."""
@@ -68,6 +68,8 @@ class Family:
     """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
     template's is used. Empty: that package does not render this family.
     """
+    grammar: str = ""
+    """Name of the form of the family's calls in the package ``xgrammar``. Empty: calls cannot be constrained."""
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
     call_id: Callable[[str], str] | None = None
@@ -139,8 +141,14 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
         marks: Marks of the family.
         read_calls: Reads the text from the first beginning of a call on.
     """
+    tags = marks.thoughts or ("", "")
+    texts = [*filter(None, (*tags, *marks.calls, *marks.headers))]
+    opening = tags[0].rstrip()
 
     def read(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
+        is_opened = bool(opening) and (prompt_end or "")[-PROMPT_END:].rstrip().endswith(opening)
+        if not is_opened and not any(mark in text for mark in texts):
+            return ParsedAnswer(text)
         thoughts, content, section = divide(text, marks if tools else marks._replace(calls=()), prompt_end)
         if not section:
             return ParsedAnswer(content, thoughts)

@@ -75,7 +75,8 @@ def _message(message: Any, where: str) -> Message:
     calls, function_call = present.pop("tool_calls", None), present.pop("function_call", None)
     if not calls and function_call:
         calls = [{"function": function_call}]
-    content, thoughts = present.get("content"), _thoughts(present, where)
+    content = present.get("content")
+    thoughts = "" if present.keys().isdisjoint(THOUGHT_KEYS) else _thoughts(present, where)
     if isinstance(content, list | tuple):
         parts = [part for part in content if not _is_thinking(part)]
         thoughts = thoughts or "\n\n".join(str(part.get("thinking") or "") for part in content if _is_thinking(part))

@@ -46,10 +46,24 @@ FAMILIES = (
         (deepseek.CALLS_BEGIN,),
         marks=("+ tool['function']['arguments'] +",),
         library=("deepseek-v3", "deepseek-r1"),
+        grammar="deepseek_r1",
         arguments="text",
     ),
-    row("deepseek-v3.1", deepseek.read_calls, (deepseek.CALLS_BEGIN,), marks=(deepseek.CALLS_BEGIN,)),
-    row("glm", calls_reader("glm-5"), _TOOL_CALL, marks=("<arg_key>",), library=("glm-4.5", "glm-5", "glm-5.3")),
+    row(
+        "deepseek-v3.1",
+        deepseek.read_calls,
+        (deepseek.CALLS_BEGIN,),
+        marks=(deepseek.CALLS_BEGIN,),
+        grammar="deepseek_v3_1",
+    ),
+    row(
+        "glm",
+        calls_reader("glm-5"),
+        _TOOL_CALL,
+        marks=("<arg_key>",),
+        library=("glm-4.5", "glm-5", "glm-5.3"),
+        grammar="glm_4_7",
+    ),
     row(
         "minimax",
         calls_reader("minimax-m2"),
@@ -63,6 +77,7 @@ FAMILIES = (
         _TOOL_CALL,
         marks=("<function=", "truncate_history_thinking"),
         library=("nemotron-3", "nemotron-3-ultra", "nemotron-3.5"),
+        grammar="qwen_3_5",
     ),
     # Qwen3.5, Qwen3.6, Qwen3.8 and Qwen3-Coder
     row(
@@ -71,6 +86,7 @@ FAMILIES = (
         _TOOL_CALL,
         marks=("<function=",),
         library=("qwen3.5", "qwen3.6", "qwen3.8"),
+        grammar="qwen_3_5",
     ),
     row(
         "kimi",
@@ -78,6 +94,7 @@ FAMILIES = (
         ("<|tool_calls_section_begin|>",),
         marks=("<|tool_calls_section_begin|>",),
         library=("kimi-k2", "kimi-k2.5"),
+        grammar="kimi",
     ),
     row(
         "gpt-oss",
@@ -110,11 +127,12 @@ FAMILIES = (
         llama.CALL_BEGINS,
         marks=("<|start_header_id|>",),
         library=("llama-3",),
+        grammar="llama",
     ),
-    row("gemma", hermes.read_calls, _TOOL_CALL, marks=("<start_of_turn>",)),
+    row("gemma", hermes.read_calls, _TOOL_CALL, marks=("<start_of_turn>",), grammar="qwen_3"),
     row("phi", phi.read_calls, phi.CALL_BEGINS, marks=("<|end|>", "<|assistant|>")),
     # Hermes, Qwen2.5, Qwen3, and every template without a family of its own
-    row("hermes", hermes.read_calls, _TOOL_CALL, library=("qwen3", "qwen3-vl")),
+    row("hermes", hermes.read_calls, _TOOL_CALL, library=("qwen3", "qwen3-vl"), grammar="qwen_3"),
 )
 """Model families by their chat templates. The first row whose marks all occur in a template applies."""
 

@@ -64,6 +64,8 @@ RECORDED_HEADER, SESSION_HEADER = "X-TMQ-Recorded", access.SESSION_HEADER
 RETRIED_HEADER = "x-stainless-retry-count"
 """Header that the SDKs of OpenAI and Anthropic send with the number of earlier attempts of the same request."""
 MOST_RETRIES = 1000
+IGNORED_IN_TRAINING = ("top_p", "seed", "logit_bias", "min_tokens", "ignore_eos")
+"""Sampling options of a client that have no effect if ``gateway.sampling`` is ``configured``."""
 SHUTDOWN_SECONDS = 10.0
 """Seconds that running calls get to finish when the gateway stops."""
 MAX_REPORTS = 10_000
@@ -432,9 +434,10 @@ class GatewayApp:
         """Return the request for the engine: without the model name, with token ids and logprobs, and with a token
         limit if the client sets none.
 
-        If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's ``seed`` is
-        removed, and the run's ``temperature`` and ``top_p`` replace the client's. The client's switches of the chat
-        template override the run's switches, unless ``gateway.switches`` is ``configured``.
+        If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's options that
+        change the sampled distribution are removed, and the run's ``temperature`` and ``top_p`` replace the client's.
+        The client's switches of the chat template override the run's switches, unless ``gateway.switches`` is
+        ``configured``.
         """
         body = dict(request.body)
         body.pop("model", None)
@@ -444,7 +447,7 @@ class GatewayApp:
         opened = session.opened
         trains = opened is not None and opened.record == "train"
         if trains and self.settings.gateway.sampling == "configured":
-            for name in ("top_p", "seed"):
+            for name in IGNORED_IN_TRAINING:
                 body.pop(name, None)
             body |= without_switches(self.settings.sampling)
         body["return_token_ids"] = True

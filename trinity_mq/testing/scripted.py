@@ -20,6 +20,7 @@ from trinity_mq.engines.generation.request import (
 from trinity_mq.engines.generation.stopping import cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.families.messages import read_messages
 from trinity_mq.messages import Version
 from trinity_mq.models.inference import InferenceModel
@@ -85,6 +86,10 @@ class ScriptedGenerator:
         """The prompts, one for each request."""
         self.sampled: list[list[int]] = []
         """The tokens of each answer."""
+        self.forms: list[AnswerForm] = []
+        """The forms that requests demanded, which the script alone can keep."""
+        self.requests: list[GenerationRequest] = []
+        """The requests."""
         self._script = script if callable(script) else None
         self._answers = iter(() if callable(script) else script)
 
@@ -96,11 +101,17 @@ class ScriptedGenerator:
         for number, request in enumerate(requests):
             [prompt] = self.codec.decode([request.prompt])
             self.prompts.append(prompt)
+            self.requests.append(request)
             answers.append([self._completion(request, self._next_tokens(prompt)) for _ in range(request.n)])
             self.sampled += [completion.token_ids for completion in answers[-1]]
             if listener is not None and listener.listens(number):
                 _stream_tokens(listener, number, answers[-1])
         return answers
+
+    def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
+        """Return no grammar: the script decides the form of the answers. ``forms`` records what requests demand."""
+        self.forms.append(form)
+        return ""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
         """Return the logprobs of given tokens, which depend only on their positions."""

@@ -37,9 +37,9 @@ DATE = "2026-01-02"
 EFFORTS = {"low": ReasoningEffort.LOW, "medium": ReasoningEffort.MEDIUM, "high": ReasoningEffort.HIGH}
 
 
-def conversation(case: Any, effort: str) -> Conversation:
+def conversation(case: Any, effort: str, date: str = DATE) -> Conversation:
     """Return a conversation in the form of the encoder."""
-    system = SystemContent.new().with_reasoning_effort(EFFORTS[effort]).with_conversation_start_date(DATE)
+    system = SystemContent.new().with_reasoning_effort(EFFORTS[effort]).with_conversation_start_date(date)
     messages = [Message.from_role_and_content(Role.SYSTEM, system)]
     instructions = "".join(message["content"] for message in case.messages if message["role"] == "system")
     if instructions or case.tools:

@@ -37,9 +37,17 @@ VERSIONS = {
 LATER = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"]
 
 
+def vocabulary() -> dict[str, Any]:
+    """Return the maker's file with the vocabulary of Mistral Nemo."""
+    made: dict[str, Any] = json.loads(
+        (Path(mistral_common.__file__).parent / "data" / "tekken_240718.json").read_text()
+    )
+    return made
+
+
 def tokenizer(name: str) -> MistralTokenizer:
     """Return the maker's encoder of one version."""
-    data = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240718.json").read_text())
+    data = vocabulary()
     special = [dict(token) for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
     if name != "v3":
         present = {token["token_str"] for token in special}

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.engines.server.openai.streaming import TextFlow
@@ -112,6 +112,7 @@ PIECES = sorted(
 )
 
 
+@settings(deadline=None)  # the first call imports transformers
 @given(
     st.sampled_from(FAMILIES),
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),

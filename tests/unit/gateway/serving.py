@@ -86,7 +86,7 @@ async def serving(
     timeout: float = 1.0,
     store: MemorySessionStore | None = None,
     clients: type[EngineClients] = EngineClients,
-    server: Callable[[Script], AbstractAsyncContextManager[tuple[InferenceModel, ScriptedGenerator]]] = scripted_server,
+    server: Callable[[Script], AbstractAsyncContextManager[tuple[InferenceModel, Any]]] = scripted_server,
 ) -> AsyncIterator[Serving]:
     """Serve a gateway.
 

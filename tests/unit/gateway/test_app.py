@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.unit.models.conftest import VERSION, engine_server
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.gateway import app
 from trinity_mq.gateway.conversations import digest_of
 from trinity_mq.gateway.recorded_call import Answers
@@ -363,18 +365,25 @@ async def ask(at: Serving, path: str, record: str = "train", **options: Any) -> 
 
 
 OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
-    "chat/completions": {"top_logprobs": (3, 0), "response_format": ({"type": "json_object"}, {"type": "text"})},
-    "completions": {},
-    "responses": {
-        "top_logprobs": (3, 0),
-        "truncation": ("auto", "disabled"),
-        "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
+    "chat/completions": {"response_format": ({"type": "grammar"}, {"type": "text"})},
+    "completions": {
+        "parallel_tool_calls": (False, True),
+        "response_format": ({"type": "json_object"}, {"type": "text"}),
     },
-    "messages": {"output_config": ({"format": {"type": "json_schema"}}, {}), "n": (2, 1)},
+    "responses": {
+        "truncation": ("auto", "disabled"),
+        "text": ({"format": {"type": "grammar"}}, {"format": {"type": "text"}}),
+    },
+    "messages": {
+        "output_config": ({"format": {"type": "json_schema"}}, {}),
+        "n": (2, 1),
+        "logit_bias": ({"5": 100}, {}),
+        "parallel_tool_calls": (False, True),
+    },
 }
 """A value and the default of options that a path does not have."""
 PENALTIES = {"presence_penalty": (0.5, 0), "frequency_penalty": (0.5, 0.0), "repetition_penalty": (1.2, 1)}
-OF_ALL = {"logit_bias": ({"5": 100}, {}), "top_k": (5, -1), "min_p": (0.1, 0), "parallel_tool_calls": (False, True)}
+OF_ALL = {"top_k": (5, -1), "min_p": (0.1, 0)}
 
 
 @pytest.mark.parametrize(
@@ -396,13 +405,95 @@ async def test_an_option_that_does_not_exist_is_refused_by_name_and_its_default_
             assert status == 200, answer
 
 
-async def test_calls_of_tools_one_at_a_time_cannot_be_promised_to_anthropics_clients_either() -> None:
+COLOUR = {"type": "object", "properties": {"colour": {"enum": ["red"]}}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+FORMS: list[tuple[str, dict[str, Any], AnswerForm]] = [
+    ("chat/completions", {"tool_choice": "required"}, AnswerForm("tool_choice", must_call=True)),
+    ("chat/completions", {"tool_choice": NAMED}, AnswerForm("tool_choice", must_call=True, parallel=False)),
+    ("chat/completions", {"parallel_tool_calls": False}, AnswerForm("parallel_tool_calls", parallel=False)),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": COLOUR}}},
+        AnswerForm("response_format", COLOUR, parallel=False),
+    ),
+    (
+        "chat/completions",
+        {"response_format": {"type": "json_object"}},
+        AnswerForm("response_format", {"type": "object"}, parallel=False),
+    ),
+    ("responses", {"tool_choice": "required"}, AnswerForm("tool_choice", must_call=True)),
+    (
+        "responses",
+        {"tool_choice": {"type": "function", "name": "add"}},
+        AnswerForm("tool_choice", must_call=True, parallel=False),
+    ),
+    ("responses", {"parallel_tool_calls": False}, AnswerForm("parallel_tool_calls", parallel=False)),
+    (
+        "responses",
+        {"text": {"format": {"type": "json_schema", "name": "c", "schema": COLOUR, "strict": True}}},
+        AnswerForm("response_format", COLOUR, parallel=False),
+    ),
+    ("messages", {"tool_choice": {"type": "any"}}, AnswerForm("tool_choice", must_call=True)),
+    (
+        "messages",
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        AnswerForm("tool_choice", must_call=True, parallel=False),
+    ),
+    (
+        "messages",
+        {"tool_choice": {"type": "tool", "name": "add"}},
+        AnswerForm("tool_choice", must_call=True, parallel=False),
+    ),
+    (
+        "messages",
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        AnswerForm("parallel_tool_calls", parallel=False),
+    ),
+    (
+        "messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": COLOUR}}},
+        AnswerForm("response_format", COLOUR, parallel=False),
+    ),
+]
+"""Options of each API that demand a form of the answer, with the form that the engine reads."""
+
+
+@pytest.mark.parametrize(("path", "options", "form"), FORMS)
+@pytest.mark.parametrize("record", ["train", "eval"])
+async def test_a_demanded_form_reaches_the_engine_from_every_api(
+    path: str, options: dict[str, Any], form: AnswerForm, record: str
+) -> None:
     async with serving(lambda prompt: "5") as at:
-        choice = {"type": "auto", "disable_parallel_tool_use": True}
-        status, answer = await ask(at, "messages", tools=TOOLS["messages"], tool_choice=choice)
-        assert (status, answer["error"]["message"][:37]) == (400, "tool_choice.disable_parallel_tool_use")
-        choice["disable_parallel_tool_use"] = False
-        assert (await ask(at, "messages", tools=TOOLS["messages"], tool_choice=choice))[0] == 200
+        offered = {} if form.schema else {"tools": TOOLS[path]}
+        status, answer = await ask(at, path, record, **offered, **options)
+        assert status == 200, answer
+        [demanded] = at.generator.forms
+        assert replace(demanded, tools=()) == form
+        assert [tool["function"]["name"] for tool in demanded.tools] == ([] if form.schema else ["add"])
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("chat/completions", {"max_tokens": 4}),
+        ("completions", {"max_tokens": 4}),
+        ("responses", {"max_output_tokens": 4}),
+    ],
+)
+@pytest.mark.parametrize("record", ["train", "eval"])
+async def test_options_that_change_the_distribution_count_only_outside_of_training(
+    path: str, options: dict[str, Any], record: str
+) -> None:
+    async with serving(lambda prompt: "5") as at:
+        sampling = {"logit_bias": {"9": 100}, "min_tokens": 3, "ignore_eos": True, "stop": ["\x00"]}
+        status, answer = await ask(at, path, record, **options, **sampling)
+        assert status == 200, answer
+        [request] = at.generator.requests
+        if record == "train":
+            assert (request.logit_bias, request.min_tokens, bool(request.stop_ids)) == ({}, 0, True)
+        else:
+            assert (request.logit_bias, request.min_tokens, bool(request.stop_ids)) == ({9: 100.0}, 3, False)
+        assert request.stop == ("\x00",), "where an answer ends is the agent's choice"
 
 
 @pytest.mark.parametrize("record", ["train", "eval", "off"])

@@ -41,8 +41,7 @@ QUESTION = {"role": "user", "content": "2+3?"}
 
 @contextlib.asynccontextmanager
 async def thinking_server(script: Script) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
-    generator = ScriptedGenerator(script)
-    generator.codec = byte_codec(TEMPLATE)
+    generator = ScriptedGenerator(script, codec=byte_codec(TEMPLATE))
     async with engine_server(generator) as server:
         yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
 

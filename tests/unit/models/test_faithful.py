@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,14 @@ from tests.examples import examples
 from tests.faithful import TAG, TEXTS, TOOLS, Agent, Sampled, Step, Witness, check, steps, user
 from tests.golden.families.makers import SOURCES, tokenizer_of, vocabulary_of
 from tests.unit.gateway.serving import Serving, serving, serving_config
+from tests.unit.models.conftest import built
+from trinity_mq.config import ModelConfig
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.messages import Version
 from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.testing.scripted import CHAT_TEMPLATE, ScriptedGenerator, byte_codec, written_answer
 from trinity_mq.workflows.sessions.assembly import session_experiences
 
@@ -35,12 +40,12 @@ NO_TOOLS = {
 }
 """Templates that write no tools."""
 REWRITE_THOUGHTS = {
-    *("deepseek-r1", "deepseek-r1-distill", "glm4.5", "glm4.6", "glm4.7", "gpt-oss"),
+    *("deepseek-r1", "deepseek-r1-distill", "glm4.5", "glm4.6", "glm4.7", "gpt-oss", "minimax-m2", "nemotron-3"),
     *("qwen3", "qwen3-thinking-2507", "qwen3.5", "qwen3.6"),
 }
 """Templates that leave out the thoughts of an answer once the user speaks again: that turn begins an experience."""
 REWRITE_ANSWERS = {
-    *("deepseek-r1", "deepseek-r1-distill", "glm4.7"),  # they open thoughts in every prompt
+    *("deepseek-r1", "deepseek-r1-distill", "glm4.7", "minimax-m2", "nemotron-3"),  # they open thoughts in every prompt
     "gpt-oss",  # an answer ends with <|return|>, and in later prompts with <|end|>
 }
 """Templates that write an earlier answer in another form, also without thoughts of the model."""
@@ -88,7 +93,7 @@ class Writer:
         if self._are_distinct:
             text = f"{number}{text}"
         message: dict[str, Any] = {"content": text}
-        if number % 3 == 1:
+        if number % 5 == 1:
             message["reasoning_content"] = f"I think {text}"
         if number % 4 == 2:
             message["tool_calls"] = [look(number, text)]
@@ -97,13 +102,16 @@ class Writer:
 
 @contextlib.asynccontextmanager
 async def engine(generator: Any) -> AsyncIterator[tuple[InferenceModel, Witness]]:
-    """Serve a generator behind a witness. Every request gets a newer version of the weights than the one before."""
+    """Serve a generator behind a witness, whose ``renew`` counts the version of the weights up."""
 
     def version() -> Version:
         assert server.state.version is not None
         return server.state.version
 
-    witness = Witness(generator, version)
+    def renew() -> None:
+        server.state.version = (1, version()[1] + 1)
+
+    witness = Witness(generator, version, renew)
     server = EngineServer(
         witness, ServerSettings(engine_id="e0", model_name="m", model_path="", token="t"), _no_weights
     )
@@ -122,33 +130,32 @@ async def _no_weights(*_: Any) -> Any:
     raise RuntimeError("these engines take no weights")
 
 
-async def prove(
-    generator: Any, plan: Sequence[Step], *, merge: str, shared_prefix: str, system: str = ""
-) -> tuple[Serving, Agent]:
+async def prove(generator: Any, plan: Sequence[Step], *, merge: str, shared_prefix: str) -> tuple[Serving, Agent]:
     """Do the plan in two sessions, and compare the experiences of each with what the witness saw."""
     config = serving_config(
         gateway={"merge": merge, "sampling": "agent", "shared_prefix": shared_prefix, "calls_per_minute": 10_000}
     )
     async with serving((), config=config, server=lambda _: engine(generator)) as at:
         names = [(await at.open())["id"] for _ in range(2)]
-        agent = Agent(at, names, system=system)
-        await agent.do(plan)
         witness: Any = at.generator
+        agent = Agent(at, names, witness.renew)
+        await agent.do(plan)
         for name in names:
             sampled = [one for one in witness.sampled if agent.session_of[one.tag] == name]
-            compare(at, name, sampled, agent.thrown_away, merge=merge, shared_prefix=shared_prefix)
+            compare(at, name, sampled, agent, merge=merge, shared_prefix=shared_prefix)
     return at, agent
 
 
-def compare(at: Serving, session: str, sampled: Sequence[Sampled], thrown_away: set[str], **options: Any) -> int:
+def compare(at: Serving, session: str, sampled: Sequence[Sampled], agent: Agent, **options: Any) -> int:
     """Compare the experiences of a session with what the witness saw, and return their number."""
     calls = list(at.session(session).calls.values())
     experiences = session_experiences(calls, reward=1.0, call_rewards={}, turn_discount=1.0, **options)
-    check(experiences, sampled, thrown_away, **options)
+    check(experiences, sampled, agent.thrown_away, agent.group_of, **options)
     return len(experiences)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@pytest.mark.timeout(300)
+@settings(max_examples=examples(160), deadline=None)
 @given(
     family=st.sampled_from(["chatml", "cutting", *SOURCES]),
     plan=steps(),
@@ -163,6 +170,46 @@ def test_experiences_are_what_the_scripted_engine_read_and_sampled(
     codec = codec_of(family)
     generator = ScriptedGenerator(Writer(codec, texts, are_distinct=are_distinct), codec=codec)
     asyncio.run(prove(generator, plan, merge=merge, shared_prefix=shared_prefix))
+
+
+async def test_equal_conversations_of_two_sessions_do_not_mix() -> None:
+    turns = [Step("turn", session, 0, text) for text in ("a", "b") for session in (0, 1)]
+    codec = codec_of("chatml")
+    at, agent = await prove(
+        ScriptedGenerator(lambda prompt: "the same", codec=codec), turns, merge="renderer", shared_prefix="first"
+    )
+    for name in agent.sessions:
+        first, second = at.session(name).calls.values()
+        assert (first.continues, second.continues) == ("", first.call)
+
+
+LETTERS = "abcd;"
+TINY = (
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}<eos>{% else %};{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def random_generator(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
+    """A model with random weights and few tokens, so that the end of a response is often sampled."""
+    tiny = {"characters": LETTERS, "chat_template": TINY, "max_position_embeddings": 512}
+    config = ModelConfig.model_validate(
+        {"tiny": tiny, "max_model_len": 512, "max_prompt_tokens": 400, "max_response_tokens": 24}
+    )
+    return built(config, ensure_model_folder(config, tmp_path_factory.mktemp("random") / "model", 0))
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    plan=steps(st.text("abcd", min_size=1, max_size=5)), merge=st.sampled_from(MERGES), shared=st.sampled_from(SHARED)
+)
+def test_experiences_are_what_the_torch_engine_read_and_sampled(
+    random_generator: TextGenerator, plan: list[Step], merge: str, shared: str
+) -> None:
+    without_tools = [replace(step, tools=False) for step in plan]
+    asyncio.run(prove(random_generator, without_tools, merge=merge, shared_prefix=shared))
 
 
 class Turns:
@@ -195,10 +242,12 @@ async def test_ten_sub_agents_and_a_compaction_break_nothing(family: str, kind: 
     generator = ScriptedGenerator(Turns(codec, kind), codec=codec)
     async with serving((), server=lambda _: engine(generator)) as at:
         session = (await at.open())["id"]
-        numbers = itertools.count()
+        agent = Agent(at, [session])
 
         async def answered(messages: list[Any], **fields: Any) -> list[Any]:
-            body = {"messages": messages, "stop": [f"{TAG}{next(numbers)}"], **fields}
+            tag = f"{TAG}{len(agent.group_of)}"
+            agent.group_of[tag] = len(agent.group_of)
+            body = {"messages": messages, "stop": [tag], **fields}
             status, answer = await at.post(f"/s/{session}/v1/chat/completions", body)
             assert status == 200, answer
             message = answer["choices"][0]["message"]
@@ -217,7 +266,7 @@ async def test_ten_sub_agents_and_a_compaction_break_nothing(family: str, kind: 
         compacted = await answered([user("So far: nothing.")])
         await answered([*compacted, user("And?")])
         witness: Any = at.generator
-        count = compare(at, session, witness.sampled, set(), merge="renderer", shared_prefix="first")
+        count = compare(at, session, witness.sampled, agent, merge="renderer", shared_prefix="first")
         causes = [call.break_cause for call in at.session(session).calls.values() if call.break_cause]
     rewritten = family in REWRITE_ANSWERS or (family in REWRITE_THOUGHTS and kind == "thoughts")
     turns = [kind != "tools" and rewritten, rewritten]  # a turn after the result of a tool keeps the thoughts

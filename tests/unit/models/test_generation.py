@@ -77,6 +77,77 @@ def test_end_of_sequence_is_kept_in_the_ids_and_cut_from_the_text(shared_generat
     assert any("<pad>" in completion.text for completion in completions), "padding that was sampled must show"
 
 
+@pytest.mark.parametrize("share", [1, 4])
+def test_a_biased_token_is_sampled_and_logprobs_are_of_the_biased_distribution(
+    shared_generator: TextGenerator, share: int
+) -> None:
+    """Requests of one batch keep their own biases, whichever of their completions share a sequence."""
+    banned = [token for token in range(shared_generator.vocabulary) if token != 5]
+    asked = [
+        request(shared_generator, "+372=", n=share, max_tokens=6, seed=1, logit_bias={5: 100.0}),
+        request(shared_generator, "+1=", n=share, max_tokens=6, seed=2, temperature=0.5, logit_bias={4: 3.0, 6: -2.0}),
+        request(shared_generator, "+37=", n=share, max_tokens=6, seed=3),
+        request(shared_generator, "-1=", n=1, max_tokens=3, logit_bias=dict.fromkeys(banned, -100.0)),
+    ]
+    answers = shared_generator.generate(asked)
+    assert all(completion.token_ids == [5] * 6 for completion in answers[0])
+    assert answers[3][0].token_ids == [5] * 3
+    plain = shared_generator.generate([asked[2]])
+    assert [c.token_ids for c in answers[2]] == [c.token_ids for c in plain[0]], "another request's bias changed it"
+    for wanted, completions in zip(asked, answers, strict=True):
+        for completion in completions:
+            tokens = torch.tensor([[*wanted.prompt, *completion.token_ids]])
+            with torch.no_grad():
+                logits = shared_generator.model(tokens).logits[0, len(wanted.prompt) - 1 : -1].float()
+            for token, bias in wanted.logit_bias.items():
+                logits[:, token] += bias
+            logprobs = torch.log_softmax(logits / wanted.temperature, -1)
+            expected = logprobs.gather(-1, tokens[0, len(wanted.prompt) :, None])[:, 0]
+            assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_no_stop_token_is_sampled_before_the_minimum(shared_generator: TextGenerator) -> None:
+    """A biased end comes at the first place where it may."""
+    end = {min(shared_generator.codec.stop_ids): 100.0}
+    asked = [
+        request(shared_generator, "+372=", n=8, max_tokens=9, seed=1, logit_bias=end, min_tokens=4),
+        request(shared_generator, "+1=", n=2, max_tokens=9, seed=1, logit_bias=end),
+        request(shared_generator, "+2=", max_tokens=9, min_tokens=9, logit_bias=end),
+    ]
+    early, free, whole = shared_generator.generate(asked)
+    assert {(len(c.token_ids), c.finish_reason) for c in early} == {(5, "stop")}
+    assert {(len(c.token_ids), c.finish_reason) for c in free} == {(1, "stop")}
+    assert {(len(c.token_ids), c.finish_reason) for c in whole} == {(9, "length")}
+    assert all(math.isfinite(value) for c in (*early, *whole) for value in c.logprobs)
+
+
+@pytest.mark.parametrize("n", [1, 6])
+def test_the_likeliest_tokens_of_each_place_are_in_order_and_hold_the_greedy_choice(
+    shared_generator: TextGenerator, n: int
+) -> None:
+    count = shared_generator.vocabulary
+    asked = [
+        request(shared_generator, "+372=", n=n, max_tokens=5, seed=1, temperature=0.8, top_logprobs=count),
+        request(shared_generator, "+1=", n=n, max_tokens=7, seed=2, top_logprobs=2, temperature=0.0),
+        request(shared_generator, "+2=", n=n, max_tokens=6, seed=3),
+    ]
+    full, greedy, none = shared_generator.generate(asked)
+    for completion in full:
+        assert len(completion.top_logprobs) == len(completion.token_ids)
+        for token, logprob, top in zip(completion.token_ids, completion.logprobs, completion.top_logprobs, strict=True):
+            assert len(top) == count
+            assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+            assert math.fsum(math.exp(value) for _, value in top) == pytest.approx(1, abs=1e-5)
+            assert dict(top)[token] == pytest.approx(logprob, abs=1e-6)
+    for completion in greedy:
+        assert [top[0] for top in completion.top_logprobs] == [
+            (token, pytest.approx(logprob, abs=1e-6))
+            for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+        assert {len(top) for top in completion.top_logprobs} == {2}
+    assert all(not completion.top_logprobs for completion in none)
+
+
 def test_seeded_requests_repeat_whatever_they_are_batched_with(shared_generator: TextGenerator) -> None:
     mine = request(shared_generator, "+372=", n=3, max_tokens=30, seed=11)
     [alone] = shared_generator.generate([mine])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from tests.waiting import until
 from trinity_mq.engines.generation import text
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.server import EngineServer
-from trinity_mq.models.clients import EngineClients
+from trinity_mq.models.clients import EngineClients, json_text
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
 from trinity_mq.runtime import http
 from trinity_mq.runtime.http import BodyReader
@@ -139,7 +140,7 @@ async def test_more_bytes_than_may_wait_are_refused_and_small_requests_are_not(
 
     async with asked(ask(LONG)):
         await held.has_begun()
-        with pytest.raises(EngineNotReady, match="has 20014 bytes, and 20014 bytes of others are being read"):
+        with pytest.raises(EngineNotReady, match="has 20013 bytes, and 20013 bytes of others are being read"):
             await ask(LONG)
         assert (await ask("1"))["choices"][0]["text"] == "2"
 
@@ -186,3 +187,9 @@ async def test_of_more_messages_than_tokens_the_beginning_is_rendered(
         error = (await response.json())["error"]
     assert (error["code"], error["limit"], len(error["prompt_token_ids"])) == ("context_length_exceeded", 999, 1000)
     assert max(codec.messages) == 1000
+
+
+@pytest.mark.parametrize("text", ["\u03c0 \U0001f642", "half a pair: \ud83d", 'quoted "\n'])
+def test_bodies_of_requests_are_the_same_json_whoever_writes_them(text: str) -> None:
+    content = {"text": text, "ids": [1, 2**40], "none": None, "number": 1e-7, "flag": True}
+    assert json.loads(json_text(content)) == content

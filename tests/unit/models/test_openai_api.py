@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from tests.waiting import until
-from trinity_mq.engines.server.openai.requests import MIN_TOP_P
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.server.openai.requests import (
+    MAX_BIASES,
+    MAX_SCHEMA,
+    MAX_SCHEMA_LEVELS,
+    MIN_TOP_P,
+    ChatBody,
+    request_of,
+)
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
@@ -27,6 +35,15 @@ from trinity_mq.models.recording.sse import AnswerAssembler
 
 Post = Callable[..., Any]
 TOOL = {"type": "function", "function": {"name": "f"}}
+SCHEMA = "response_format.json_schema.schema"
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"items": nested(levels - 1)} if levels else {}
 
 
 @pytest.fixture
@@ -130,9 +147,29 @@ async def test_models_and_health(server: EngineServer) -> None:
         ({"tools": [1]}, 400, "tools.0", "wanted 'function'"),
         ({"tools": [TOOL] * (MAX_TOOLS + 1)}, 400, "tools", "at most 128"),
         ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 3}}]}, 400, "tools.0", "JSON schema"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "cannot be promised"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "offers no tools"),
+        ({"tool_choice": {"type": "function"}}, 400, "tool_choice", "wanted auto, none, required, or"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "rollout_model.engine to vllm"),
+        ({"response_format": {"type": "grammar"}}, 400, "response_format", "wanted the type text, json_object, or"),
+        ({"response_format": {"type": "json_schema", "json_schema": 3}}, 400, "response_format", "wanted the type"),
+        ({"response_format": schema({"enum": ["x" * MAX_SCHEMA]})}, 400, SCHEMA, f"at most {MAX_SCHEMA}"),
+        ({"response_format": schema(nested(MAX_SCHEMA_LEVELS + 1))}, 400, SCHEMA, "flatten it"),
+        ({"response_format": schema({"pattern": "(a{1,99}){1,99}"})}, 400, SCHEMA, "counted repetitions"),
+        ({"response_format": schema({"patternProperties": {"a{9999}": {}}})}, 400, SCHEMA, "counted repetitions"),
+        ({"response_format": schema({}), "ignore_eos": True}, 400, "ignore_eos", "combined with response_format"),
+        ({"response_format": schema({}), "min_tokens": 2}, 400, "min_tokens", "combined with response_format"),
+        ({"response_format": schema({}), "logit_bias": {"3": 1}}, 400, "logit_bias", "combined with response_format"),
+        ({"logit_bias": {"3": 101}}, 400, "logit_bias.3", "less than or equal to 100"),
+        ({"logit_bias": {"3": "nan"}}, 400, "logit_bias.3", "finite"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias.x.[key]", "valid integer"),
+        ({"logit_bias": {"-1": 1}}, 400, "logit_bias.-1.[key]", "greater than or equal to 0"),
+        ({"logit_bias": {"900": 1}}, 400, "logit_bias", "token id 900, the vocabulary has 0 to"),
+        ({"logit_bias": {str(token): 1 for token in range(MAX_BIASES + 1)}}, 400, "logit_bias", "at most 300"),
+        ({"min_tokens": 6}, 400, "min_tokens", "more than the 5 tokens"),
+        ({"min_tokens": -1}, 400, "min_tokens", "greater than or equal to 0"),
+        ({"ignore_eos": "maybe"}, 400, "ignore_eos", "valid boolean"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
-        ({"top_logprobs": 5}, 400, "top_logprobs", "not supported"),
+        ({"top_logprobs": 21}, 400, "top_logprobs", "less than or equal to 20"),
         ({"temprature": 1}, 400, "temprature", "unknown option 'temprature'"),
         ({"n": 0}, 400, "n", "greater than or equal to 1, got 0"),
         ({"n": 2000}, 400, "n", "max_batch_sequences=1024"),
@@ -162,6 +199,95 @@ async def test_what_is_not_served_is_refused_with_a_reason(
     assert says in answer["error"]["message"]
     assert answer["error"]["param"] == param
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "options", [{"tool_choice": "required"}, {"tool_choice": TOOL}, {"parallel_tool_calls": False}]
+)
+def test_calls_that_must_have_a_form_are_refused_with_the_way_to_get_them(
+    options: dict[str, Any], shared_generator: TextGenerator
+) -> None:
+    body = request_of(question(tools=[TOOL], **options), ChatBody)
+    form = body.answer_form(body.offered_tools())
+    assert form is not None
+    assert (form.must_call, form.parallel) == ("tool_choice" in options, options.get("tool_choice") == "required")
+    with pytest.raises(ApiError, match=r"explorer\.rollout_model\.engine to vllm, or leave") as refused:
+        shared_generator.grammar_of(form, "")
+    assert (refused.value.status, refused.value.param) == (400, next(iter(options)))
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "says"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "not among the offered tools",
+        ),
+        (
+            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": 'f"'}}]},
+            "tools.0.function.name",
+            "can only be promised to a name",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+            "cannot be combined with tool_choice",
+        ),
+    ],
+)
+def test_forms_that_contradict_the_request_are_refused(options: dict[str, Any], param: str, says: str) -> None:
+    body = request_of(question(**{"tools": [TOOL], **options}), ChatBody)
+    with pytest.raises(ApiError, match=says) as refused:
+        body.answer_form(body.offered_tools())
+    assert refused.value.param == param
+
+
+async def test_the_likeliest_tokens_come_with_each_token(
+    post: Post, server: EngineServer, shared_generator: TextGenerator
+) -> None:
+    options = {"logprobs": True, "top_logprobs": 3, "return_token_ids": True, "seed": 1, "max_tokens": 4}
+    _, answer = await post("/v1/chat/completions", question(**options, temperature=0.7))
+    [choice] = answer["choices"]
+    content = choice["logprobs"]["content"]
+    logits = shared_generator.model(torch.tensor([[*answer["prompt_token_ids"], *choice["token_ids"]]])).logits[0]
+    expected = torch.log_softmax(logits[len(answer["prompt_token_ids"]) - 1 : -1] / 0.7, -1).topk(3)
+    for entry, values, tokens in zip(content, expected.values.tolist(), expected.indices.tolist(), strict=True):
+        assert [top["token"] for top in entry["top_logprobs"]] == shared_generator.codec.decode([[t] for t in tokens])
+        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(values, abs=1e-5)
+    async with aiohttp.ClientSession() as session:
+        body = question(**options, temperature=0.7, stream=True)
+        async with session.post(f"{server.url}/v1/chat/completions", json=body) as response:
+            lines = (await response.text()).splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"]]
+    assert [entry for part in parts if part for entry in part["content"]] == content
+    _, answer = await post("/v1/completions", {"prompt": "+372=", "logprobs": 2, "max_tokens": 3})
+    logprobs = answer["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2] * len(logprobs["tokens"])
+    assert all(list(top.values()) == sorted(top.values(), reverse=True) for top in logprobs["top_logprobs"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_special_token_in_a_stop_string_counts_as_its_text(server: EngineServer, stream: bool) -> None:
+    """Families write marks such as the end of a call as single tokens."""
+    pad = 0
+    body = question(stop=["<pad>"], logit_bias={str(pad): 100}, max_tokens=5, return_token_ids=True, stream=stream)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/chat/completions", json=body) as response,
+    ):
+        text = await response.text()
+    if stream:
+        assembled = AnswerAssembler()
+        for line in text.splitlines():
+            if line.startswith("data: {"):
+                assembled.add(json.loads(line[6:]))
+        [choice] = assembled.answer()["choices"]
+    else:
+        [choice] = json.loads(text)["choices"]
+    assert (choice["token_ids"], choice["message"]["content"]) == ([pad], "")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<pad>")
 
 
 async def test_neutral_and_ignored_options_are_taken(post: Post) -> None:

@@ -100,8 +100,20 @@ def test_what_a_request_means_for_a_template(template: str, fields: dict[str, An
     codec.render_with_tools(USER, switches=switches)  # the template accepts them
 
 
-ON_OFF_MODELS = {"deepseek-v3.1", "glm4.5", "glm4.6", "glm4.7", "qwen3", "qwen3.5", "qwen3.5-small", "qwen3.6"}
-ALWAYS_ON = {"deepseek-r1", "deepseek-r1-distill", "ministral-3", "qwen3-thinking-2507"}
+ON_OFF_MODELS = {
+    "deepseek-v3.1",
+    "glm4.5",
+    "glm4.6",
+    "glm4.7",
+    "nemotron-3",
+    "qwen3",
+    "qwen3.5",
+    "qwen3.5-small",
+    "qwen3.6",
+}
+EFFORTS = {"gpt-oss": (("low", "medium", "high"), "medium"), "qwen3.8": (("low", "medium", "xhigh"), "xhigh")}
+"""Levels that a template knows, and its default."""
+ALWAYS_ON = {"deepseek-r1", "deepseek-r1-distill", "minimax-m2", "ministral-3", "qwen3-thinking-2507"}
 """Models that think or may think, whose templates have no switch."""
 
 
@@ -117,9 +129,12 @@ def test_switches_of_the_makers_templates(name: str) -> None:
         assert prompt(enable_thinking=False) == prompt(reasoning_effort="none") != prompt(enable_thinking=True)
         assert prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
         assert prompt() in {prompt(enable_thinking=False), prompt(enable_thinking=True)}
-    elif name == "gpt-oss":
-        assert len({prompt(reasoning_effort=level) for level in ("low", "medium", "high")}) == 3
-        assert prompt() == prompt(reasoning_effort="medium") == prompt(enable_thinking=True)
+    elif name in EFFORTS:
+        levels, default = EFFORTS[name]
+        assert len({prompt(reasoning_effort=level) for level in levels}) == 3
+        assert prompt() == prompt(reasoning_effort=default) == prompt(enable_thinking=True)
+        with pytest.raises(SwitchError, match=f"knows {', '.join(levels)}"):
+            prompt(reasoning_effort="minimal")
     else:
         assert prompt() == prompt(enable_thinking=name in ALWAYS_ON)
         with pytest.raises(SwitchError, match="thinking cannot be switched"):
@@ -201,8 +216,7 @@ def test_hostile_fields_are_refused_or_harmless(fields: dict[str, Any], template
 
 
 async def test_chats_of_a_workflow_use_the_switches_of_its_taskset() -> None:
-    generator = ScriptedGenerator(lambda prompt: "5")
-    generator.codec = byte_codec(ON_OFF)
+    generator = ScriptedGenerator(lambda prompt: "5", codec=byte_codec(ON_OFF))
     off, on = "assistant\n<think>\n\n</think>\n\n", "assistant\n"
     async with engine_server(generator) as server:
         handle = InferenceModel("e0", server.url, "tiny", version=VERSION)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -28,8 +29,8 @@ from trinity_mq.engines.generation.request import GenerationRequest, ScoreReques
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import adapters, api
-from trinity_mq.engines.vllm.client import BUSY, VllmClient
-from trinity_mq.engines.vllm.flow import Choices, VllmBatcher
+from trinity_mq.engines.vllm.client import BUSY, REFUSED, VllmClient
+from trinity_mq.engines.vllm.flow import Choices, VllmBatcher, constrained_places
 from trinity_mq.engines.vllm.generator import VllmGenerator
 from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models import ensure_model_folder
@@ -493,7 +494,8 @@ def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
     assert options["--logprobs-mode"] == "processed_logprobs"
     assert options["--generation-config"] == "vllm"  # the model's own defaults would truncate
     assert options["--max-model-len"] == "65"
-    assert {"--skip-tokenizer-init", "--enforce-eager", "--seed=3"} <= set(command)
+    assert {"--enforce-eager", "--seed=3"} <= set(command)
+    assert "--skip-tokenizer-init" not in command  # structured outputs need the tokenizer
     assert options["--distributed-executor-backend"].endswith("UniProcExecutor")  # one process less
     assert (options["--tensor-parallel-size"], options["--load-format"]) == ("1", "dummy")
     assert "--kv-cache-memory-bytes" in command
@@ -600,6 +602,29 @@ def test_the_score_of_a_token_is_found_whatever_was_sampled() -> None:
         api.read_token_score(scored((5, -0.1)), 3)
 
 
+def test_options_of_a_request_reach_vllm_and_the_likeliest_tokens_come_back() -> None:
+    request = GenerationRequest([1], 9, logit_bias={7: 2.5}, min_tokens=3, top_logprobs=2, grammar="{}")
+    sampling = api.generate_body(request, "salt")["sampling_params"]
+    assert (sampling["logit_bias"], sampling["min_tokens"], sampling["logprobs"]) == ({"7": 2.5}, 3, 3)
+    assert sampling["structured_outputs"] == {"structural_tag": "{}"}
+    plain = api.generate_body(GenerationRequest([1], 9), "salt")["sampling_params"]
+    assert not {"logit_bias", "min_tokens", "structured_outputs"} & plain.keys()
+    likeliest = [(4, -0.1), (6, -3.0), (5, -4.0), (8, api.IMPOSSIBLE)]
+    tops = [{"token_id": token, "logprob": logprob} for token, logprob in reversed(likeliest)]
+    place = {"token_id": 5, "logprob": -4.0, "top_logprobs": tops}
+    assert api.read_alternatives({"logprobs": {"content": [place]}}, 2) == [likeliest[:2]]
+    assert api.read_alternatives({"logprobs": {"content": [place]}}, 9) == [likeliest[:3]]
+
+
+def test_places_where_the_grammar_took_little_belong_to_the_model() -> None:
+    kept, lost = math.log(1 / 0.96), math.log(1 / 0.9)
+    scores = [-1.0, -1.0, -2.0, -0.5]
+    sampled = [-1.0, -1.0 + kept, -2.0 + lost, -0.6]
+    assert constrained_places(sampled, scores) == (2,)
+    truncated = [value - math.log(0.8) for value in sampled]
+    assert constrained_places(truncated, scores, 0.8) == (2,), "truncation by top_p is not the grammar's"
+
+
 METRICS = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
 # TYPE vllm:kv_cache_usage_perc gauge
@@ -624,7 +649,9 @@ async def test_the_use_of_batch_and_cache_is_read_until_the_engine_closes(tmp_pa
             assert await world.client.use() is None
 
 
-@pytest.mark.parametrize(("status", "code", "said"), [(503, BUSY, 503), (500, "generation_failed", 500)])
+@pytest.mark.parametrize(
+    ("status", "code", "said"), [(503, BUSY, 503), (500, "generation_failed", 500), (400, REFUSED, 500)]
+)
 async def test_a_busy_vllm_is_told_apart_from_a_failing_one(tmp_path: Path, status: int, code: str, said: int) -> None:
     async with serving(tmp_path, "wait") as world:
         world.server.status = status

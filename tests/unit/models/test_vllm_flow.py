@@ -18,7 +18,7 @@ from trinity_mq.engines.server.openai.requests import CompletionBody
 from trinity_mq.engines.server.openai.streaming import Chunks
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.client import BUSY
+from trinity_mq.engines.vllm.client import BUSY, REFUSED
 from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.engines.vllm.generator import VllmGenerator
 from trinity_mq.families.family import ParsedAnswer
@@ -108,6 +108,13 @@ async def test_vllm_sleeps_and_takes_weights_before_it_has_a_cache_and_runs_requ
     assert client.sent == [api.PAUSE, api.FINISH_UPDATE, api.RESUME]
 
 
+@pytest.mark.parametrize("option", [{"logit_bias": {1: 2.0}}, {"min_tokens": 2}, {"top_logprobs": 2}])
+async def test_options_whose_logprobs_vllm_cannot_report_are_refused_with_top_p(option: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=rf"{next(iter(option))} and top_p=0.5 cannot be combined") as refused:
+        await World("wait").flow.generate([replace(REQUEST, top_p=0.5, **option)], None)
+    assert refused.value.status == 400
+
+
 class Letters:
     def decode(self, sequences: Any) -> list[str]:
         return ["".join(chr(97 + token) for token in tokens) for tokens in sequences]
@@ -146,6 +153,51 @@ class World:
 async def group() -> AsyncIterator[asyncio.TaskGroup]:
     async with asyncio.TaskGroup() as group:
         yield group
+
+
+FORCED = replace(REQUEST, grammar="{}", marks_constrained=True)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tokens_that_a_grammar_decided_are_marked_and_the_others_keep_their_logprobs(
+    group: asyncio.TaskGroup, streamed: bool
+) -> None:
+    """A stream waits for the whole answer: a grammar cannot be resumed, and the marks come with the scores."""
+    world = World("keep")
+    with_marks: asyncio.Task[list[bool]] = group.create_task(marks_of(world, streamed=streamed))
+    (await world.asked()).set_result(answer([2, 3, 1], runs=(("1.1", 0, 3),)))
+    (await world.asked(2)).set_result(scores_of({4: -9.0, 2: -0.5, 3: -3.0, 1: -0.5}))
+    assert await with_marks == [False, True, False]
+    assert [body["sampling_params"].get("structured_outputs") for _, body in world.vllm.sent] == [
+        {"structural_tag": "{}"},
+        None,
+    ]
+
+
+async def marks_of(world: World, *, streamed: bool) -> list[bool]:
+    if not streamed:
+        [([completion], _)] = await world.flow.generate([FORCED], None)
+        assert completion.logprobs == [-0.5, -0.5, -0.5]
+        return [place in completion.constrained for place in range(3)]
+    async with world.flow.stream(FORCED, None) as stream:
+        assert await stream.begun() == (1, 1)
+        tokens = [token async for news in stream for token in news]
+    assert [token.logprob for token in tokens] == [-0.5, -0.5, -0.5]
+    return [token.is_constrained for token in tokens]
+
+
+async def test_a_schema_that_vllm_refuses_is_the_clients_fault(group: asyncio.TaskGroup) -> None:
+    world = World("wait")
+    for grammar, status in (("{}", 400), ("", 500)):
+        asked = group.create_task(refusal(world.flow, request=replace(REQUEST, grammar=grammar)))
+        (await world.asked(1 if grammar else 2)).set_exception(ApiError(500, "vLLM answered 400: x", code=REFUSED))
+        assert (await asked).status == status
+
+
+def scores_of(logprobs: dict[int, float]) -> dict[str, Any]:
+    """The second pass over prompt 4 and these tokens."""
+    rows = [{str(token): {"logprob": logprob}} for token, logprob in logprobs.items()]
+    return {**answer([5], runs=(("1.1", 0, 1),)), "prompt_logprobs": [None, *rows]}
 
 
 async def test_wait_is_idle_once_what_runs_has_ended_and_sends_nothing_more(group: asyncio.TaskGroup) -> None:
@@ -341,9 +393,9 @@ async def test_without_weights_and_after_closing_nothing_is_sent() -> None:
     assert world.vllm.sent == []
 
 
-async def refusal(flow: VllmBatcher, count: int = 1) -> ApiError:
+async def refusal(flow: VllmBatcher, count: int = 1, request: GenerationRequest = REQUEST) -> ApiError:
     with pytest.raises(ApiError) as refused:
-        await flow.generate([REQUEST] * count, None)
+        await flow.generate([request] * count, None)
     return refused.value
 
 

@@ -139,6 +139,8 @@ def test_the_command_shows_the_model_of_a_configuration(tmp_path: Path, capsys: 
         (["--conversation", json.dumps([USER]), "--tools", "{}"], "tools is {}, wanted a list"),
         (["--conversation", json.dumps([USER]), "--switches", "[]"], "switches is [], wanted an object"),
         (["--conversation", json.dumps([USER]), "model.seed=1"], "has no settings"),
+        (["--conversation", json.dumps([USER]), "--switches", '{"fast": true}'], "fast"),
+        (["--conversation", json.dumps({"messages": [USER], "reasoning_effort": "hi"})], "reasoning_effort"),
     ],
 )
 def test_wrong_words_are_errors_with_a_next_step(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -84,6 +85,12 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
     assert (first.eid.step, second.eid.step) == (0, 1)
 
 
+async def test_a_program_can_reward_a_lineage(tmp_path: Path) -> None:
+    said = 'print(json.dumps({"reward": 0.5, "rewards": [{"lineage": 0, "reward": 0.25}]}))\n'
+    first, second = await run(script(tmp_path, ONCE + said), says=["4", "5"])
+    assert (first.reward, second.reward) == (0.25, 0.5)
+
+
 @pytest.mark.parametrize(
     ("ending", "error", "words"),
     [
@@ -101,11 +108,16 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
             RunFailedError,
             "rewarded call 7, which is none of its 2 calls",
         ),
+        (
+            'print(json.dumps({"rewards": [{"call": 0, "lineage": 0, "reward": 1}]}))',
+            RunFailedError,
+            "names [0, 0], wanted one call or one lineage",
+        ),
         ('print(json.dumps({"kind": "tool", "error": "no search"}))', SandboxFailed, "no search"),
     ],
 )
 async def test_programs_that_fail_say_why(tmp_path: Path, ending: str, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words.replace("{", r"\{")):
+    with pytest.raises(error, match=re.escape(words)):
         await run(script(tmp_path, ONCE + ending))
 
 

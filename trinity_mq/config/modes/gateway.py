@@ -64,7 +64,8 @@ class GatewayConfig(Section):
     with the mean of the rewards of their branches, times ``turn_discount``."""
     sampling: Literal["configured", "agent"] = "configured"
     """``configured``: sessions that are trained on are sampled with the parameters of ``explorer.rollout_model``, and
-    the agent's parameters are ignored. ``agent``: the agent's temperature is used, and recorded with each answer."""
+    the agent's parameters, also ``logit_bias``, ``min_tokens`` and ``ignore_eos``, are ignored. ``agent``: the agent's
+    parameters are used, and the temperature is recorded with each answer."""
     switches: Switches = "agent"
     """``agent``: agents may switch thinking and set other variables of the chat template, as they may write any prompt;
     a value that the template of the model does not have is refused. ``configured``: these options of agents are

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trinity_mq.messages import Version
 
 FinishReason = Literal["stop", "length"]
+Alternatives = Sequence[tuple[int, float]]
+"""Likeliest tokens at the place of a token, the likeliest first: token id and logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,16 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Texts that end a completion. Its text is cut before them; its token ids are not cut."""
     seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Numbers added to the logits of these token ids, before the temperature divides them."""
+    min_tokens: int = 0
+    """Number of tokens before which none of ``stop_ids`` is sampled. Stop strings end a completion at any place."""
+    top_logprobs: int = 0
+    """Number of likeliest tokens to return for each token."""
+    grammar: str = ""
+    """Structural tag of the package xgrammar, as JSON: only texts of this form are sampled. Empty: any text."""
+    marks_constrained: bool = False
+    """True if :attr:`Completion.constrained` is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +74,9 @@ class Completion:
     token_ids: list[int]
     """Includes the end-of-sequence token if it was sampled."""
     logprobs: list[float]
-    """Logprob of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 untempered."""
+    """Logprob of each token: ``log_softmax((logits + bias) / temperature)`` among the tokens that the request allows,
+    before truncation; at temperature 0 untempered.
+    """
     text: str
     """Text without the end-of-sequence token; other special tokens are included."""
     finish_reason: FinishReason
@@ -72,6 +86,10 @@ class Completion:
     """The stop string before which the text is cut."""
     routed_experts: RoutedExperts | None = None
     """Set if the engine reports the experts of its model."""
+    top_logprobs: Sequence[Alternatives] = ()
+    """Likeliest tokens at the place of each token, if the request wants them; logprobs as in ``logprobs``."""
+    constrained: tuple[int, ...] = ()
+    """Places of the tokens that the grammar of the request decided, so that their logprobs are not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +108,10 @@ class Token:
     """Weight version, set only on the first token under changed weights. For the first token of a request, changed
     means other than the version with which the request began.
     """
+    top_logprobs: Alternatives = ()
+    """See :attr:`Completion.top_logprobs`."""
+    is_constrained: bool = False
+    """See :attr:`Completion.constrained`."""
 
 
 class GenerationListener(Protocol):

@@ -17,7 +17,7 @@ from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.families import bridge
 from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.library import LibraryUnfit, open_renderer
-from trinity_mq.families.messages import Message, MessageOutline, Messages, Probe, Tools, shape_of
+from trinity_mq.families.messages import THOUGHTS, Message, MessageOutline, Messages, Probe, Tools, shape_of
 from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
 from trinity_mq.models.errors import ModelError
@@ -178,6 +178,11 @@ class TextCodec:
         return bool(self._tokenizer.chat_template)
 
     @property
+    def template(self) -> str:
+        """Chat template of the model for requests without tools."""
+        return self._template(None)
+
+    @property
     def family(self) -> Family:
         """Family of the model."""
         return self._chosen_family or family_of(self._template(None))
@@ -197,9 +202,13 @@ class TextCodec:
     @property
     def rendering(self) -> str:
         """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
+        return self.rendering_with(None)
+
+    def rendering_with(self, switches: Switches, tools: Tools = None) -> str:
+        """Return the renderer of conversations with these switches and tools, with the reason."""
         if not self.has_template:
             return "none: the model has no chat template"
-        return self._renderer(None, None).description
+        return self._renderer(switches, tools).description
 
     def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
         """Return the parts of a response.
@@ -297,26 +306,14 @@ class TextCodec:
             if bridged is not None:
                 return Prompt(self.decode([bridged])[0], bridged, is_continued=True)
         written = self.messages_for_template(messages, tools, switches)
-        ids = self._library_tokens(written, tools, switches, limit)
-        if ids is not None:
+        renderer = self._renderer(switches, tools).library
+        if renderer is not None and (ids := _library_tokens(renderer, written, tools, limit)) is not None:
             return Prompt(self.decode([ids])[0], ids)
-        text = self._render(written, tools, switches)
+        text: str = self._apply(written, tools, switches, tokenize=False, add_generation_prompt=True)
         if before and not messages_before:
             ids = self.encode_after(before, text, limit)
             return Prompt(text, ids, is_continued=ids[: len(before)] == list(before))
         return Prompt(text, self.encode_within(text, limit))
-
-    def _library_tokens(self, messages: Messages, tools: Tools, switches: Switches, limit: int) -> list[int] | None:
-        """Return the tokens of a prompt by the package ``renderers``; None where the chat template renders."""
-        renderer = self._renderer(switches, tools).library
-        characters = sum(len(message.get("content") or "") for message in messages)
-        if renderer is None or characters > limit * CHARACTERS_PER_TOKEN:
-            return None
-        try:
-            ids: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-        except Exception:  # the package asserts and raises many classes; the chat template decides
-            return None
-        return ids
 
     def _bridged(
         self,
@@ -460,7 +457,9 @@ class TextCodec:
         """
         template, key = self._template(tools), _key(self._variables(switches, tools))
         family = self.family
-        forms = list(family.forms_of(family.with_thoughts(messages, template)))
+        if any(THOUGHTS in message for message in messages):
+            messages = family.with_thoughts(messages, template)
+        forms = list(family.forms_of(messages))
         problems = [self._problem(template, shape_of(form), bool(tools), key) for form in forms]
         if "" in problems:
             return forms[problems.index("")]
@@ -661,6 +660,17 @@ class _LibraryTokenizer:
     def convert_tokens_to_ids(self, token: str) -> Any:
         """Return the token id of a token's text."""
         return self._tokenizer.convert_tokens_to_ids(token)
+
+
+def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int) -> list[int] | None:
+    """Return the tokens of a prompt by the package ``renderers``; None where the chat template renders."""
+    if sum(len(message.get("content") or "") for message in messages) > limit * CHARACTERS_PER_TOKEN:
+        return None
+    try:
+        ids: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+    except Exception:  # the package asserts and raises many classes; the chat template decides
+        return None
+    return ids
 
 
 def _key(switches: Mapping[str, Any]) -> str:

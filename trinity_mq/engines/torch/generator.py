@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from trinity_mq.config import ModelConfig
+from trinity_mq.engines.api_errors import bad_request
 from trinity_mq.engines.card import SleepLevel
 from trinity_mq.engines.generation.request import (
+    Alternatives,
     Completion,
     FinishReason,
     GenerationListener,
@@ -30,8 +32,9 @@ from trinity_mq.engines.generation.request import (
 from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.torch.parking import ParkedTensors
-from trinity_mq.engines.torch.sampling import Uniforms, choose, tempered_logprobs
+from trinity_mq.engines.torch.sampling import LogitRules, Uniforms, choose, likeliest, tempered_logprobs
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.routers import Routers
 from trinity_mq.runtime.gpu_memory import release_cached_memory
@@ -125,11 +128,25 @@ class TextGenerator:
                     row.finish_reason,
                     stopped_by=stop_in(text, stop),
                     routed_experts=row.routed_experts,
+                    top_logprobs=row.top_logprobs,
                 )
                 for row, text, stop in zip(sampled, texts, stops, strict=True)
             ]
         )
         return [[next(completions) for _ in range(request.n)] for request in requests]
+
+    def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
+        """Refuse the form: this engine has no constrained sampling.
+
+        Raises:
+            ApiError: 400, always.
+        """
+        raise bad_request(
+            f"{form.option} asks for constrained sampling, which the engine transformers does not have; set "
+            f"explorer.rollout_model.engine to vllm, or leave {form.option} out and ask for the form in the prompt",
+            form.option,
+            "unsupported_option",
+        )
 
     @torch.inference_mode()
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
@@ -270,8 +287,18 @@ class RowListener:
         self._waiting = list(range(len(requests)))
         self._abandoned = torch.zeros(len(self._places), dtype=torch.bool, device=device)
 
-    def step(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, ended: Tensor, stopped: Tensor) -> None:
-        """Report the tokens that the unfinished ``rows`` just sampled; all arguments have one entry per row."""
+    def step(
+        self,
+        rows: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        ended: Tensor,
+        stopped: Tensor,
+        alternatives: Mapping[int, Alternatives],
+    ) -> None:
+        """Report the tokens that the unfinished ``rows`` just sampled; the tensors have one entry per row.
+        ``alternatives``: likeliest tokens of the rows that want them.
+        """
         chosen = self._listens[rows]
         columns = [values[chosen].tolist() for values in (rows, tokens, logprobs, ended, stopped)]
         out = [
@@ -281,6 +308,7 @@ class RowListener:
                 token,
                 logprob,
                 ("stop" if stop else "length") if end else None,
+                top_logprobs=alternatives.get(row, ()),
             )
             for row, token, logprob, end, stop in zip(*columns, strict=True)
         ]
@@ -313,13 +341,40 @@ class SampledRow:
     logprobs: list[float]
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
+    top_logprobs: Sequence[Alternatives] = ()
+
+
+class _Alternatives:
+    """The likeliest tokens of the rows that want them. ``counts``: number of tokens by row of the batch, or 0."""
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        self._counts, self._has_any = counts, any(counts)
+        self._wanted = torch.tensor([count > 0 for count in counts], device=device)
+        self.of_row: list[list[Alternatives]] = [[] for _ in counts]
+
+    def add(self, rows: _Rows, logits: Tensor, temperature: Tensor) -> dict[int, Alternatives]:
+        """Record one step of the unfinished rows, and return it by row; ``logits``: ``[sequences, vocabulary]``."""
+        places = self._wanted[rows.ids].nonzero()[:, 0] if self._has_any else self._wanted[:0]
+        if not len(places):
+            return {}
+        sequences, numbers = rows.sequence[places], rows.ids[places].tolist()
+        largest = max(self._counts[number] for number in numbers)
+        tokens, values = likeliest(logits[sequences], temperature[sequences], largest)
+        step: dict[int, Alternatives] = {}
+        for number, ids, logprobs in zip(numbers, tokens.tolist(), values.tolist(), strict=True):
+            step[number] = list(zip(ids, logprobs, strict=True))[: self._counts[number]]
+            self.of_row[number].append(step[number])
+        return step
 
 
 class _Recorder:
     """Sampled tokens of all rows, one column per step."""
 
-    def __init__(self, rows: int, device: torch.device, experts: _ExpertRecorder | None = None) -> None:
+    def __init__(self, counts: Sequence[int], device: torch.device, experts: _ExpertRecorder | None = None) -> None:
+        """Create the recorder. ``counts``: number of likeliest tokens to record, by row."""
+        rows = len(counts)
         self.experts = experts
+        self.alternatives = _Alternatives(counts, device)
         self._rows, self._device = rows, device
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
@@ -338,9 +393,12 @@ class _Recorder:
         lengths = self.lengths.tolist()
         ends = zip(lengths, self.stopped.tolist(), strict=True)
         experts = [None] * self._rows if self.experts is None else self.experts.of(lengths)
+        tops = self.alternatives.of_row
         return [
-            SampledRow(row[:length], values[:length], "stop" if stopped else "length", routed_experts)
-            for row, values, (length, stopped), routed_experts in zip(tokens, logprobs, ends, experts, strict=True)
+            SampledRow(row[:length], values[:length], "stop" if stopped else "length", routed_experts, top)
+            for row, values, (length, stopped), routed_experts, top in zip(
+                tokens, logprobs, ends, experts, tops, strict=True
+            )
         ]
 
 
@@ -399,6 +457,8 @@ class _Sequences:
     positions: Tensor
     temperature: Tensor
     top_p: Tensor
+    request: Tensor
+    """Number of the request."""
 
     def keep(self, chosen: Tensor) -> None:
         for name in self.__slots__:
@@ -491,13 +551,22 @@ def decode(
         cached.divide()
     stop_table, stop_sets = _stop_table(requests, vocabulary, device)
     uniforms = Uniforms([request.seed for request in requests], counts, device)
-    recorder = _Recorder(sum(counts), device, experts)
+    rules = LogitRules(
+        [request.logit_bias for request in requests],
+        [request.min_tokens for request in requests],
+        [request.stop_ids for request in requests],
+        vocabulary,
+        device,
+    )
+    recorder = _Recorder([request.top_logprobs for request in requests for _ in range(request.n)], device, experts)
     step = 0
     while True:
         if cancelled():
             raise GenerationCancelled
+        logits = rules.apply(logits, sequences.request, step)
         tokens, logprobs = cached.choose(logits, uniforms.step(step)[rows.ids])
         recorder.add(rows.ids, tokens, logprobs)
+        alternatives = recorder.alternatives.add(rows, logits, sequences.temperature)
         step += 1
         stopped = stop_table[stop_sets[rows.ids], tokens]
         if stop_watch is not None:
@@ -507,7 +576,7 @@ def decode(
         recorder.stopped[rows.ids[done]] = stopped[done]
         if row_listener is not None:
             if row_listener.listening:
-                row_listener.step(rows.ids, tokens, logprobs, done, stopped)
+                row_listener.step(rows.ids, tokens, logprobs, done, stopped, alternatives)
             if (abandoned := row_listener.left()) is not None:
                 done = done | abandoned[rows.ids]
         unfinished = (~done).nonzero()[:, 0]
@@ -545,6 +614,7 @@ def _prefill(
         positions=sizes,
         temperature=torch.tensor([request.temperature for request in requests], dtype=torch.float32, device=device),
         top_p=torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device),
+        request=torch.arange(len(requests), device=device),
     )
     rows = _Rows(
         ids=torch.arange(len(source), device=device),

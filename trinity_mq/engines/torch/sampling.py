@@ -6,7 +6,9 @@ The uniform numbers decide the token whatever else is in the batch, so a seeded 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +77,92 @@ def _choose(
     if source is None:
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
     return tokens, logprobs[source, tokens]
+
+
+class LogitRules:
+    """Changes of logits that requests ask for: biases, and stop tokens that are not sampled yet.
+
+    Args:
+        biases: Token ids with the number that is added to their logits, by request.
+        min_tokens: Number of tokens before which the stop tokens of a request are not sampled, by request.
+        stop_ids: Stop tokens, by request.
+        vocabulary: Size of the vocabulary; larger token ids have no effect.
+        device: Device of the logits.
+    """
+
+    def __init__(
+        self,
+        biases: Sequence[Mapping[int, float]],
+        min_tokens: Sequence[int],
+        stop_ids: Sequence[Collection[int]],
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        entries = [
+            (number, token, value)
+            for number, bias in enumerate(biases)
+            for token, value in bias.items()
+            if token < vocabulary
+        ]
+        held = [
+            (number, token)
+            for number, (count, tokens) in enumerate(zip(min_tokens, stop_ids, strict=True))
+            if count
+            for token in tokens
+            if token < vocabulary
+        ]
+        self._bias = _table([entry[:2] for entry in entries], [entry[2] for entry in entries], device)
+        self._held = _table(held, [-math.inf] * len(held), device)
+        self._min_tokens = torch.tensor(min_tokens, device=device)
+        self._last = max(min_tokens, default=0)
+
+    def apply(self, logits: Tensor, requests: Tensor, step: int) -> Tensor:
+        """Return the logits from which token ``step`` (from 0) is sampled.
+
+        Args:
+            logits: ``[rows, vocabulary]``.
+            requests: ``[rows]`` int64, the request of each row.
+            step: Number of tokens sampled so far.
+        """
+        logits = _added(logits, requests, self._bias)
+        if step < self._last:
+            early = self._min_tokens[requests] > step
+            logits = _added(logits, torch.where(early, requests, -torch.ones_like(requests)), self._held)
+        return logits
+
+
+class _Table(NamedTuple):
+    """Numbers for tokens of requests, one entry per request and token."""
+
+    requests: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+def _table(places: Sequence[tuple[int, int]], values: Sequence[float], device: torch.device) -> _Table | None:
+    if not places:
+        return None
+    requests, tokens = torch.tensor(places, device=device).unbind(1)
+    return _Table(requests, tokens, torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _added(logits: Tensor, requests: Tensor, table: _Table | None) -> Tensor:
+    """Return logits with the table's values added in the rows of its requests."""
+    if table is None:
+        return logits
+    rows, entries = (requests[:, None] == table.requests[None, :]).nonzero(as_tuple=True)
+    if not len(rows):
+        return logits
+    changed = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    return changed.index_put_((rows, table.tokens[entries]), table.values[entries], accumulate=True)
+
+
+def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` likeliest tokens of each row and their logprobs as :func:`choose` reports them, the
+    likeliest first: int64 and float32 ``[rows, count]``.
+    """
+    values, tokens = tempered_logprobs(logits, temperature).topk(min(count, logits.shape[-1]), dim=-1)
+    return tokens, values
 
 
 def tempered_logprobs(logits: Tensor, temperature: Tensor) -> Tensor:

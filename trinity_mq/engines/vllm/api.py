@@ -1,7 +1,7 @@
 """The only module with knowledge of vLLM: versions, command line, environment, routes, bodies, and worker side.
 
-Everything here is for the versions in :data:`SUPPORTED`. No other module imports vLLM or names vLLM's interfaces. Its
-server runs without a tokenizer: requests and answers hold token ids.
+Everything here is for the versions in :data:`SUPPORTED`. No other module imports vLLM or names vLLM's interfaces.
+Requests and answers hold token ids. Its server loads the tokenizer only to compile grammars for constrained sampling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from trinity_mq.config import ModelConfig, RolloutModelConfig
 from trinity_mq.config.vllm import VllmConfig
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.request import GenerationRequest, RoutedExperts
+from trinity_mq.engines.generation.request import Alternatives, GenerationRequest, RoutedExperts
 from trinity_mq.messages import EngineUse, Version
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.process import die_with_parent
@@ -52,6 +52,9 @@ that could succeed.
 HF_OVERRIDES = "--hf-overrides"
 PRECISE_HEAD = "float32"
 """Type of the logits. Without it vLLM rounds them to the type of the model; the trainer does not."""
+
+IMPOSSIBLE = -9999.0
+"""Logprob that vLLM writes for minus infinity."""
 
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
@@ -160,7 +163,7 @@ def server_command(
     options |= _memory_options(settings, cpu=cpu, dedicated=dedicated)
     if cpu and rollout.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = CPU_EXECUTOR
-    flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
+    flags = ["enable-scale-out", "disable-uvicorn-access-log"]
     flags += ["enforce-eager"] if _eager(settings, cpu) else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
     flags += ["enable-lora"] if room else []
@@ -267,6 +270,10 @@ class VllmCompletion:
     """``(first token, generation, step)`` of each run of tokens."""
     routed_experts: str | None = None
     """Experts of the tokens of prompt and response as vLLM sends them, for :func:`read_routed_experts`."""
+    top_logprobs: Sequence[Alternatives] = ()
+    """Likeliest tokens at the place of each token, if the request wants them."""
+    constrained: tuple[int, ...] = ()
+    """Places of the tokens that the grammar decided."""
 
 
 def generate_body(
@@ -283,11 +290,18 @@ def generate_body(
         "top_p": request.top_p,
         "stop_token_ids": sorted(request.stop_ids),
         "ignore_eos": True,  # stop_token_ids already holds all stop tokens
-        "logprobs": 0,
+        # an answer holds as many logprobs as are requested, and the first is of the sampled token
+        "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
         "detokenize": False,
     }
     if request.seed is not None:
         sampling["seed"] = request.seed
+    if request.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in request.logit_bias.items()}
+    if request.min_tokens:
+        sampling["min_tokens"] = request.min_tokens
+    if request.grammar:
+        sampling["structured_outputs"] = {"structural_tag": request.grammar}
     body = {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
     return {**body, **_model_field(adapter)}
 
@@ -296,16 +310,17 @@ def _model_field(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"model": adapter}
 
 
-def read_choices(answer: Mapping[str, Any]) -> list[VllmCompletion]:
-    """Return the completions of an answer, in order.
+def read_choices(answer: Mapping[str, Any], top_logprobs: int = 0) -> list[VllmCompletion]:
+    """Return the completions of an answer, in order, with this number of likeliest tokens at each place.
 
     Raises:
         KeyError: The answer does not come from a supported version.
     """
-    return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    return [_choice(choice, top_logprobs) for choice in choices]
 
 
-def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
+def _choice(choice: Mapping[str, Any], top_logprobs: int) -> VllmCompletion:
     return VllmCompletion(
         token_ids=list(choice["token_ids"] or ()),
         logprobs=read_logprobs(choice),
@@ -313,6 +328,7 @@ def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
         aborted=choice["finish_reason"] == "abort",
         versions=read_versions(choice),
         routed_experts=choice.get("routed_experts"),
+        top_logprobs=read_alternatives(choice, top_logprobs),
     )
 
 
@@ -351,6 +367,19 @@ def read_routed_experts(text: str, tokens: int, layers: Sequence[int]) -> Routed
 def read_logprobs(choice: Mapping[str, Any]) -> list[float]:
     """Return the logprob of each token of a choice, or of a part of a choice."""
     return [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
+
+
+def read_alternatives(choice: Mapping[str, Any], count: int) -> list[Alternatives]:
+    """Return the ``count`` likeliest tokens at the place of each token of a choice, or of a part of a choice, without
+    tokens that cannot be sampled. The result is empty for a ``count`` of 0.
+    """
+    if not count:
+        return []
+    places: list[Alternatives] = []
+    for entry in (choice["logprobs"] or {}).get("content") or ():
+        tokens = {top["token_id"]: top["logprob"] for top in entry["top_logprobs"] if top["logprob"] > IMPOSSIBLE}
+        places.append(sorted(tokens.items(), key=lambda pair: -pair[1])[:count])
+    return places
 
 
 def read_versions(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:

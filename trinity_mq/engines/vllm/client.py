@@ -21,6 +21,8 @@ CHUNK_LIMIT = 2**22
 METRICS_TIMEOUT = 5.0
 BUSY = "engine_busy"
 """Code of the error for a request that vLLM did not accept and that may be sent again."""
+REFUSED = "vllm_refused"
+"""Code of the error for a request that vLLM does not accept."""
 HOST = "http://vllm"
 """Placeholder host name: the socket determines the server. Each request opens its own connection, which is cheap here:
 vLLM's server closes connections on which a command has failed, and the next request on such a connection would be lost.
@@ -128,6 +130,8 @@ def _checked(status: int, raw: bytes) -> dict[str, Any]:
         body = raw.decode(errors="replace")
     if status == 503:
         raise ApiError(503, api.error_text(status, body), code=BUSY, retry_after=1.0)
+    if status == 400:
+        raise ApiError(500, api.error_text(status, body), code=REFUSED)
     if status != 200 or not isinstance(body, dict):
         raise _failed(api.error_text(status, body))
     return body

@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
 
-from trinity_mq.engines.api_errors import ApiError, not_current, stopping
+from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
-from trinity_mq.engines.generation.request import Completion, FinishReason, GenerationRequest, ScoreRequest, Token
+from trinity_mq.engines.generation.request import (
+    Alternatives,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    ScoreRequest,
+    Token,
+)
 from trinity_mq.engines.generation.stopping import TAIL_SLACK, Decode, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.adapters import VllmAdapters
-from trinity_mq.engines.vllm.client import BUSY, VllmClient
+from trinity_mq.engines.vllm.client import BUSY, REFUSED, VllmClient
 from trinity_mq.messages import Version
 from trinity_mq.runtime.notify import Notifier
 
@@ -35,6 +43,8 @@ T = TypeVar("T")
 SEED_MASK = (1 << 63) - 1
 READ_USE_EVERY = 5.0
 """Seconds."""
+MAX_REMOVED = 0.05
+"""Probability that the form of an answer may remove at a token's place for the token to count as the model's choice."""
 
 
 class RequestAborted(Exception):
@@ -234,14 +244,16 @@ class VllmBatcher:
             raise RequestAborted from error
 
     async def _generated(self, request: GenerationRequest, pin: Version | None) -> tuple[list[Completion], Version]:
+        _check_options(request)
         if problem := self._state.problem(pin):
             raise problem
+        is_scored = request.top_p < 1 or request.marks_constrained
         while True:
             try:
                 async with self._admitted(request.n, pin) as served:
                     with self._abortable():
                         choices = await self._complete(request, served)
-                    if served.adapter and request.top_p < 1:
+                    if served.adapter and is_scored:
                         choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
             except RequestAborted:
                 continue
@@ -255,7 +267,7 @@ class VllmBatcher:
                 raise self._state.problem(pin) or not_current(
                     "the weights that this request is pinned to were replaced"
                 )
-            if request.top_p == 1 or served.adapter:
+            if not is_scored or served.adapter:
                 break
             scored = [await self._untruncated(request, choice, pin) for choice in choices]
             if sampled_by == {scorer for _, scorer in scored}:
@@ -275,25 +287,28 @@ class VllmBatcher:
             await self._read_events(request, served, choices)
             return choices.result()
         body = api.generate_body(request, api.label(served.version), served.adapter)
-        return api.read_choices(await self._client.post(api.GENERATE, body))
+        with _grammar_refused(request):
+            return api.read_choices(await self._client.post(api.GENERATE, body), request.top_logprobs)
 
     async def _read_events(
         self, request: GenerationRequest, served: ServingWeights, choices: Choices, only: int | None = None
     ) -> None:
-        """Read an answer as it is sampled; stop strings are detected here, because vLLM runs without a tokenizer."""
+        """Read an answer as it is sampled; stop strings are detected here, because vLLM decodes no tokens."""
         body = api.generate_body(request, api.label(served.version), served.adapter, stream=True)
         # vLLM reports the version of each token only at the very end
         to_the_end = self._mode == "keep" and not choices.streamed and served.adapter is None
-        async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
-            async for event in events:
-                choices.take(event, only)
-                if choices.ended(only) and not to_the_end:
-                    break
+        with _grammar_refused(request):
+            async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
+                async for event in events:
+                    choices.take(event, only)
+                    if choices.ended(only) and not to_the_end:
+                        break
 
     async def _run_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
         try:
-            # with top_p, logprobs are known only at the end; at temperature 0, all choices are the same
-            if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
+            # with top_p, logprobs are known only at the end; at temperature 0, all choices are the same; a grammar
+            # cannot be resumed in the middle of an answer
+            if request.top_p < 1 or (request.temperature == 0 and request.n > 1) or request.grammar:
                 completions, version = await self._generated(request, pin)
                 stream.put(version)
                 stream.put(stream_tokens(completions, version))
@@ -348,12 +363,14 @@ class VllmBatcher:
         pin: Version | None,
         served: ServingWeights | None = None,
     ) -> tuple[api.VllmCompletion, Version]:
-        """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
-        truncation.
+        """Return the choice with logprobs before truncation and with the places that its grammar decided, and their
+        weight version. vLLM returns logprobs after truncation, among the tokens that the grammar allows.
         """
         sequence = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
         scores, version = await self._scored(sequence, pin, served, len(request.prompt))
-        return replace(choice, logprobs=scores), version
+        logprobs = scores if request.top_p < 1 else choice.logprobs
+        constrained = constrained_places(choice.logprobs, scores, request.top_p) if request.grammar else ()
+        return replace(choice, logprobs=logprobs, constrained=constrained), version
 
     async def _scored(
         self, request: ScoreRequest, pin: Version | None, held: ServingWeights | None = None, first: int = 1
@@ -416,7 +433,52 @@ class VllmBatcher:
             versions,
             stop_in(text, request.stop),
             experts,
+            choice.top_logprobs,
+            choice.constrained,
         )
+
+
+def constrained_places(sampled: Sequence[float], scores: Sequence[float], top_p: float = 1.0) -> tuple[int, ...]:
+    """Return the places of tokens at which a grammar removed more than :data:`MAX_REMOVED` of the model's probability.
+
+    The share depends on the tokens before a place, not on the token that was sampled there. To leave these places out
+    of a policy gradient therefore favours none of the tokens that the model chose itself.
+
+    Args:
+        sampled: Logprobs among the allowed tokens, after truncation.
+        scores: Logprobs of the same tokens among all tokens.
+        top_p: Truncation, which removes at most ``1 - top_p``.
+    """
+    limit = -math.log((1 - MAX_REMOVED) * top_p)
+    return tuple(
+        place for place, (inside, overall) in enumerate(zip(sampled, scores, strict=True)) if inside - overall > limit
+    )
+
+
+def _check_options(request: GenerationRequest) -> None:
+    """Raise ApiError for options with which the logprobs of a truncated answer would not be known."""
+    for option in ("logit_bias", "min_tokens", "top_logprobs"):
+        if request.top_p < 1 and getattr(request, option):
+            raise bad_request(
+                f"{option} and top_p={request.top_p:g} cannot be combined on the engine vllm, which does not report "
+                "logprobs before truncation; send top_p=1, or leave the option out",
+                option,
+                "unsupported_option",
+            )
+
+
+@contextlib.contextmanager
+def _grammar_refused(request: GenerationRequest) -> Iterator[None]:
+    """Raise the refusal of a grammar as an error of the request."""
+    try:
+        yield
+    except ApiError as error:
+        if not request.grammar or error.code != REFUSED:
+            raise
+        raise bad_request(
+            f"the JSON schema of the request, or of its tools, is refused: {error}; simplify the schema",
+            code="invalid_schema",
+        ) from error
 
 
 async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -452,6 +514,7 @@ async def run_until_set(event: asyncio.Event, work: Coroutine[Any, Any, Any]) ->
 class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
     ended: str | None = None
     versions: tuple[tuple[int, int, int], ...] = ()
     by: Version | None = None
@@ -519,7 +582,14 @@ class Choices:
         # the same seed would draw the same numbers again
         seed = None if original.seed is None else (original.seed + (length << 24) + (index << 48)) & SEED_MASK
         prompt = [*original.prompt, *row.token_ids]
-        return replace(original, prompt=prompt, max_tokens=original.max_tokens - length, n=1, seed=seed)
+        return replace(
+            original,
+            prompt=prompt,
+            max_tokens=original.max_tokens - length,
+            min_tokens=max(original.min_tokens - length, 0),
+            n=1,
+            seed=seed,
+        )
 
     def take(self, event: Mapping[str, Any], only: int | None = None) -> None:
         """Add the tokens of one event, and pass them on to the listener. ``only`` is the index of the choice if it was
@@ -533,15 +603,18 @@ class Choices:
             self.strayed |= self._by is not None and any(run[1:] != self._by for run in row.versions)
             if row.ended:
                 continue
-            tokens = list(zip(part["token_ids"] or (), api.read_logprobs(part), strict=True))
-            for position, (token, logprob) in enumerate(tokens, 1):
+            count = self._request.top_logprobs
+            tops = api.read_alternatives(part, count) or [()] * len(part["token_ids"] or ())
+            tokens = list(zip(part["token_ids"] or (), api.read_logprobs(part), tops, strict=True))
+            for position, (token, logprob, top) in enumerate(tokens, 1):
                 row.token_ids.append(token)
                 row.logprobs.append(logprob)
+                row.top_logprobs.append(top)
                 if self._stops and self._complete(row):
                     row.ended = "stop"
                 elif position == len(tokens):
                     row.ended = part["finish_reason"]
-                news.append(Token(0, index, token, logprob, _reason(row.ended), self._change(row)))
+                news.append(Token(0, index, token, logprob, _reason(row.ended), self._change(row), top))
                 if row.ended:
                     break
             if not tokens:
@@ -558,6 +631,7 @@ class Choices:
                 stopped=row.ended == "stop",
                 aborted=row.ended == "abort",
                 versions=tuple(span for span in row.versions if span[0] < len(row.token_ids)),
+                top_logprobs=row.top_logprobs,
             )
             for row in self._rows
         ]
@@ -585,11 +659,13 @@ def stream_tokens(completions: Sequence[Completion], announced: Version) -> list
     tokens = []
     for number, completion in enumerate(completions):
         changes = {first: (generation, step) for first, generation, step in completion.versions}
-        last = len(completion.token_ids) - 1
+        last, constrained = len(completion.token_ids) - 1, frozenset(completion.constrained)
         for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
             version = changes.get(position)
             if position == 0 and version == announced:
                 version = None
             ended = completion.finish_reason if position == last else None
-            tokens.append(Token(0, number, token, logprob, ended, version))
+            top = completion.top_logprobs[position] if completion.top_logprobs else ()
+            is_constrained = position in constrained
+            tokens.append(Token(0, number, token, logprob, ended, version, top, is_constrained))
     return tokens

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from trinity_mq.config import ModelConfig
-from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.card import SleepLevel
 from trinity_mq.engines.generation.batch_step import PauseMode
 from trinity_mq.engines.generation.request import ScoreRequest
@@ -18,6 +18,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
+from trinity_mq.families.forms import AnswerForm, FormError, grammar_of
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import ModelError
 
@@ -76,6 +77,17 @@ class VllmGenerator:
         """Parts of vLLM's memory on the card that are freed: ``weights``, ``kv_cache``."""
         self._adapter: str | None = None
         """Name of the adapter that answers, if weights are sent as adapters."""
+
+    def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
+        """Return the grammar for answers of this form.
+
+        Raises:
+            ApiError: 400; the form cannot be promised.
+        """
+        try:
+            return grammar_of(form, self.codec.family, self.codec.template, prompt_end)
+        except FormError as error:
+            raise bad_request(str(error), form.option, "unsupported_option") from error
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
         """Make vLLM's workers receive the weights without touching the model; return the spec instead of the tensors.

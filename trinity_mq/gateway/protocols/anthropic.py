@@ -22,6 +22,7 @@ from trinity_mq.gateway.protocols.base import (
     check_options,
     definitions,
     named_event,
+    response_format,
     seal_thoughts,
     text_of_parts,
     unseal_thoughts,
@@ -47,11 +48,11 @@ class AnthropicProtocol(Protocol):
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
         check_options(body, PASSED)
-        if as_object(body.get("output_config"), "output_config").get("format"):
-            raise BadRequest("output_config.format cannot be promised: this model gives text only", "output_config")
+        form = as_object(as_object(body.get("output_config"), "output_config").get("format"), "output_config.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
         tools, deferred = _tools(body)
         chat |= {"model": body.get("model"), "messages": _messages(body, deferred), **_switches(body)}
+        chat |= response_format(form, "output_config.format")
         if body.get("max_tokens") is not None:
             chat["max_completion_tokens"] = body["max_tokens"]
         if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
@@ -60,10 +61,7 @@ class AnthropicProtocol(Protocol):
             chat["tools"] = tools
             choice = as_object(body.get("tool_choice"), "tool_choice") or {"type": "auto"}
             if choice.get("disable_parallel_tool_use"):
-                raise BadRequest(
-                    "tool_choice.disable_parallel_tool_use=true cannot be promised; leave it out",
-                    "tool_choice.disable_parallel_tool_use",
-                )
+                chat["parallel_tool_calls"] = False
             named = {"type": "function", "function": {"name": choice.get("name")}}
             chat["tool_choice"] = {"auto": "auto", "none": "none", "any": "required"}.get(
                 str(choice.get("type")), named

@@ -173,6 +173,30 @@ def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
             )
 
 
+def response_format(form: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the option of chat completions for the form of an answer: text, a JSON object, or a JSON schema. The
+    result is empty for text.
+
+    Args:
+        form: Object with a ``type``, and a ``schema`` for the type ``json_schema``.
+        where: Path of the form in the request.
+
+    Raises:
+        BadRequest: The form has another type.
+    """
+    match form.get("type", "text"):
+        case "text":
+            return {}
+        case "json_object":
+            return {"response_format": {"type": "json_object"}}
+        case "json_schema" if isinstance(form.get("schema"), dict):
+            described = {"name": str(form.get("name") or "answer"), "schema": form["schema"]}
+            return {"response_format": {"type": "json_schema", "json_schema": described}}
+    raise BadRequest(
+        f"{where} is {json.dumps(form)[:80]}, wanted the type text, json_object, or json_schema with a schema", where
+    )
+
+
 def as_json(content: Any) -> str:
     """Return JSON that can be encoded as UTF-8. Answers of other servers may contain unpaired surrogates."""
     return repair_surrogates(json.dumps(content, ensure_ascii=False))

@@ -20,6 +20,7 @@ from trinity_mq.gateway.protocols.base import (
     as_object,
     check_options,
     named_event,
+    response_format,
     seal_thoughts,
     text_of_parts,
     unseal_thoughts,
@@ -45,6 +46,11 @@ PASSED = (
     "user",
     "metadata",
     "return_token_ids",
+    "top_logprobs",
+    "logit_bias",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
     "chat_template_kwargs",
 )
 """Options with the same meaning in chat completions."""
@@ -83,11 +89,10 @@ class ResponsesProtocol(Protocol):
             )
         check_options(body, PASSED)
         form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
-        if form.get("type", "text") != "text":
-            raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
         tools = ResponseTools(body)
         chat |= {"model": body.get("model"), "messages": _messages(body, tools), **_effort(body)}
+        chat |= response_format(form, "text.format")
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
         if tools.functions:

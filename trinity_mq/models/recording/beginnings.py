@@ -41,7 +41,7 @@ class Beginnings(Generic[T]):
             self._sizes.remove(size)
 
     def of(self, content: bytes, state: hashlib.blake2b | None = None, size: int = 0) -> list[list[T]]:
-        """Return the items whose bytes begin the bytes, those of equal bytes in one list, short ones first.
+        """Return the items whose bytes begin the bytes. A list holds the items of equal bytes; short bytes come first.
 
         Args:
             content: The bytes, without the first ``size`` bytes.

@@ -56,7 +56,8 @@ class TokenPrefixes(Generic[T]):
         self._beginnings.remove(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
 
     def longest(self, start: TokenDigest, tokens: Sequence[int] | Tensor) -> list[T]:
-        """Return the items of the longest sequence with which the prompt begins. Empty: there is none.
+        """Return the items of the longest sequence with which the prompt begins. Empty: it begins with no
+        sequence.
 
         Args:
             start: Beginning of the prompt. Only sequences that are longer count.
@@ -90,16 +91,16 @@ def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
             continue
         start, tokens = TokenDigest.empty(experience.temperature), experience.tokens
         continued = ends.longest(start, tokens[: experience.prompt_length])
-        digest = start.extended(tokens)
         if continued:
             row = continued[0]
             previous = digests[row]
             assert previous is not None  # rows without a digest cannot be continued
             ends.remove(previous, row)
+            digest = previous.extended(tokens[previous.length :])
             rows[row].append(experience)
             digests[row] = digest
         else:
-            row = len(rows)
+            row, digest = len(rows), start.extended(tokens)
             rows.append([experience])
             digests.append(digest)
         ends.add(digest, row)

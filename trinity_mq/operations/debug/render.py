@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trinity_mq.config.switches import SWITCH_FIELDS, SWITCHES
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.show_experience import line, print_title
 from trinity_mq.observability.experiences.token_texts import tokenizer_folder
@@ -30,17 +32,19 @@ _LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ConversationInput:
     """A conversation to render."""
 
     messages: list[Message]
     tools: list[Message] | None
     switches: Mapping[str, Any]
-    """Variables of the chat template."""
+    """The fields of a request that set variables of the chat template: ``chat_template_kwargs``, ``enable_thinking``
+    and ``reasoning_effort``.
+    """
 
 
 @dataclass(frozen=True)
-class Turn:
+class RenderedTurn:
     """A turn of the assistant, and the answer of an engine that samples this text."""
 
     message: int
@@ -56,29 +60,29 @@ class RenderedConversation:
 
     family: str
     rendering: str
-    """What renders, with the reason."""
+    """The package or template that renders, with the reason."""
     token_ids: list[int]
     texts: list[str]
     mask: list[int] | None
     """1 for tokens that an assistant samples. None: unknown; see ``problem``."""
     messages: list[int | None]
     """Number of the message to which each token belongs. None: it belongs to no message."""
-    turns: list[Turn]
+    turns: list[RenderedTurn]
     problem: str
-    """The reason why there is no mask. Empty: there is a mask."""
+    """The reason for an unknown mask. Empty: the mask is known."""
 
 
 # -- input
 
 
-def read_conversation(text: str, tools: str | None = None, switches: str | None = None) -> Conversation:
+def read_conversation(text: str, tools: str | None = None, switches: str | None = None) -> ConversationInput:
     """Return the conversation in ``text``: JSON, ``@FILE`` or ``-`` for standard input.
 
     Args:
         text: A list of messages, or an object with ``messages``, as in a request, and possibly ``tools`` and
-            ``chat_template_kwargs``.
-        tools: The offered tools, in the same forms; over those of the conversation.
-        switches: Variables of the chat template, in the same forms; over those of the conversation.
+            ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
+        tools: The offered tools, in the same forms, instead of the conversation's.
+        switches: Variables of the chat template, in the same forms, merged over the conversation's.
 
     Raises:
         CommandError: An argument cannot be read, or messages or tools have another form than in the OpenAI API.
@@ -102,7 +106,9 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
     if not fields["messages"]:
         raise CommandError(f"the conversation has no messages; give a list such as {EXAMPLE}")
     try:
-        return Conversation(read_messages(fields["messages"]), read_tools(listed) if listed else None, merged)
+        chosen = {name: fields[name] for name in SWITCH_FIELDS if fields.get(name) is not None}
+        tools_read = read_tools(listed) if listed else None
+        return ConversationInput(read_messages(fields["messages"]), tools_read, {**chosen, SWITCHES: merged})
     except MessageError as error:
         raise CommandError(str(error)) from error
 
@@ -123,13 +129,16 @@ def _read_json(name: str, text: str, example: str) -> Any:
 # -- rendering
 
 
-def render_conversation(codec: TextCodec, conversation: Conversation) -> RenderedConversation:
+def render_conversation(codec: TextCodec, conversation: ConversationInput) -> RenderedConversation:
     """Return the tokens of a conversation: a prompt, or the whole conversation if it ends with an answer.
 
     Raises:
         TextError: The model has no chat template, or it does not write this conversation.
+        SwitchError: The chat template has no such variable.
     """
-    messages, tools, switches = conversation.messages, conversation.tools, conversation.switches
+    messages, tools = conversation.messages, conversation.tools
+    switches = codec.switches(conversation.switches, tools)
+    conversation = dataclasses.replace(conversation, switches=switches)
     if messages[-1]["role"] == "assistant":
         ids = codec.encode(codec.render_with_tools(messages, tools, switches=switches, add_generation_prompt=False))
     else:
@@ -139,7 +148,7 @@ def render_conversation(codec: TextCodec, conversation: Conversation) -> Rendere
         ids = [*ids, codec.end_id]
     return RenderedConversation(
         family=codec.family.name,
-        rendering=codec.rendering,
+        rendering=codec.rendering_with(switches, tools),
         token_ids=ids,
         texts=codec.decode([[token] for token in ids]),
         mask=mask,
@@ -149,7 +158,7 @@ def render_conversation(codec: TextCodec, conversation: Conversation) -> Rendere
     )
 
 
-def _mask(codec: TextCodec, conversation: Conversation, ids: Sequence[int]) -> tuple[list[int] | None, str]:
+def _mask(codec: TextCodec, conversation: ConversationInput, ids: Sequence[int]) -> tuple[list[int] | None, str]:
     """Return the mask of the sampled tokens, or None and the reason why it is unknown."""
     from trinity_mq.engines.generation.text import TextError
 
@@ -165,7 +174,7 @@ def _mask(codec: TextCodec, conversation: Conversation, ids: Sequence[int]) -> t
     return [*whole.assistant_mask[:shared], *[0] * (len(ids) - shared)], ""
 
 
-def _prefixes(codec: TextCodec, conversation: Conversation) -> list[list[int] | None]:
+def _prefixes(codec: TextCodec, conversation: ConversationInput) -> list[list[int] | None]:
     """Return the tokens of the first 1, 2, ... messages; None where the template does not write so few."""
     from trinity_mq.engines.generation.text import TextError
 
@@ -206,7 +215,7 @@ def shared_length(some: Sequence[int], others: Sequence[int]) -> int:
     return next((place for place, (left, right) in pairs if left != right), min(len(some), len(others)))
 
 
-def _turns(codec: TextCodec, conversation: Conversation, ids: list[int]) -> Iterator[Turn]:
+def _turns(codec: TextCodec, conversation: ConversationInput, ids: list[int]) -> Iterator[RenderedTurn]:
     """Yield the assistant's turns that stand in ``ids`` behind their prompts."""
     from trinity_mq.engines.generation.text import TextError
 
@@ -223,7 +232,7 @@ def _turns(codec: TextCodec, conversation: Conversation, ids: list[int]) -> Iter
             continue
         end = next((place for place in range(start, len(ids)) if ids[place] in codec.stop_ids), len(ids))
         text, whole = codec.decode([ids[start:end], ids[start : end + 1]])
-        yield Turn(number, whole, codec.read_answer(text, before.text[-PROMPT_END:], tools))
+        yield RenderedTurn(number, whole, codec.read_answer(text, before.text[-PROMPT_END:], tools))
 
 
 # -- output
@@ -329,4 +338,4 @@ def open_codec(target: str, overrides: Sequence[str], scratch: Path) -> TextCode
         folder = ensure_model_folder(config.model, scratch / "model", config.seed)
     if folder is None:
         raise CommandError(f"the model {config.model.model_path} is not on this machine; give its folder as TARGET")
-    return TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+    return TextCodec.of_model(folder, config.model)

@@ -148,7 +148,7 @@ def _trained_answers(
         prompt = start.extended(call.prompt)
         extended = prefixes.longest(start, call.prompt)
         parent = base if base is None or base.is_trained else base.parent
-        if extended:  # of equal sequences one that is not continued yet
+        if extended:  # an answer that is not continued yet comes before answers with equal tokens
             parent = next((answer for answer in extended if not answer.branches), extended[0])
         root = call if parent is None else parent.root
         for number, choice in enumerate(call.choices):
@@ -186,12 +186,16 @@ def _set_rewards(
     followers = _followers(answers)
     for answer in reversed(answers):
         name = answer.call.call
-        own = call_rewards.get((name, answer.number), call_rewards.get((name, None)))
+        named = call_rewards.get((name, answer.number), call_rewards.get((name, None)))
         following = _credit(answer.branches, shared_prefix)
-        if following is None and (own := own if own is not None else lineage_rewards.get(name)) is None:
+        if named is None and following is None:
+            named = lineage_rewards.get(name)
+        if named is None and following is None:
             following = _credit(followers.get(answer.root.call, ()), shared_prefix)
-            own = reward if following is None else None
-        answer.reward = own if own is not None or following is None else turn_discount * following
+        if named is not None:
+            answer.reward = named
+        else:
+            answer.reward = reward if following is None else turn_discount * following
 
 
 def _credit(answers: Sequence[_Answer], shared_prefix: SharedPrefix) -> float | None:

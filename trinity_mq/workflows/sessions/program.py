@@ -59,10 +59,12 @@ class ProgramArguments(SessionArguments):
 
 
 class CallReward(BaseModel):
-    """Reward of one answer."""
+    """Reward of one answer, or of a lineage."""
 
-    call: str | int
+    call: str | int | None = None
     """Id of the call, or its number from 0."""
+    lineage: str | int | None = None
+    """Id or number of any call of the lineage that is rewarded, instead of ``call``."""
     choice: int | None = None
     """Index of the answer among several answers to the same request. None: all of them."""
     reward: float = Field(allow_inf_nan=False)
@@ -82,7 +84,8 @@ class ProgramResult(BaseModel):
 class ProgramWorkflow(Workflow):
     """Runs a program with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``
     set, and the task as JSON on its standard input. The last line of its output is ``{"reward": 1.0}``. It may also
-    hold ``metrics``, and ``rewards`` of single answers: ``[{"call": 0, "reward": 0.5}]``.
+    hold ``metrics``, and ``rewards`` of single answers or of lineages: ``[{"call": 0, "reward": 0.5}, {"lineage": 3,
+    "reward": 1.0}]``.
     """
 
     is_async = True
@@ -176,16 +179,24 @@ class ProgramWorkflow(Workflow):
         if not calls:
             raise RunFailedError(f"{program.name} has not asked the model: did it use the base URL that it was given?")
         rewards: dict[tuple[str, int | None], float] = {}
+        lineage_rewards: dict[str, float] = {}
         for call_reward in result.rewards:
-            if (call := recorded.call_of(call_reward.call)) is None:
+            named = [name for name in (call_reward.call, call_reward.lineage) if name is not None]
+            if len(named) != 1 or (call_reward.lineage is not None and call_reward.choice is not None):
+                raise RunFailedError(f"{program.name} gave a reward that names {named}, wanted one call or one lineage")
+            if (call := recorded.call_of(named[0])) is None:
                 raise RunFailedError(
-                    f"{program.name} rewarded call {call_reward.call!r}, which is none of its {len(calls)} calls"
+                    f"{program.name} rewarded call {named[0]!r}, which is none of its {len(calls)} calls"
                 )
-            rewards[call.call, call_reward.choice] = call_reward.reward
+            if call_reward.call is None:
+                lineage_rewards[call.call] = call_reward.reward
+            else:
+                rewards[call.call, call_reward.choice] = call_reward.reward
         experiences = session_experiences(
             calls,
             reward=result.reward,
             call_rewards=rewards,
+            lineage_rewards=lineage_rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
             shared_prefix=self.arguments.shared_prefix,

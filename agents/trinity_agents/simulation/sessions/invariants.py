@@ -22,6 +22,7 @@ from trinity_agents.simulation.sessions.users import SessionDiary, UserRequest
 from trinity_agents.trainer.history import HistoryError
 from trinity_mq.bus.memory.queues import Stored
 from trinity_mq.experience import Experience
+from trinity_mq.gateway.lineages import superseded_calls
 from trinity_mq.messages import (
     DecodeError,
     Message,
@@ -35,7 +36,6 @@ from trinity_mq.messages import (
     decode,
     decode_any,
 )
-from trinity_mq.workflows.sessions.assembly import superseded_calls
 
 OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decided"}
 """Kinds of events that a session may refuse."""
@@ -375,13 +375,38 @@ class OracleSession:
         """Rewards of the trained answers by answer number."""
         # tests/unit/gateway/test_repeats.py tests this function
         superseded = superseded_calls(list(self.calls.values()))
-        rewards: dict[int, float] = {}
-        following = self.reward
-        for name, call in reversed(self.calls.items()):
-            worth = self.call_rewards.get(name, following)
-            if name not in superseded and worth is not None:
-                rewards[answer_number(call.choices[0].ids[0])] = following = worth
-        return rewards
+        kept = [call for name, call in self.calls.items() if name not in superseded]
+        place_of = {call.call: place for place, call in enumerate(kept)}
+        begun = [call.began or earlier for call, earlier in zip(kept, [0.0, *(call.at for call in kept)], strict=False)]
+        parents = [place_of.get(call.continues) for call in kept]
+        roots: list[int] = []
+        for place, parent in enumerate(parents):
+            roots.append(place if parent is None else roots[parent])
+
+        def follower(root: int) -> int | None:
+            """Return the call that follows a tree, as docs/serving.md defines it."""
+            members = [place for place in range(len(kept)) if roots[place] == root]
+            end = max(kept[place].at for place in members)
+            later = [place for place in range(members[-1] + 1, len(kept)) if begun[place] >= end]
+            for place in later:
+                parent = parents[place]
+                if parent is not None and kept[parent].at <= begun[root] and roots[parent] != root:
+                    return place
+            return next((place for place in later if parents[place] is None), None)
+
+        worth: list[float | None] = [None] * len(kept)
+        for place in reversed(range(len(kept))):
+            following = next((n for n, parent in enumerate(parents) if parent == place), None)
+            if following is None:
+                following = follower(roots[place])
+            worth[place] = self.call_rewards.get(
+                kept[place].call, self.reward if following is None else worth[following]
+            )
+        return {
+            answer_number(call.choices[0].ids[0]): reward
+            for call, reward in zip(kept, worth, strict=True)
+            if reward is not None
+        }
 
     def refuses(self, body: Event) -> bool:
         """Return whether an event is too late or names an unknown call."""

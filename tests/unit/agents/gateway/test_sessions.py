@@ -33,11 +33,21 @@ from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.config import Config
 from trinity_mq.config.outsiders import OutsidersConfig
+from trinity_mq.gateway.conversations import Conversations
 from trinity_mq.gateway.ledger import _task
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import SessionsUnavailable
-from trinity_mq.messages import ContentError, SessionEnd, SessionReplay, SessionReward, SubmissionOutcome
+from trinity_mq.messages import (
+    ContentError,
+    SampledChoice,
+    SessionCall,
+    SessionEnd,
+    SessionReplay,
+    SessionReward,
+    SubmissionOutcome,
+)
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING
+from trinity_mq.messages.sessions import StoredResponse
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
@@ -197,6 +207,37 @@ async def test_two_gateways_know_the_same() -> None:
         await until(other, lambda: other.ledger.live == {})
         assert {one.id: one.state for one in one.ledger} == {one.id: one.state for one in other.ledger}
         assert await other.find("nobody") is None
+
+
+async def test_every_gateway_knows_lineages_stored_responses_and_their_rewards_from_the_stream() -> None:
+    world = World()
+    answer = SampledChoice(ids=[3], logprobs=[0.0], conversation="digest")
+    stored = StoredResponse(
+        messages=[{"role": "user", "content": "2+3?"}], answer={"role": "assistant", "content": "5"}
+    )
+    first = SessionCall(session="a", call="resp_1", at=1.0, prompt=[1, 2], choices=[answer], stored=stored)
+    second = SessionCall(session="a", call="resp_2", at=2.0, continues="resp_1", prompt=[4], choices=[answer])
+    async with world.running(), world.gateway() as one:
+        async with world.gateway(acts=False) as other:
+            await world.session(one, "a", calls=0)
+            assert await one.record(first)
+            assert await one.record(second)
+            assert await other.find_call("a", "resp_2") == second
+            assert await other.find_call("a", "resp_3") is None
+            assert await other.find_call("b", "resp_1") is None
+            await other.report(SessionReward(session="a", reward=0.5, lineage="resp_2"), "r")
+        async with world.gateway(acts=False) as restarted:
+            session = session_of(restarted, "a")
+            conversation = Conversations().of(session)
+            place = conversation.lineages.place([1, 2, 3, 4, 3, 9], "", 1.0, None)
+            assert place.continued is not None
+            assert (place.continued.call, place.break_cause) == ("resp_2", "")
+            assert conversation.responses.messages("resp_1", session.calls) == [*stored.messages, stored.answer]
+            assert session.lineage_rewards == {"resp_1": 0.5}
+        await end(one, "a", None)
+        await reaches(one, "a", "trained")
+        [submission] = world.accepted.values()
+        assert submission.task.raw_task["sessions"][0]["lineage_rewards"] == {"resp_1": 0.5}
 
 
 async def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:

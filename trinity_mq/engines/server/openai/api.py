@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -117,7 +117,7 @@ class OpenAIApi:
         """
         self._groups = groups
         self._reader = BodyReader(SMALL_BODY)
-        self._batcher, self._state = batcher, state
+        self._batcher, self._state, self._generator = batcher, state, generator
         self._codec: TextCodec = generator.codec
         self._max_model_len: int = generator.max_model_len
         self._vocabulary: int = generator.vocabulary
@@ -221,6 +221,12 @@ class OpenAIApi:
             self._check_prompt(self._text(lambda: rendered(messages[: limit + 1])).token_ids, limit, "prompt")
         prompt = self._text(lambda: rendered(messages))
         request = self._request(body, prompt.token_ids, body.max_completion_tokens or body.max_tokens, body.seed)
+        request = replace(request, top_logprobs=body.top_logprobs if body.logprobs else 0)
+        # most requests have none of these options
+        is_plain = body.tool_choice in ("auto", "none") and body.parallel_tool_calls and not body.response_format
+        if not is_plain and (form := body.answer_form(tools)) is not None:
+            grammar = self._generator.grammar_of(form, prompt.text)
+            request = replace(request, grammar=grammar, marks_constrained=body.return_token_ids)
         return _Chat(body, prompt.text, tools, request)
 
     def _past(self, body: ChatBody, messages: int) -> list[int]:
@@ -258,18 +264,16 @@ class OpenAIApi:
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
         body = request_of(fields, CompletionBody)
-        if body.logprobs:
-            raise bad_request(
-                f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
-                "logprobs",
-            )
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = None
         prompts = [self._prompt(prompt, self._allowed(body)) for prompt in body.prompts()]
         if not prompts:
             raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
         requests = [
-            self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
+            replace(
+                self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number),
+                top_logprobs=body.logprobs or 0,
+            )
             for number, (_, ids) in enumerate(prompts)
         ]
         return _Completion(body, prompts, requests)
@@ -424,15 +428,27 @@ class OpenAIApi:
             )
         room = self._max_model_len - len(prompt)
         self._check_prompt(prompt, self._allowed(body), "prompt")
+        # more tokens do not fit: the response ends with "length"
+        max_tokens = min(limit or self._max_response_tokens, room)
+        if body.min_tokens > max_tokens:
+            raise bad_request(
+                f"min_tokens={body.min_tokens} is more than the {max_tokens} tokens that the answer may have; lower it",
+                "min_tokens",
+            )
+        if (unknown_id := max(body.logit_bias, default=0)) >= self._vocabulary:
+            raise bad_request(
+                f"logit_bias holds token id {unknown_id}, the vocabulary has 0 to {self._vocabulary - 1}", "logit_bias"
+            )
         return GenerationRequest(
             prompt=prompt,
-            # more tokens do not fit: the response ends with "length"
-            max_tokens=min(limit or self._max_response_tokens, room),
+            max_tokens=max_tokens,
             n=body.n,
             temperature=body.temperature,
             top_p=body.top_p,
-            stop_ids=self._codec.stop_ids,
+            stop_ids=frozenset() if body.ignore_eos else self._codec.stop_ids,
             stop=body.stop,
+            logit_bias=body.logit_bias,
+            min_tokens=body.min_tokens,
             seed=None if seed is None else seed & SEED_MASK,
         )
 

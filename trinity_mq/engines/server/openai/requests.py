@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from trinity_mq.engines.api_errors import bad_request
 from trinity_mq.engines.server.http_server import EngineRequestBody, json_object, validated
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.families.messages import Message, MessageError, read_messages, read_tools
 
 MAX_STOPS = 16
@@ -19,6 +22,16 @@ LONGEST_STOP = 1024
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
 MIN_TOP_P = 1e-30
 """Smaller values approach the smallest float32, the precision in which engines compute."""
+MAX_BIASES, MAX_BIAS = 300, 100.0
+"""Maximum entries of ``logit_bias``, and maximum absolute value of an entry."""
+MAX_TOP_LOGPROBS = 20
+"""Maximum number of likeliest tokens returned for each token."""
+MAX_SCHEMA, MAX_SCHEMA_LEVELS = 1 << 15, 32
+"""Maximum characters and nesting levels of a JSON schema: a grammar is compiled from it."""
+MAX_REPETITIONS = 1000
+"""Maximum product of the counted repetitions of a regular expression in a schema: a grammar spells each of them out."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_REPETITION = re.compile(r"\{(\d{0,9}),?(\d{0,9})\}")
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -29,11 +42,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "ignore_eos": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
@@ -85,6 +95,7 @@ def _temperature(value: float) -> float:
     return value
 
 
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_temperature)]
 
 
@@ -104,6 +115,11 @@ class SamplingBody(EngineRequestBody):
     top_p: float = Field(default=1.0, ge=MIN_TOP_P, le=1, allow_inf_nan=False)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: Stops = ()
+    logit_bias: dict[Annotated[int, Field(ge=0)], Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
+    min_tokens: int = Field(default=0, ge=0)
+    """Number of tokens before which the tokens that end an answer are not sampled."""
+    ignore_eos: bool = False
+    """Continue after the tokens that end an answer, up to the limit or a stop string."""
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -119,8 +135,11 @@ class ChatBody(SamplingBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template over the defaults of the model, as in vLLM."""
     enable_thinking: bool | None = None
@@ -140,24 +159,97 @@ class ChatBody(SamplingBody):
         """Return the tools that the model may call.
 
         Raises:
-            ApiError: 400; a tool is malformed, or the request would force the model to call a tool.
+            ApiError: 400; a tool is malformed, or ``tool_choice`` has another form.
         """
-        if self.tool_choice not in ("auto", "none"):
+        if self.tool_choice not in ("auto", "none", "required") and self._named_tool() is None:
             raise bad_request(
-                f"tool_choice={json.dumps(self.tool_choice)[:80]} cannot be promised: this engine does not constrain "
-                'what is sampled; send "auto" or "none" and ask for the tool in the prompt',
+                f"tool_choice is {json.dumps(self.tool_choice)[:80]}, wanted auto, none, required, or "
+                '{"type": "function", "function": {"name": ...}}',
                 "tool_choice",
-                "unsupported_option",
             )
         tools = checked_tools(self.tools)
-        return tools if self.tool_choice == "auto" else []
+        return [] if self.tool_choice == "none" else tools
+
+    def _named_tool(self) -> str | None:
+        """Return the name of the tool that has to be called; None if ``tool_choice`` names no tool."""
+        function = self.tool_choice.get("function") if isinstance(self.tool_choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    def answer_form(self, tools: Sequence[Message]) -> AnswerForm | None:
+        """Return the form that the answer must have; None if it may have any form.
+
+        Args:
+            tools: The result of :meth:`offered_tools`.
+
+        Raises:
+            ApiError: 400; the form is not supported, or the request also has an option that contradicts it.
+        """
+        form = self._form_of_calls(tools)
+        if (schema := self._schema()) is not None:
+            if form is not None:
+                raise bad_request(
+                    f"response_format cannot be combined with {form.option}; leave one of them out", "response_format"
+                )
+            form = AnswerForm("response_format", schema, parallel=False)
+        if form is None:
+            return None
+        for name in ("logit_bias", "min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise bad_request(
+                    f"{name} cannot be combined with {form.option}, which decides where an answer may end; "
+                    "leave one of them out",
+                    name,
+                )
+        return form
+
+    def _form_of_calls(self, tools: Sequence[Message]) -> AnswerForm | None:
+        name, must_call = self._named_tool(), self.tool_choice not in ("auto", "none")
+        if must_call and not tools:
+            raise bad_request("tool_choice asks for a call, and the request offers no tools", "tool_choice")
+        if name is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] == name][:1]
+            if not tools:
+                raise bad_request(
+                    f"tool_choice names {name[:80]!r}, which is not among the offered tools", "tool_choice"
+                )
+        if not must_call and (self.parallel_tool_calls or not tools):
+            return None
+        for number, tool in enumerate(tools):
+            function, where = tool["function"], f"tools.{number}.function"
+            if not _PLAIN_NAME.fullmatch(function["name"]):
+                raise bad_request(
+                    f"{where}.name is {function['name'][:80]!r}; a call can only be promised to a name of at most 128 "
+                    "letters, digits and _ . : / -",
+                    f"{where}.name",
+                )
+            _check_schema(function.get("parameters") or {}, f"{where}.parameters")
+        option = "tool_choice" if must_call else "parallel_tool_calls"
+        return AnswerForm(option, None, tools, must_call, parallel=self.parallel_tool_calls and name is None)
+
+    def _schema(self) -> dict[str, Any] | None:
+        kind = self.response_format.get("type", "text")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return {"type": "object"}
+        described = self.response_format.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if kind != "json_schema" or not isinstance(schema, dict):
+            raise bad_request(
+                f"response_format is {json.dumps(self.response_format)[:80]}, wanted the type text, json_object, or "
+                'json_schema with {"json_schema": {"name": ..., "schema": {...}}}',
+                "response_format",
+            )
+        _check_schema(schema, "response_format.json_schema.schema")
+        return schema
 
 
 class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a list."""
@@ -184,6 +276,33 @@ class TokenizeBody(EngineRequestBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+
+
+def _check_schema(schema: Mapping[str, Any], where: str) -> None:
+    """Check the size of a JSON schema, from which an engine compiles a grammar.
+
+    Raises:
+        ApiError: 400; the schema is too large, too deep, or repeats too much.
+    """
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_LEVELS):
+        parts = [part for value in level for part in ([*value, *value.values()] if isinstance(value, dict) else value)]
+        for text in (part for part in parts if isinstance(part, str)):
+            if math.prod(max(int(least or 1), int(most or 1), 1) for least, most in _REPETITION.findall(text)) > (
+                MAX_REPETITIONS
+            ):
+                raise bad_request(
+                    f"{where} holds {text[:80]!r}, whose counted repetitions multiply to more than {MAX_REPETITIONS}; "
+                    "use * or smaller counts",
+                    where,
+                )
+        level = [part for part in parts if isinstance(part, dict | list)]
+        if not level:
+            break
+    else:
+        raise bad_request(f"{where} is nested more than {MAX_SCHEMA_LEVELS} levels deep; flatten it", where)
+    if (size := len(json.dumps(schema))) > MAX_SCHEMA:
+        raise bad_request(f"{where} has {size} characters, wanted at most {MAX_SCHEMA}", where)
 
 
 B = TypeVar("B", bound=BaseModel)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.engines.generation.request import Completion, FinishReason
+from trinity_mq.engines.generation.request import Alternatives, Completion, FinishReason
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
 from trinity_mq.families.family import ParsedAnswer
@@ -55,7 +55,9 @@ def chat_choice(
     choice = {
         "index": index,
         "message": {"role": "assistant", **message},
-        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec) if body.logprobs else None,
+        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec, completion.top_logprobs)
+        if body.logprobs
+        else None,
         "finish_reason": finish_reason,
     }
     if body.return_token_ids:
@@ -80,24 +82,57 @@ def answer_fields(answer: ParsedAnswer, text: str) -> dict[str, Any]:
     return fields | ({"malformed_calls": answer.malformed} if answer.malformed else {})
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec) -> dict[str, Any]:
-    """Return the logprobs of a choice with the text of each token."""
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec, tops: Sequence[Alternatives] = ()
+) -> dict[str, Any]:
+    """Return the logprobs of a choice with the text of each token. ``tops``: likeliest tokens at the place of each
+    token; empty if they were not requested.
+    """
     texts = codec.decode([[token] for token in token_ids])
+    likeliest = [
+        [{"token": text, "logprob": logprob, "bytes": list(text.encode())} for text, logprob in top]
+        for top in _with_texts(tops, codec)
+    ]
     return {
         "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": top}
+            for text, logprob, top in zip(texts, logprobs, likeliest or [[]] * len(texts), strict=True)
         ]
     }
 
 
 def text_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec, offset: int = 0
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    codec: TextCodec,
+    offset: int = 0,
+    tops: Sequence[Alternatives] = (),
 ) -> dict[str, Any]:
-    """Return the logprobs of a text completion's choice; its tokens begin ``offset`` characters into the text."""
+    """Return the logprobs of a text completion's choice; its tokens begin ``offset`` characters into the text.
+    ``tops``: as for :func:`chat_logprobs`. Of tokens with the same text only the likeliest is returned.
+    """
     texts = codec.decode([[token] for token in token_ids])
     ends = list(itertools.accumulate((len(text) for text in texts), initial=offset))
-    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": ends[:-1]}
+    likeliest = [_by_text(top) for top in _with_texts(tops, codec)]
+    return {
+        "tokens": texts,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": likeliest or None,
+        "text_offset": ends[:-1],
+    }
+
+
+def _by_text(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    logprobs: dict[str, float] = {}
+    for text, logprob in top:
+        logprobs.setdefault(text, logprob)
+    return logprobs
+
+
+def _with_texts(tops: Sequence[Alternatives], codec: TextCodec) -> list[list[tuple[str, float]]]:
+    """Return the likeliest tokens as pairs of text and logprob."""
+    texts = iter(codec.decode([[token] for top in tops for token, _ in top]))
+    return [[(next(texts), logprob) for _, logprob in top] for top in tops]
 
 
 def text_choice(
@@ -107,10 +142,20 @@ def text_choice(
     choice = {
         "index": index,
         "text": completion.text,
-        "logprobs": None if body.logprobs is None else text_logprobs(completion.token_ids, completion.logprobs, codec),
+        "logprobs": None
+        if body.logprobs is None
+        else text_logprobs(completion.token_ids, completion.logprobs, codec, tops=completion.top_logprobs),
         "finish_reason": completion.finish_reason,
     }
     return choice | _additions(completion, body, version)
+
+
+def _trainable(completion: Completion) -> list[float | None]:
+    """Return the logprobs with None at the places where the form of the answer decided: the model alone would have
+    sampled from another distribution, so training leaves these tokens out.
+    """
+    constrained = frozenset(completion.constrained)
+    return [None if place in constrained else value for place, value in enumerate(completion.logprobs)]
 
 
 def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
@@ -121,6 +166,6 @@ def _additions(completion: Completion, body: SamplingBody, version: Version) -> 
         extensions["routed_experts"] = completion.routed_experts.as_json()
     return extensions | {
         "token_ids": completion.token_ids,
-        "token_logprobs": completion.logprobs,
+        "token_logprobs": _trainable(completion) if completion.constrained else completion.logprobs,
         "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],
     }

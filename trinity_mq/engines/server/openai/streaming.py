@@ -164,6 +164,8 @@ class Chunks:
         ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
         positions = enumerate(news, len(state.token_ids))
         changed = [[position, *token.version] for position, token in positions if token.version is not None]
+        tops = [token.top_logprobs for token in news] if request.top_logprobs else []
+        numbers = [None if token.is_constrained else token.logprob for token in news]
         state.token_ids += ids
         ended = news[-1].finish_reason
         delta: Any
@@ -188,12 +190,12 @@ class Chunks:
                 finish_reason, delta = ended, state.flow.finish(None, text).content
         choice = self._choice(index, delta, finish_reason) | stop_fields
         if self._chat and self._body.logprobs:
-            choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec)
+            choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec, tops)
         elif not self._chat and self._body.logprobs is not None:
-            choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters)
+            choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters, tops)
             state.characters += sum(map(len, choice["logprobs"]["tokens"]))
         if self._body.return_token_ids:
-            choice |= {"token_ids": ids, "token_logprobs": logprobs, **response_fields}
+            choice |= {"token_ids": ids, "token_logprobs": numbers, **response_fields}
             choice |= {"weight_versions": changed} if changed else {}
         return choice
 
