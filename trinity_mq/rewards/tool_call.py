@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
+from trinity_mq.families.family import Family
+from trinity_mq.families.table import FAMILIES
 from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.ground_truth import accept_any_truth_type
 
@@ -16,6 +20,19 @@ LONGEST = 20_000
 PARTIAL_WEIGHT = 0.5
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_JSON_CALL = re.compile(r"<tool_call>\s*\{")
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+"""Name of a function. The reader of another family takes text around the name as a part of it."""
+_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+"""Names of types in JSON schemas."""
 
 Call = tuple[str, dict[str, str]]
 """Name, and the canonical JSON of each argument."""
@@ -41,8 +58,9 @@ def tool_call(
 
     Args:
         response: Calls are JSON objects ``{"name": ..., "arguments": {...}}`` in ``<tool_call></tool_call>`` (the
-            Hermes form). A call that does not parse makes the response wrong and earns nothing. Calls inside thoughts
-            are drafts and are ignored.
+            Hermes form), or have the form of another family of :data:`trinity_mq.families.table.FAMILIES` whose calls
+            begin with a mark. The types in ``truth`` decide how arguments without a type are read. A call that does not
+            parse makes the response wrong and earns nothing. Calls inside thoughts are drafts and are ignored.
         truth: JSON list of such objects; the empty list requires that no call is made.
         finished: Whether the response ended by itself. A truncated response is never exact.
         partial_weight: Maximum credit of a response that is not exact; 0 gives rewards of 0 or 1 only.
@@ -54,7 +72,11 @@ def tool_call(
     expected = _expected_calls(truth)
     answer = after_thoughts(response, prompt_end)
     calls, clean = _parsed_calls(answer)
-    is_answered = finished and bool(answer or not response)  # unfinished thoughts are not a decision for no call
+    if not calls and (readers := _readers(answer)):
+        calls, clean = _read_calls(readers, response, prompt_end, expected)
+    is_answered = finished and bool(
+        answer or calls or not response
+    )  # unfinished thoughts are not a decision for no call
     if is_answered and clean and _same(expected, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
     return {"accuracy": 0.0, "partial_credit": partial_weight * _matching_score(expected, calls) if calls else 0.0}
@@ -86,6 +108,35 @@ def _parsed_calls(response: str) -> tuple[list[Call], bool]:
         if call is not None:
             parsed.append(call)
     return parsed, len(parsed) == len(blocks)
+
+
+def _readers(answer: str) -> list[Family]:
+    """Return the families, other than Hermes, whose calls may stand in an answer. The model's family is not known."""
+    if _JSON_CALL.search(answer):
+        return []
+    return [family for family in FAMILIES if any(mark in answer for mark in family.calls_begin if mark[0] in " <[")]
+
+
+def _read_calls(
+    families: list[Family], response: str, prompt_end: str | None, expected: list[Call]
+) -> tuple[list[Call], bool]:
+    """Return the calls by the first family that reads all calls, and whether there is one and they are few enough."""
+    tools = [_tool(name, arguments) for name, arguments in expected] or [_tool("any", {})]
+    for family in families:
+        answer = family.read(response, prompt_end, tools)
+        if answer.calls and not answer.malformed and len(answer.calls) <= MAX_CALLS:
+            parsed = [_parsed(json.dumps(call["function"])) for call in answer.calls]
+            calls = [call for call in parsed if call is not None and _NAME.fullmatch(call[0])]
+            if len(calls) == len(parsed):
+                return calls, True
+    return [], False
+
+
+def _tool(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+    """Return a tool whose schema has the types of the wanted arguments."""
+    properties = {key: {"type": _TYPES[type(json.loads(value))]} for key, value in arguments.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
 def _parsed(text: str) -> Call | None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_mq.families.thoughts import FORMATS, HARMONY
 from trinity_mq.rewards import RewardError, create_reward, parts_of
 from trinity_mq.rewards.countdown import countdown_reward
 from trinity_mq.rewards.math.rewards import math_boxed, math_reward, overlong_penalty
@@ -255,6 +256,35 @@ def test_partial_tool_calls_earn_their_share(response: str, share: float) -> Non
     parts = tool_call(response, json.dumps(WANTED), finished=True)
     assert parts == {"accuracy": 0.0, "partial_credit": pytest.approx(0.5 * share)}
     assert tool_call(response, json.dumps(WANTED), finished=True, partial_weight=0.0)["partial_credit"] == 0.0
+
+
+ADDED = [{"name": "add", "arguments": {"a": 1, "b": "2"}}]
+DEEPSEEK_CALL = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+ANSWERS = {
+    "Qwen3.5": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "GLM": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>",
+    "DeepSeek V3": DEEPSEEK_CALL.replace("{}", 'function<\uff5ctool▁sep\uff5c>add\n```json\n{"a": 1, "b": "2"}\n```'),
+    "DeepSeek V3.1": DEEPSEEK_CALL.replace("{}", 'add<\uff5ctool▁sep\uff5c>{"a": 1, "b": "2"}'),
+    "Mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": "2"}, "id": "abcdefghi"}]',
+    "Mistral with ARGS": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "2"}',
+    "gpt-oss": "<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    '{"a": 1, "b": "2"}<|call|>',
+}
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_calls_of_each_family_are_read_and_its_drafts_are_not(family: str) -> None:
+    opening, closing = HARMONY if family == "gpt-oss" else FORMATS[0]
+    answer = ANSWERS[family]
+    other = [{"name": "add", "arguments": {"a": 1, "b": "3"}}]
+    for response in (answer, f"{opening}I add.{closing}{answer}"):
+        assert tool_call(response, json.dumps(ADDED), finished=True) == {"accuracy": 1.0, "partial_credit": 0.0}
+        assert tool_call(response, json.dumps(ADDED), finished=False)["accuracy"] == 0.0
+        assert tool_call(response, json.dumps(other), finished=True) == {"accuracy": 0.0, "partial_credit": 0.375}
+        assert tool_call(response, "[]", finished=True)["accuracy"] == 0.0
+    assert sum(tool_call(opening + answer, json.dumps(ADDED), finished=True).values()) == 0.0
 
 
 def test_right_tool_calls_in_any_order_and_writing() -> None:
