@@ -19,7 +19,7 @@ from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
 from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session import Session
-from trinity_mq.messages import SampledChoice, SessionCall
+from trinity_mq.messages import SampledChoice, SessionCall, SessionReward
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
@@ -354,10 +354,14 @@ async def test_a_reward_can_name_a_lineage_by_any_of_its_calls() -> None:
         _, shown = await at.post(f"{path}/reward", {"reward": 0.125, "lineage": turns[1]})
         assert [one["reward"] for one in shown["lineages"]] == [0.75, 0.125]
         assert at.session(session).lineage_rewards == {turns[0]: 0.75, turns[1]: 0.125}
+        assert at.session(session).call_rewards == {}
+        said = [event.body for event in at.session(session).events if isinstance(event.body, SessionReward)]
+        # release 0.2.0 reads only ``call``, and takes null for the whole session
+        assert [reward.call for reward in said] == [turns[2], turns[0], turns[1]]
         assert at.session(session).has_reward
-        for wrong in ({"lineage": "nobody"}, {"lineage": turns[0], "call": turns[0]}):
+        for wrong, wanted in (({"lineage": "nobody"}, 409), ({"lineage": turns[0], "call": turns[0]}, 400)):
             status, refused = await at.post(f"{path}/reward", {"reward": 1.0, **wrong})
-            assert status == 409, refused
+            assert status == wanted, refused
             assert "lineage" in refused["error"]["message"]
 
 
