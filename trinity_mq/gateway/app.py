@@ -233,7 +233,11 @@ class GatewayApp:
         session = await self._session(request, "reward")
         body = await _parsed(request, RewardBody)
         self._check_scopes(request, session, access.further_scopes("reward", body))
+        if body.lineage is not None and (body.call is not None or body.choice is not None):
+            raise BadRequest("the reward names a lineage and a call or a choice, wanted one of them", "lineage")
         event = SessionReward(session=session.id, **body.model_dump(exclude={"key"}))
+        if body.lineage is not None:  # a gateway of release 0.2.0 then rewards this call, and not the whole session
+            event = event.model_copy(update={"call": body.lineage})
         return await self._said(
             request, session, event, f"reward-{session.id}-{_part_of_id(body.key) or uuid.uuid4().hex}"
         )

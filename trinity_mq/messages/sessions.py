@@ -165,7 +165,8 @@ class SessionReward(Message):
     choice: int | None = Field(default=None, ge=0)
     """Index of the answer if the request has several."""
     lineage: str | None = None
-    """Id of any call of the lineage that is rewarded; null: the session or ``call``."""
+    """Id of any call of the lineage that is rewarded; null: the session or ``call``. Gateways write the id to ``call``
+    too, because release 0.2.0 ignores this field and would reward the session."""
     how: Literal["replace", "add"] = "replace"
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
