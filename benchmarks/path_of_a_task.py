@@ -218,6 +218,8 @@ class TracedRun(Simulation):
 
 def functions_on_path() -> set[str]:
     """Return the functions on the path of a task, each as ``file:qualified name``."""
+    import transformers  # noqa: F401 - its import takes much longer under a trace
+
     trace = Trace()
     with tempfile.TemporaryDirectory() as folder, trace.installed():
         asyncio.run(TracedRun(Path(folder)).traced(trace))

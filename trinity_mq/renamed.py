@@ -87,6 +87,7 @@ RENAMED = {
     "trinity_mq.targets.tapped_broker": "trinity_mq.launch.session",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
     "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
+    "trinity_mq.thoughts": "trinity_mq.families.thoughts",
     "trinity_mq.training.checkpoints.metadata": "trinity_mq.training.checkpoints.state",
     "trinity_mq.training.data_metrics": "trinity_mq.training.update",
     "trinity_mq.training.model.token_scorer": "trinity_mq.training.model.policy",
@@ -207,6 +208,7 @@ NAMES = {
     "trinity_mq.experience.rules": "eid_of=as_eid",
     "trinity_mq.families.hermes": "calls_in=parse_tool_calls",
     "trinity_mq.families.messages": "Turn=MessageOutline",
+    "trinity_mq.families.thoughts": "opened_by=opening_tag_of",
     "trinity_mq.gateway.access": "given_key=key_from_headers",
     "trinity_mq.gateway.ledger": "Applied=EventEffect",
     "trinity_mq.gateway.session": ".too_late=refusal_reason",
@@ -363,7 +365,6 @@ NAMES = {
     "trinity_mq.testing.fakes": "one_experience=small_experience",
     "trinity_mq.testing.tcp_proxy": "CuttingProxy=FaultProxy",
     "trinity_mq.testing.virtual_time": "StandsStill=DeadlockError",
-    "trinity_mq.thoughts": "opened_by=opening_tag_of",
     "trinity_mq.training.advantages": "Advantages=AdvantageResult",
     "trinity_mq.training.checkpoints.benchmarked": "benchmarked=select_checkpoints",
     "trinity_mq.training.checkpoints.checkpoint": (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from trinity_mq.families.messages import THOUGHTS, Message, Messages
-from trinity_mq.thoughts import ThoughtFormat
+from trinity_mq.families.thoughts import ThoughtFormat
 
 TURN, THOUGHT = "tmq1turn", "tmq2thought"
 """Marks for the text and for the thoughts of the finished turn."""

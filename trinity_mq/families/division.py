@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from trinity_mq.families.messages import Message, Tools
-from trinity_mq.thoughts import PROMPT_END, ThoughtFormat, written
+from trinity_mq.families.thoughts import ThoughtFormat, opens_thoughts, written
 
 
 class Division(NamedTuple):
@@ -52,6 +52,10 @@ class Marks(NamedTuple):
     """Texts that begin calls."""
     headers: tuple[str, ...] = ()
     """Texts around content. They do not belong to it."""
+
+    def divide(self, text: str) -> bool:
+        """Return whether a text contains any of these marks. An answer without them is its own content."""
+        return any(mark and mark in text for mark in (*(self.thoughts or ()), *self.calls, *self.headers))
 
 
 class _Part:
@@ -105,8 +109,7 @@ class AnswerFlow:
             stops: Texts at which sampling ends. Text from one of them on is held back.
         """
         self._marks = marks
-        opening = marks.thoughts.opening if marks.thoughts else ""
-        self._is_thinking = bool(opening) and (prompt_end or "")[-PROMPT_END:].rstrip().endswith(opening.rstrip())
+        self._is_thinking = opens_thoughts(prompt_end, marks.thoughts)
         self._is_ended = False
         """Nothing more is emitted: a call or a stop has begun."""
         self._window = ""

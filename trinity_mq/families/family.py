@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from trinity_mq.families.division import CallReader, Marks, divide
 from trinity_mq.families.messages import THOUGHT_KEYS, THOUGHTS, Message, Messages, Tools
+from trinity_mq.families.thoughts import FORMATS, ThoughtFormat, opens_thoughts
 from trinity_mq.messages.msgpack_scan import repair_surrogates
-from trinity_mq.thoughts import FORMATS, PROMPT_END, ThoughtFormat
 
 PARTS = "content"
 """Templates read thoughts from parts of the content, of the type ``thinking``."""
@@ -141,13 +141,9 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
         marks: Marks of the family.
         read_calls: Reads the text from the first beginning of a call on.
     """
-    tags = marks.thoughts or ("", "")
-    texts = [*filter(None, (*tags, *marks.calls, *marks.headers))]
-    opening = tags[0].rstrip()
 
     def read(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-        is_opened = bool(opening) and (prompt_end or "")[-PROMPT_END:].rstrip().endswith(opening)
-        if not is_opened and not any(mark in text for mark in texts):
+        if not marks.divide(text) and not opens_thoughts(prompt_end, marks.thoughts):
             return ParsedAnswer(text)
         thoughts, content, section = divide(text, marks if tools else marks._replace(calls=()), prompt_end)
         if not section:

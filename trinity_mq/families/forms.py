@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.families.family import Family
-from trinity_mq.thoughts import PROMPT_END, ThoughtFormat, opening_tag_of
+from trinity_mq.families.thoughts import PROMPT_END, ThoughtFormat, opening_tag_of
 
 MAX_WHITESPACE = 16
 """Maximum consecutive blanks in JSON. Without a maximum, an undecided model may write blanks up to its limit."""

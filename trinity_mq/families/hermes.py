@@ -12,7 +12,7 @@ from typing import Any
 from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.json_calls import MAX_CALLS, call_of, decode_value
 from trinity_mq.families.messages import Message, Tools
-from trinity_mq.thoughts import answer_spans
+from trinity_mq.families.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 _END = re.compile(rf"\s*(?:{CALL_ENDS}|(?={CALL_BEGINS})|\Z)")

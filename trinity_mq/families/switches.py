@@ -21,7 +21,7 @@ from trinity_mq.config.switches import (
     SwitchError,
     check_switch_fields,
 )
-from trinity_mq.thoughts import FORMATS, ThoughtFormat
+from trinity_mq.families.thoughts import FORMATS, ThoughtFormat
 
 THINKING = (ENABLE_THINKING, "thinking")
 """Names under which templates read whether the model thinks: Qwen3, GLM, Nemotron and Gemma 4; DeepSeek V3.1, Kimi."""

@@ -9,8 +9,8 @@ from trinity_mq.families import deepseek, harmony, hermes, llama, mistral, phi
 from trinity_mq.families.division import CallReader, Marks
 from trinity_mq.families.family import PARTS, Family, reader
 from trinity_mq.families.library import calls_reader
+from trinity_mq.families.thoughts import FORMATS, GEMMA4, HARMONY, MISTRAL, ThoughtFormat
 from trinity_mq.runtime.plugins import UnknownNameError, resolve
-from trinity_mq.thoughts import FORMATS, GEMMA4, HARMONY, MISTRAL, ThoughtFormat
 
 
 def row(

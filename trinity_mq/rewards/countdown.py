@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.ground_truth import accept_any_truth_type
 from trinity_mq.rewards.text import last_boxed, last_tagged
-from trinity_mq.thoughts import after_thoughts
 
 LONGEST = 300
 """Maximum characters of a formula."""

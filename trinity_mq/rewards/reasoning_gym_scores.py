@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 import structlog
 
 from trinity_mq.errors import suggest
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.countdown import formula_value
 from trinity_mq.rewards.registry import RewardError
 from trinity_mq.rewards.text import last_boxed, last_tagged
-from trinity_mq.thoughts import after_thoughts
 
 log = structlog.get_logger(__name__)
 

@@ -68,7 +68,8 @@ class RewardFn(Protocol):
 
         - ``tokens`` gets the number of response tokens, if known.
         - ``record`` gets the task's record as the dataset gave it.
-        - ``prompt_end`` gets the end of the prompt for :func:`trinity_mq.thoughts.after_thoughts`, None if unknown.
+        - ``prompt_end`` gets the end of the prompt for :func:`trinity_mq.families.thoughts.after_thoughts`; None if
+          unknown.
         - ``messages`` makes the function judge the conversation, like a reward model. It is called as
           ``reward(experience, messages, ground_truth=truth)``. The workflow ``math_rm_workflow`` does this.
 

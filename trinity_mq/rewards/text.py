@@ -6,8 +6,8 @@ import re
 from collections import deque
 from typing import Literal
 
+from trinity_mq.families.thoughts import FORMATS, after_thoughts, opening_tag_of
 from trinity_mq.rewards.ground_truth import BOOLEANS, accept_any_truth_type
-from trinity_mq.thoughts import FORMATS, after_thoughts, opening_tag_of
 
 EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.ground_truth import accept_any_truth_type
-from trinity_mq.thoughts import after_thoughts
 
 MAX_CALLS = 16
 """Maximum calls of a response that are read; a response with more calls is wrong."""

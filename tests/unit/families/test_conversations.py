@@ -155,7 +155,7 @@ import json
 from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.family import api_call
 from trinity_mq.families.table import row
-from trinity_mq.thoughts import ThoughtFormat
+from trinity_mq.families.thoughts import ThoughtFormat
 
 
 def read_calls(text, tools):

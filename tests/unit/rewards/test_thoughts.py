@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity_mq.families.thoughts import after_thoughts, answer_spans
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.text import has_form
-from trinity_mq.thoughts import after_thoughts, answer_spans
 
 OPENED = "<|user|>Add 9 and 9.<|assistant|><think>\n"
 CLOSED = "<|user|>Add 9 and 9.<|assistant|><think>\n\n</think>\n\n"

@@ -2,10 +2,10 @@ import threading
 
 import pytest
 
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.models import PromptTooLong
 from trinity_mq.rewards.text import char_match
 from trinity_mq.rollout.failures import reward_fault
-from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows import (
     AsyncMathWorkflow,
     AsyncSimpleWorkflow,

@@ -20,6 +20,7 @@ from trinity_mq.families.library import LibraryUnfit, open_renderer
 from trinity_mq.families.messages import THOUGHTS, Message, MessageOutline, Messages, Probe, Tools, shape_of
 from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
+from trinity_mq.families.thoughts import opens_thoughts
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -218,7 +219,10 @@ class TextCodec:
             prompt_end: The prompt, or its last characters. None: unknown.
             tools: The offered tools. Without tools nothing is a call.
         """
-        return self.family.read(text, prompt_end, tools)
+        family = self.family
+        if not tools and not family.marks_of(tools).divide(text) and not opens_thoughts(prompt_end, family.thoughts):
+            return ParsedAnswer(text)
+        return family.read(text, prompt_end, tools)
 
     @property
     def size(self) -> int:
@@ -459,6 +463,9 @@ class TextCodec:
         family = self.family
         if any(THOUGHTS in message for message in messages):
             messages = family.with_thoughts(messages, template)
+        shape = shape_of(messages)
+        if _is_plain(shape, family) and self._problem(template, shape, bool(tools), key) == "":
+            return list(messages)
         forms = list(family.forms_of(messages))
         problems = [self._problem(template, shape_of(form), bool(tools), key) for form in forms]
         if "" in problems:
@@ -671,6 +678,11 @@ def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int)
     except Exception:  # the package asserts and raises many classes; the chat template decides
         return None
     return ids
+
+
+def _is_plain(shape: Sequence[MessageOutline], family: Family) -> bool:
+    """Return whether no message of this shape has another form in the family: no call, no result, no renamed role."""
+    return all(not turn.calls and turn.role != "tool" and turn.role not in family.roles for turn in shape)
 
 
 def _key(switches: Mapping[str, Any]) -> str:

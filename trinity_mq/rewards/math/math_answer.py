@@ -2,10 +2,10 @@ r"""Reward 1 for the right number, wherever a response states it."""
 
 from __future__ import annotations
 
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.ground_truth import BOOLEANS, accept_any_truth_type
 from trinity_mq.rewards.math.answers import extract_answer, truth_answer
 from trinity_mq.rewards.math.grammar import reads_as_words
-from trinity_mq.thoughts import after_thoughts
 
 
 @accept_any_truth_type

@@ -2,10 +2,10 @@ r"""Rewards for a mathematically right answer, with optional credit for format a
 
 from __future__ import annotations
 
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.rewards.ground_truth import accept_any_truth_type
 from trinity_mq.rewards.math.answers import equal, is_correct, read, truth_answer
 from trinity_mq.rewards.text import Form, has_form, last_boxed
-from trinity_mq.thoughts import after_thoughts
 
 
 def accuracy_reward(

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
-from trinity_mq.thoughts import after_thoughts
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.workflow import Workflow

@@ -11,12 +11,12 @@ import torch
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import REWARD_FAULT
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.rewards import ACCURACY, RewardFn, counts_tokens, create_reward, invalid_parts_reason, parts_of
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.telemetry.aggregate import MAJORITY
-from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.sync_async import DualWorkflow, call, run_in_thread_if_async

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.step_wise import FinalRewardWorkflow
 from trinity_mq.workflows.sync_async import call, run_in_thread_if_async

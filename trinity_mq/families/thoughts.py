@@ -51,10 +51,16 @@ _TAG = re.compile(
 )
 
 
+def opens_thoughts(prompt_end: str | None, thoughts: ThoughtFormat | None) -> bool:
+    """Return whether a prompt ends with the opening tag of this format."""
+    if thoughts is None or not thoughts.opening:
+        return False
+    return (prompt_end or "")[-PROMPT_END:].rstrip().endswith(thoughts.opening.rstrip())
+
+
 def opening_tag_of(prompt_end: str | None) -> str:
     """Return the opening tag at the end of a prompt; an empty text if the prompt does not end with one."""
-    end = (prompt_end or "")[-PROMPT_END:].rstrip()
-    return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening.rstrip())), "")
+    return next((thoughts.opening for thoughts in FORMATS if opens_thoughts(prompt_end, thoughts)), "")
 
 
 def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, int]]:
