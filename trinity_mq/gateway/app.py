@@ -496,6 +496,7 @@ class GatewayApp:
         stored = await self.store.record(call)
         self.count_call(is_kept=stored)
         self.counts["ties"] += call.tied
+        self.counts["malformed_calls"] += sum(choice.malformed_calls for choice in call.choices)
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
         return stored

@@ -81,6 +81,8 @@ class SampledChoice(BaseModel):
     identity: str = ""
     """Digest of the ids of the answer's tool calls, or of its thoughts, which tells equal answers apart; empty: it has
     neither."""
+    malformed_calls: int = 0
+    """Number of tool calls that the answer begins and that the engine could not read."""
 
 
 class StoredResponse(BaseModel):

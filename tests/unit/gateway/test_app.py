@@ -31,6 +31,7 @@ from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing.scripted import Script, ScriptedGenerator, logprob, scripted_server
 from trinity_mq.transport.event_log import EventEffect
+from trinity_mq.workflows.sessions.assembly import session_metrics
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -684,3 +685,19 @@ async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.
         finally:
             release.set()
         assert (await many)[0] in {200, 400}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_malformed_calls_of_an_agent_are_counted(stream: bool) -> None:
+    """A call without its end stays in the content, and the client is not told of the count."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    async with serving(lambda prompt: "<tool_call>\n{look}\n</tool_call>") as at:
+        session = (await at.open())["id"]
+        body = {"messages": [{"role": "user", "content": "Look."}], "tools": tools, "stream": stream}
+        async with at.http.post(f"{at.url}/s/{session}/v1/chat/completions", json=body) as response:
+            text = await response.text()
+        assert (response.status, "{look}" in text, "malformed" in text) == (200, True, False)
+        _, shown = await at.get(f"/s/{session}")
+        calls = list(at.session(session).calls.values())
+        assert (shown["malformed_calls"], at.app.counts["malformed_calls"]) == (1, 1)
+        assert session_metrics(calls, 1)["session_malformed_calls"] == 1.0
