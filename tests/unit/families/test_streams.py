@@ -182,6 +182,12 @@ def test_a_template_of_any_deepseek_reads_the_calls_of_all(name: str) -> None:
         assert {call["function"]["arguments"] for call in answer.calls} == {'{"a": 1}'}
 
 
+def test_many_headers_take_little_time() -> None:
+    started = time.process_time()
+    ROWS["gpt-oss"].read("<|end|>" * 50_000, "", [TOOL])
+    assert time.process_time() - started < 2.0
+
+
 def test_a_hostile_stream_takes_linear_time() -> None:
     def seconds(size: int, piece: str) -> float:
         flow, started = AnswerFlow(ROWS["hermes"].marks_of([TOOL]), ""), time.process_time()
