@@ -1,5 +1,5 @@
 """Reads tool calls of the DeepSeek models. Between marks, V3.1 writes ``NAME<sep>{...}``. V3 and R1 write a type, a
-name and a block of code: ``function<sep>NAME``, a line with three backticks and ``json``, ``{...}`` and three backticks.
+name and a block of code: ``function<sep>NAME``, a line with three backticks and ``json``, ``{...}``, three backticks.
 
 Format: chat templates of DeepSeek V3, R1 and V3.1.
 """
