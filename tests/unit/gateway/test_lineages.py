@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.experience import Experience
-from trinity_mq.gateway import lineages
+from trinity_mq.gateway import app, lineages
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
 from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
@@ -115,6 +116,43 @@ def test_what_clients_rewrite_does_not_change_the_digest(changed: dict[str, Any]
 )
 def test_requests_that_engines_refuse_have_no_digests(body: dict[str, Any]) -> None:
     assert read_chain(body) is None
+
+
+def test_a_role_with_blanks_has_a_digest_of_its_own() -> None:
+    chats = [[{"role": "a 4", "content": "bc"}], [{"role": "a", "content": "2 bc"}]]
+    first, second = (read_chain({"messages": messages}) for messages in chats)
+    assert first is not None
+    assert second is not None
+    assert first.digests[1] != second.digests[1]
+
+
+@pytest.mark.parametrize("option", [{"continue_tokens": [1, 2]}, {"continue_messages": 1}])
+@pytest.mark.parametrize("record", ["train", "eval", "off"])
+async def test_an_agent_gives_the_engine_no_tokens_of_its_own(option: dict[str, Any], record: str) -> None:
+    async with serving(say) as at:
+        session = (await at.open(record=record))["id"]
+        asked = {"messages": [user("one"), {"role": "assistant", "content": "x"}, user("two")], **option}
+        status, answer = await at.post(f"/s/{session}/v1/chat/completions", asked)
+        assert (status, answer["error"]["param"]) == (400, next(iter(option)))
+        assert "is set by the gateway" in answer["error"]["message"]
+
+
+async def test_a_large_conversation_of_calls_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def read(body: dict[str, Any]) -> lineages.Chain | None:
+        threads.append(threading.current_thread().name)
+        return read_chain(body)
+
+    monkeypatch.setattr(app, "read_chain", read)
+    arguments = json.dumps({"a": list(range(60_000))})
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    async with serving(say) as at:
+        session = (await at.open())["id"]
+        asked = {"messages": [user("one"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("two")]}
+        await at.post(f"/s/{session}/v1/chat/completions", asked)
+    assert len(threads) == 1
+    assert threads[0].startswith("tmq-body")
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(40, True), (700, False), (50_000, True)])
