@@ -43,6 +43,8 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
 """Built-in workflows that can make a greedy run."""
+WARNING = ": warning: "
+"""Part of the lines about something that a run may need and this machine does not have."""
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
@@ -277,7 +279,7 @@ def _missing(taskset: TasksetConfig, takes: type[BaseModel] | None) -> list[str]
         arguments = takes.model_validate(dict(taskset.workflow_args))
     except ValidationError:  # records may have the other arguments
         return []
-    return [f"taskset {taskset.name!r}: warning: {reason}" for reason in arguments.missing()]
+    return [f"taskset {taskset.name!r}{WARNING}{reason}" for reason in arguments.missing()]
 
 
 def check_outsiders(config: Config) -> list[str]:
