@@ -357,6 +357,76 @@ def check(
         assert len(experiences) == sum(uses.values()) - joined, "one experience for each lineage"
 
 
+DISCOUNT, LAST_REWARD = 0.5, 1024.0
+"""Discount and session's reward of the proof of rewards. Their products are exact."""
+
+
+def check_rewards(
+    experiences: Sequence[Experience],
+    sampled: Sequence[Sampled],
+    thrown_away: set[str],
+    group_of: Mapping[str, int],
+    *,
+    shared_prefix: str,
+) -> bool:
+    """Compare the rewards of a session with rules 2, 4 and 5 of docs/serving.md, applied to what the witness saw.
+
+    Args:
+        experiences: All experiences of the session with ``gateway.merge: per_call``, the reward :data:`LAST_REWARD` and
+            the discount :data:`DISCOUNT`.
+        sampled: What the witness saw of this session.
+        thrown_away: As in :func:`check`.
+        group_of: As in :func:`check`.
+        shared_prefix: ``gateway.shared_prefix``.
+
+    Returns:
+        False if the parents or the order of answers cannot be told from outside: requests at the same time, or answers
+        with equal tokens.
+    """
+    first_request = {one.tag: one.request for one in reversed(sampled)}
+    requests: dict[int, list[Sampled]] = defaultdict(list)
+    for one in sampled:
+        if one.tag not in thrown_away or one.request != first_request[one.tag]:
+            requests[one.request].append(one)
+    groups = [group_of[choices[0].tag] for choices in requests.values()]
+    kept = [one for choices in requests.values() for one in choices]
+    if len(set(groups)) < len(groups) or len({(one.tokens, one.temperature) for one in kept}) < len(kept):
+        return False
+    parents: dict[int, Sampled | None] = {}
+    children: dict[Sampled, list[int]] = defaultdict(list)
+    tree_of: dict[int, int] = {}
+    for request, (choice, *_) in requests.items():
+        begins = [
+            one
+            for one in kept
+            if one.request < request
+            and one.temperature == choice.temperature
+            and one.tokens == choice.prompt[: len(one.tokens)]
+        ]
+        parent = parents[request] = max(begins, key=lambda one: len(one.tokens), default=None)
+        tree_of[request] = request if parent is None else tree_of[parent.request]
+        if parent is not None:
+            children[parent].append(request)
+    trained = {request: [one for one in choices if children[one]] or choices for request, choices in requests.items()}
+    rewards: dict[Sampled, float] = {}
+    for request in sorted(requests, reverse=True):
+        members = [number for number in requests if tree_of[number] == tree_of[request]]
+        after = [number for number in requests if number > max(members)]
+        waiting = [number for number in after if (at := parents[number]) is not None and at.request < members[0]]
+        begun = [number for number in after if parents[number] is None]
+        follower = [*waiting[:1], *begun[:1]][:1]
+        for one in trained[request]:
+            following = [rewards[choice] for number in children[one] or follower for choice in trained[number]]
+            by_rule = {"first": following[:1], "last": following[-1:], "mean": following}[shared_prefix]
+            rewards[one] = DISCOUNT * sum(by_rule) / len(by_rule) if by_rule else LAST_REWARD
+    wanted = {(one.tokens, one.temperature): reward for one, reward in rewards.items()}
+    actual = {(tuple(each.tokens.tolist()), each.temperature): each.reward for each in experiences}
+    assert actual.keys() == wanted.keys()
+    for key, reward in wanted.items():
+        assert abs((actual[key] or 0.0) - reward) < 1e-6, f"reward {actual[key]}, wanted {reward}"
+    return True
+
+
 def _answers_of(
     experience: Experience, sampled: Sequence[Sampled], uses: Mapping[Sampled, int], counts: Mapping[Sampled, int]
 ) -> list[Sampled]:

@@ -41,9 +41,9 @@ def test_it_reads_all_that_this_one_writes(previous: Built, tmp_path: Path) -> N
     assert found.keys() == written.keys()
     wrong = {name: holds for name, holds in found.items() if not contains(written[name]["holds"], holds)}
     assert wrong == {}
-    beat = found["control/beat.v1.release"]
-    assert "uptime" in written["control/beat.v1.release"]["holds"]
-    assert "uptime" not in beat, "the previous release was not the one that read"
+    call = "control/session_call.v1.full"
+    assert "tied" in written[call]["holds"]  # a field that the previous release lacks
+    assert "tied" not in found[call], "the previous release was not the one that read"
 
 
 def found_in(python: Path, run: Path, out: Path) -> Any:

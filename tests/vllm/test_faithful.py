@@ -69,7 +69,7 @@ async def _prove(engine: Engine, plan: list[Step], *, merge: str, shared_prefix:
         await agent.do(plan)
         heard: Any = at.generator
         sampled = _sampled(heard, agent)
-        return compare(at, session, sampled, agent, merge=merge, shared_prefix=shared_prefix)
+        return compare(at, session, sampled, agent, merge=merge, shared_prefix=shared_prefix)[0]
 
 
 def _sampled(heard: Overheard, agent: Agent) -> list[Sampled]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,15 @@ def installed() -> Path:
 
 def test_everything_that_is_used_exists() -> None:
     assert missing(installed()) == []
+
+
+def test_vllm_has_its_own_build_of_harmony() -> None:
+    """The package openai-harmony, which renderers asks for, installs files of the same names: scripts/test-vllm."""
+    sources = {file.name: file for file in importlib.metadata.files("oss-harmony") or [] if file.hash is not None}
+    library = sources["openai_harmony.abi3.so"]
+    assert library.hash is not None
+    checksum = hashlib.new(library.hash.mode, library.read_binary()).digest()
+    assert base64.urlsafe_b64encode(checksum).decode().rstrip("=") == library.hash.value
 
 
 def test_what_a_version_has_lost_is_named(tmp_path: Path) -> None:

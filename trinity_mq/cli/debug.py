@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = add("algorithm", "run the algorithm on a small batch, show its gradient and check it", algorithm)
     add_target(action)
     action = add("render", "show a conversation as tokens, with mask and messages, and read its answers", render)
-    add_target(action, "or a model's folder")
+    add_target(action, "(here also a model's folder)")
     action.add_argument(
         "--conversation",
         metavar="JSON",

@@ -192,6 +192,8 @@ class _Scanner:
         text that is decided, twice, and an empty text.
         """
         match = self._pattern.search(text, start) if self._pattern else None
+        if match is not None and match.start() < len(text) - self._longest:
+            return match.start(), match.end(), match[0]  # no search for the undecided end at each of many marks
         undecided = len(text) if is_whole or self._pattern is None else self._undecided(text, start)
         if match is None or match.start() >= undecided:
             return undecided, undecided, ""

@@ -42,7 +42,7 @@ _TOOL_CALL = (hermes.CALL_BEGINS,)
 FAMILIES = (
     row(
         "deepseek",
-        calls_reader("deepseek-v3"),
+        deepseek.read_calls,
         (deepseek.CALLS_BEGIN,),
         marks=("+ tool['function']['arguments'] +",),
         library=("deepseek-v3", "deepseek-r1"),

@@ -233,7 +233,11 @@ class GatewayApp:
         session = await self._session(request, "reward")
         body = await _parsed(request, RewardBody)
         self._check_scopes(request, session, access.further_scopes("reward", body))
+        if body.lineage is not None and (body.call is not None or body.choice is not None):
+            raise BadRequest("the reward names a lineage and a call or a choice, wanted one of them", "lineage")
         event = SessionReward(session=session.id, **body.model_dump(exclude={"key"}))
+        if body.lineage is not None:  # a gateway of release 0.2.0 then rewards this call, and not the whole session
+            event = event.model_copy(update={"call": body.lineage})
         return await self._said(
             request, session, event, f"reward-{session.id}-{_part_of_id(body.key) or uuid.uuid4().hex}"
         )
@@ -353,7 +357,7 @@ class GatewayApp:
 
         def read() -> tuple[dict[str, Any], EngineRequest, str]:
             body = json_object(raw)
-            return body, protocol.request(body), digest_of(path, body)
+            return body, replace(protocol.request(body), size=len(raw)), digest_of(path, body)
 
         return await self._reader.run(len(raw), read)
 
@@ -382,15 +386,14 @@ class GatewayApp:
             )
         messages, head = request.body["messages"], request.unstored
         body = {**request.body, "messages": [*messages[:head], *earlier, *messages[head:]]}
-        return replace(request, body=body, unstored=head + len(earlier))
+        size = request.size + conversation.responses.bytes
+        return replace(request, body=body, unstored=head + len(earlier), size=size)
 
-    async def chain_of(self, body: Mapping[str, Any]) -> Chain | None:
-        """Return the digests of a chat. Long chats are read in a thread."""
-        if not isinstance(messages := body.get("messages"), list):
-            return None
-        texts = [message.get("content") for message in messages if isinstance(message, dict)]
-        size = sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
-        return await self._reader.run(size, lambda: read_chain(body))
+    async def chain_of(self, request: EngineRequest) -> Chain | None:
+        """Return the digests of a chat. Large requests are read in a thread: calls, tools and many messages take time
+        as text does.
+        """
+        return await self._reader.run(request.size, lambda: read_chain(request.body))
 
     async def _stream(
         self,
@@ -492,6 +495,7 @@ class GatewayApp:
         stored = await self.store.record(call)
         self.count_call(is_kept=stored)
         self.counts["ties"] += call.tied
+        self.counts["malformed_calls"] += sum(choice.malformed_calls for choice in call.choices)
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
         return stored
@@ -721,7 +725,7 @@ class _Recording:
         opened = self.session.opened
         if opened is None or opened.record == "off" or opened.ended:
             return  # no other call of the session is recorded
-        self._chain = await self._app.chain_of(self._asked.body)
+        self._chain = await self._app.chain_of(self._asked)
         if self._chain is None:
             return
         self._match = self.conversation.lineages.match(self._chain, _temperature(self._asked.body))

@@ -105,6 +105,7 @@ def shown(session: Session) -> dict[str, Any]:
         "call_ids": list(session.calls),
         "breaks": [call.break_cause for call in session.calls.values() if call.break_cause in BREAK_CAUSES],
         "ties": sum(call.tied for call in session.calls.values()),
+        "malformed_calls": sum(choice.malformed_calls for call in session.calls.values() for choice in call.choices),
         "versions": sorted(
             {row[1:] for call in session.calls.values() for sampled in call.choices for row in sampled.versions}
         ),

@@ -5,16 +5,17 @@ engine if its own is lost.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying
 
 from trinity_mq.models.clients import EngineClients, engine_error, stream_error, with_version
-from trinity_mq.models.errors import EngineLost
+from trinity_mq.models.errors import EngineLost, EngineRefused
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.sse import AnswerAssembler, EventReader, SurrogateRepairer
 from trinity_mq.models.request_groups import CONNECT_SECONDS
@@ -22,6 +23,14 @@ from trinity_mq.models.retried import engine_retries
 
 DONE = b"[DONE]"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+NEW_FIELDS = frozenset({"continue_messages"})
+"""Request fields that engines of release 0.2.0 refuse, and without which an engine can serve the request too."""
+OLD_ENGINE_SECONDS = 60.0
+"""Seconds for which a request to an engine is sent without a field that the engine has refused. Afterwards an engine of
+another release may have its address.
+"""
+
+T = TypeVar("T")
 
 
 class Choice(Protocol):
@@ -98,6 +107,8 @@ class EngineCalls:
         self._choose, self._clients = choose, clients
         self._not_ready_timeout, self._request_timeout = not_ready_timeout, request_timeout
         self._headers, self._try_others = dict(headers or {}), try_others
+        self._refused: dict[tuple[str, str], float] = {}
+        """Time of the last refusal by URL of the engine and field."""
 
     async def ask(
         self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
@@ -118,10 +129,11 @@ class EngineCalls:
 
         async def once() -> tuple[dict[str, Any], InferenceModel]:
             model = self._choose(prefer)
+            url, all_headers = model.url + path, {**self._headers, **headers}
             with self._reported(model):
-                sent = {**body, "model": model.name}
-                url = model.url + path
-                answer = await self._clients.post_async(url, sent, {**self._headers, **headers}, self._request_timeout)
+                answer = await self._without_refused(
+                    model, body, lambda sent: self._clients.post_async(url, sent, all_headers, self._request_timeout)
+                )
             return answer, model
 
         reply: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)
@@ -137,27 +149,52 @@ class EngineCalls:
 
         async def begin() -> Stream:
             model = self._choose(prefer)
-            url = model.url + path
+            all_headers = {**self._headers, **headers}
             with self._reported(model):
-                limit = aiohttp.ClientTimeout(total=self._request_timeout, sock_connect=CONNECT_SECONDS)
-                try:
-                    sent = {**body, "model": model.name}
-                    response = await self._clients.open_async(url, sent, {**self._headers, **headers}, limit)
-                except (aiohttp.ClientError, OSError) as error:
-                    raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
-                if response.status == 200:
-                    return Stream(response, model, url)
-                async with response:
-                    text = await response.read()
-                try:
-                    error_body = json.loads(text)
-                except ValueError:
-                    error_body = {}
-                raise engine_error(response.status, response.headers.get("Retry-After"), error_body, url)
+                return await self._without_refused(model, body, lambda sent: self._open(model, path, sent, all_headers))
 
         stream: Stream = await self._patiently()(begin)
         async with stream.response:
             yield stream
+
+    async def _open(
+        self, model: InferenceModel, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> Stream:
+        url = model.url + path
+        limit = aiohttp.ClientTimeout(total=self._request_timeout, sock_connect=CONNECT_SECONDS)
+        try:
+            response = await self._clients.open_async(url, body, headers, limit)
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
+        if response.status == 200:
+            return Stream(response, model, url)
+        async with response:
+            text = await response.read()
+        try:
+            error_body = json.loads(text)
+        except ValueError:
+            error_body = {}
+        raise engine_error(response.status, response.headers.get("Retry-After"), error_body, url)
+
+    async def _without_refused(
+        self, model: InferenceModel, body: Mapping[str, Any], send: Callable[[dict[str, Any]], Awaitable[T]]
+    ) -> T:
+        """Return the result of ``send`` for the body of a request to ``model``. A field of :data:`NEW_FIELDS` that the
+        engine refuses, because it is of an older release, is left out of this request and of later ones.
+        """
+        now = time.monotonic()
+        self._refused = {key: at for key, at in self._refused.items() if now - at < OLD_ENGINE_SECONDS}
+        refused = {name for name in NEW_FIELDS if (model.url, name) in self._refused}
+        sent = {name: value for name, value in body.items() if name not in refused} | {"model": model.name}
+        try:
+            return await send(sent)
+        except EngineRefused as error:
+            name = error.param
+            if error.code != "unknown_option" or name not in NEW_FIELDS or name not in sent:
+                raise
+        self._refused[model.url, name] = now
+        del sent[name]
+        return await send(sent)
 
     def _patiently(self) -> AsyncRetrying:
         return AsyncRetrying(**engine_retries(self._not_ready_timeout, others=self._try_others))

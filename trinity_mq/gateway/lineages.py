@@ -110,7 +110,7 @@ def _next_digest(digest: str, message: Message) -> str:
     rest = ""
     if calls or name:
         rest = json.dumps([name, [_plain_call(call["function"]) for call in calls or ()]], default=str)
-    return _digest(f"{digest} {role} {len(text)} {text}{rest}")
+    return _digest(f"{digest} {role!r} {len(text)} {text}{rest}")
 
 
 def _plain_call(function: Mapping[str, Any]) -> str:

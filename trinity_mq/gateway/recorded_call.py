@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.gateway.lineages import Chain, Lineages, Match
 from trinity_mq.messages import SampledChoice, SessionCall
 from trinity_mq.models.errors import EngineRefused
-from trinity_mq.models.recording.sse import numbers, text_of
+from trinity_mq.models.recording.sse import malformed_calls_of, numbers, text_of
 
 RECORDED_SESSIONS = "recorded_sessions"
 """Name of the workflow that builds experiences from recorded calls."""
@@ -104,6 +104,7 @@ def _sampled(choice: Mapping[str, Any], chain: Chain | None) -> SampledChoice:
         versions=[(row[0], row[1], row[2]) for row in choice.get("weight_versions") or ()],
         conversation=conversation,
         identity=identity,
+        malformed_calls=malformed_calls_of(choice),
     )
 
 

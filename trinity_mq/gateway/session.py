@@ -198,7 +198,7 @@ class Session:
 
     def _reward_problem(self, body: SessionReward) -> str | None:
         call_ids = ", ".join(self.calls) or "none"
-        if body.lineage is not None and (body.call is not None or body.choice is not None):
+        if body.lineage is not None and (body.call not in (None, body.lineage) or body.choice is not None):
             return "the reward names a lineage and a call or a choice, wanted one of them"
         if body.lineage is not None and body.lineage not in self.calls:
             return f"session {self.id} has no lineage with call {body.lineage!r}; it has calls {call_ids[:400]}"

@@ -26,6 +26,11 @@ class StoredResponses:
         self._sizes: dict[str, int] = {}
         """Bytes of each response in the session's record that was counted."""
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all responses."""
+        return self.local_bytes + self._recorded_bytes
+
     def catch_up(self, calls: Mapping[str, SessionCall]) -> None:
         """Count the responses of the session's record.
 
@@ -44,7 +49,7 @@ class StoredResponses:
     def add(self, call: str, response: StoredResponse, limit: int) -> bool:
         """Store a response. Return False if the session's responses would take more than ``limit`` bytes."""
         size = _size(response)
-        if self.local_bytes + self._recorded_bytes + size > limit:
+        if self.bytes + size > limit:
             return False
         self._local[call] = response
         self.local_bytes += size

@@ -12,6 +12,7 @@ import contextlib
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from trinity_mq.bus.addresses import Addresses
@@ -30,7 +31,7 @@ from trinity_mq.launch.session import RunSession
 from trinity_mq.observability.display import PlainDisplay, open_display
 from trinity_mq.observability.report.text import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.observability.timeline import write_timeline
-from trinity_mq.operations.validate import check_all, imports_torch
+from trinity_mq.operations.validate import WARNING, check_all, imports_torch
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.expected_errors import expected_error
 from trinity_mq.runtime.process import claim_folder, disk_full_message
@@ -101,25 +102,31 @@ def run_configured(
 
 
 def check(config: Config, arguments: argparse.Namespace, stage: str | None = None) -> None:
-    """Run the checks of ``trinity-mq validate`` before the start. Checks that need torch run in a child process, so
-    that this process does not import torch.
+    """Run the checks of ``trinity-mq validate`` before the start, and print their warnings. Checks that need torch run
+    in a child process, so that this process does not import torch.
 
     Raises:
         ConfigError: The configuration has a problem.
     """
     if not imports_torch(config):
-        check_all(config)
+        _print_warnings(check_all(config))
         return
     argv = ["validate", *(["--stage", stage] if stage else []), arguments.target, *arguments.overrides]
     done = subprocess.run(
         [sys.executable, "-m", "trinity_mq.cli.main", *argv],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         raise ConfigError(done.stderr.strip().removeprefix("trinity-mq validate: "))
+    _print_warnings(done.stdout.splitlines())
+
+
+def _print_warnings(lines: Iterable[str]) -> None:
+    for line in lines:
+        if WARNING in line:
+            print(line, file=sys.stderr)
 
 
 def _run(

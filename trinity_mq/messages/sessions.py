@@ -81,6 +81,8 @@ class SampledChoice(BaseModel):
     identity: str = ""
     """Digest of the ids of the answer's tool calls, or of its thoughts, which tells equal answers apart; empty: it has
     neither."""
+    malformed_calls: int = 0
+    """Number of tool calls that the answer begins and that the engine could not read."""
 
 
 class StoredResponse(BaseModel):
@@ -165,7 +167,8 @@ class SessionReward(Message):
     choice: int | None = Field(default=None, ge=0)
     """Index of the answer if the request has several."""
     lineage: str | None = None
-    """Id of any call of the lineage that is rewarded; null: the session or ``call``."""
+    """Id of any call of the lineage that is rewarded; null: the session or ``call``. Gateways write the id to ``call``
+    too, because release 0.2.0 ignores this field and would reward the session."""
     how: Literal["replace", "add"] = "replace"
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
@@ -41,6 +43,8 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
 """Built-in workflows that can make a greedy run."""
+WARNING = ": warning: "
+"""Part of the lines about something that a run may need and this machine does not have."""
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
@@ -259,9 +263,23 @@ def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
             f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
             "set explorer.rollout_model.enable_history: true"
         )
-    if taskset.workflow in WORKFLOWS:
+    lines = _missing(taskset, takes)
+    if taskset.workflow not in WORKFLOWS:
+        lines.insert(0, f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
+    return lines
+
+
+def _missing(taskset: TasksetConfig, takes: type[BaseModel] | None) -> list[str]:
+    """Return a line for each program that this machine does not have. Runners may be on other machines."""
+    from trinity_mq.workflows import Arguments
+
+    if takes is None or not issubclass(takes, Arguments):
         return []
-    return [f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}"]
+    try:
+        arguments = takes.model_validate(dict(taskset.workflow_args))
+    except ValidationError:  # records may have the other arguments
+        return []
+    return [f"taskset {taskset.name!r}{WARNING}{reason}" for reason in arguments.missing()]
 
 
 def check_outsiders(config: Config) -> list[str]:

@@ -16,6 +16,10 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def missing(self) -> list[str]:
+        """Return a sentence for each program or file that the workflow needs and this machine does not have."""
+        return []
+
 
 A = TypeVar("A", bound=Arguments)
 

@@ -206,7 +206,7 @@ class Gateway(Agent):
                 "sampled_out",
             )
             values = {f"serve/{name}": float(getattr(status, name)) for name in names}
-            values |= {f"serve/{name}": float(app.counts[name]) for name in ("lineages", "ties")}
+            values |= {f"serve/{name}": float(app.counts[name]) for name in ("lineages", "ties", "malformed_calls")}
             values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in BREAK_CAUSES}
             rewards, app.store.ledger.evaluated = app.store.ledger.evaluated, []
             if rewards and self._acts:

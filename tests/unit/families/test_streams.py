@@ -160,6 +160,34 @@ def test_hostile_answers_take_linear_time(name: str) -> None:
     assert time.process_time() - started < 20.0
 
 
+@pytest.mark.parametrize("blanks", [" ", "\n", "\n`", " ```"])
+def test_a_block_of_code_without_its_end_takes_linear_time(blanks: str) -> None:
+    begin, end = marked("{tool_calls_begin}{tool_call_begin}function{tool_sep}add\n```"), marked("{tool_call_end}")
+    started = time.process_time()
+    for inside in ("", '{"a": 1}'):
+        answer = ROWS["deepseek"].read(begin + inside + blanks * 20_000 + "x" + end, "", [TOOL])
+        assert (answer.calls, answer.malformed) == ([], 1)
+    assert time.process_time() - started < 5.0
+
+
+@pytest.mark.parametrize("name", ["deepseek", "deepseek-v3.1"])
+def test_a_template_of_any_deepseek_reads_the_calls_of_all(name: str) -> None:
+    second = CALLS["deepseek"].replace("add", "sub").partition(marked("{tool_calls_begin}"))[2]
+    texts = CALLS["deepseek"], CALLS["deepseek-v3.1"], CALLS["deepseek"].partition(marked("{tool_calls_end}"))[0] + "\n"
+    for text in (*texts, texts[2] + second):
+        answer = ROWS[name].read("Well. " + text, "", [TOOL])
+        names = [call["function"]["name"] for call in answer.calls]
+        assert (answer.content, names, answer.malformed) == ("Well.", ["add", "sub"][: len(names)], 0)
+        assert len(names) == 1 + (text not in texts)
+        assert {call["function"]["arguments"] for call in answer.calls} == {'{"a": 1}'}
+
+
+def test_many_headers_take_little_time() -> None:
+    started = time.process_time()
+    ROWS["gpt-oss"].read("<|end|>" * 50_000, "", [TOOL])
+    assert time.process_time() - started < 2.0
+
+
 def test_a_hostile_stream_takes_linear_time() -> None:
     def seconds(size: int, piece: str) -> float:
         flow, started = AnswerFlow(ROWS["hermes"].marks_of([TOOL]), ""), time.process_time()

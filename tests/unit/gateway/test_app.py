@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +31,7 @@ from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing.scripted import Script, ScriptedGenerator, logprob, scripted_server
 from trinity_mq.transport.event_log import EventEffect
+from trinity_mq.workflows.sessions.assembly import session_metrics
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -313,6 +314,66 @@ async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) ->
             assert prompt == [*cut, *follows]
             assert (calls[1].continues, calls[1].break_cause) == ("", "retoken")
             assert at.app.counts["breaks_retoken"] == 1
+
+
+@contextlib.asynccontextmanager
+async def old_server(script: Script) -> AsyncIterator[tuple[InferenceModel, Any]]:
+    """An engine that refuses ``continue_messages`` with the words of release 0.2.0. Yields the bodies that it read."""
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        if "continue_messages" in bodies[-1]:
+            error = {
+                "message": "unknown option 'continue_messages'; known: continue_tokens, messages, n",
+                "type": "invalid_request_error",
+                "param": "continue_messages",
+                "code": "unknown_option",
+            }
+            return web.json_response({"error": error}, status=400)
+        async with http.post(model.url + request.path, json=bodies[-1]) as reply:
+            headers = {name: reply.headers[name] for name in ("Content-Type", "X-TMQ-Version")}
+            return web.Response(status=reply.status, body=await reply.read(), headers=headers)
+
+    server = web.Application()
+    server.router.add_post("/v1/chat/completions", answer)
+    async with merging_server(script) as (model, _), ClientSession() as http, TestServer(server) as old:
+        yield replace(model, url=str(old.make_url("")).rstrip("/")), bodies
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_of_an_older_release_is_asked_without_the_fields_that_it_refuses(stream: bool) -> None:
+    """It is asked again once; later requests are sent without the field. The tokens are continued all the same."""
+    async with serving(["aab", "b", "a"], server=old_server) as at:
+        made = await at.open()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "a?"}]
+        for said in ("aab", "b", "a"):
+            path = f"{at.url}/s/{made['id']}/v1/chat/completions"
+            async with at.http.post(path, json={"messages": messages, "stream": stream}) as response:
+                assert (response.status, said in await response.text()) == (200, True)
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
+        assert ["continue_messages" in body for body in at.generator] == [False, True, False, False]
+        assert [bool(body.get("continue_tokens")) for body in at.generator] == [False, True, True, True]
+        first, second, third = at.session(made["id"]).calls.values()
+        assert [second.continues, third.continues] == [first.call, second.call]
+
+
+async def test_a_field_that_changes_an_answer_is_not_left_out_for_an_older_engine() -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        error = {"message": "unknown option 'chat_template_kwargs'", "param": "chat_template_kwargs"}
+        return web.json_response({"error": {**error, "code": "unknown_option"}}, status=400)
+
+    @contextlib.asynccontextmanager
+    async def refusing(script: Script) -> AsyncIterator[tuple[InferenceModel, Any]]:
+        server = web.Application()
+        server.router.add_post("/v1/chat/completions", refuse)
+        async with TestServer(server) as old:
+            yield InferenceModel("e0", str(old.make_url("")).rstrip("/"), "tiny", version=VERSION), None
+
+    async with serving(say, server=refusing) as at:
+        path = f"/s/{(await at.open())['id']}/v1/chat/completions"
+        status, answer = await at.post(path, {**ASK, "chat_template_kwargs": {"enable_thinking": False}})
+        assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
 
 
 async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() -> None:
@@ -624,3 +685,19 @@ async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.
         finally:
             release.set()
         assert (await many)[0] in {200, 400}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_malformed_calls_of_an_agent_are_counted(stream: bool) -> None:
+    """A call without its end stays in the content, and the client is not told of the count."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    async with serving(lambda prompt: "<tool_call>\n{look}\n</tool_call>") as at:
+        session = (await at.open())["id"]
+        body = {"messages": [{"role": "user", "content": "Look."}], "tools": tools, "stream": stream}
+        async with at.http.post(f"{at.url}/s/{session}/v1/chat/completions", json=body) as response:
+            text = await response.text()
+        assert (response.status, "{look}" in text, "malformed" in text) == (200, True, False)
+        _, shown = await at.get(f"/s/{session}")
+        calls = list(at.session(session).calls.values())
+        assert (shown["malformed_calls"], at.app.counts["malformed_calls"]) == (1, 1)
+        assert session_metrics(calls, 1)["session_malformed_calls"] == 1.0

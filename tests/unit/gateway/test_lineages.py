@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,16 +14,19 @@ import pytest
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.experience import Experience
-from trinity_mq.gateway import lineages
+from trinity_mq.gateway import app, lineages
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
 from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session import Session
-from trinity_mq.messages import SampledChoice, SessionCall
+from trinity_mq.gateway.session_store import MemorySessionStore
+from trinity_mq.messages import SampledChoice, SessionCall, SessionReward, encode
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec
+from trinity_mq.workflows import Task
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
+from trinity_mq.workflows.sessions.recorded import RecordedSessionsWorkflow
 
 Chat = list[dict[str, Any]]
 TOOL = {"name": "add", "parameters": {"type": "object"}}
@@ -112,6 +116,43 @@ def test_what_clients_rewrite_does_not_change_the_digest(changed: dict[str, Any]
 )
 def test_requests_that_engines_refuse_have_no_digests(body: dict[str, Any]) -> None:
     assert read_chain(body) is None
+
+
+def test_a_role_with_blanks_has_a_digest_of_its_own() -> None:
+    chats = [[{"role": "a 4", "content": "bc"}], [{"role": "a", "content": "2 bc"}]]
+    first, second = (read_chain({"messages": messages}) for messages in chats)
+    assert first is not None
+    assert second is not None
+    assert first.digests[1] != second.digests[1]
+
+
+@pytest.mark.parametrize("option", [{"continue_tokens": [1, 2]}, {"continue_messages": 1}])
+@pytest.mark.parametrize("record", ["train", "eval", "off"])
+async def test_an_agent_gives_the_engine_no_tokens_of_its_own(option: dict[str, Any], record: str) -> None:
+    async with serving(say) as at:
+        session = (await at.open(record=record))["id"]
+        asked = {"messages": [user("one"), {"role": "assistant", "content": "x"}, user("two")], **option}
+        status, answer = await at.post(f"/s/{session}/v1/chat/completions", asked)
+        assert (status, answer["error"]["param"]) == (400, next(iter(option)))
+        assert "is set by the gateway" in answer["error"]["message"]
+
+
+async def test_a_large_conversation_of_calls_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def read(body: dict[str, Any]) -> lineages.Chain | None:
+        threads.append(threading.current_thread().name)
+        return read_chain(body)
+
+    monkeypatch.setattr(app, "read_chain", read)
+    arguments = json.dumps({"a": list(range(60_000))})
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    async with serving(say) as at:
+        session = (await at.open())["id"]
+        asked = {"messages": [user("one"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("two")]}
+        await at.post(f"/s/{session}/v1/chat/completions", asked)
+    assert len(threads) == 1
+    assert threads[0].startswith("tmq-body")
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(40, True), (700, False), (50_000, True)])
@@ -340,6 +381,64 @@ async def test_of_several_answers_to_a_request_the_continued_one_is_recognised()
         assert (second.continues, second.choice, second.tied) == (first.call, 1, False)
 
 
+# -- sessions of another release
+
+
+class OldStore(MemorySessionStore):
+    """Keeps answers as a gateway of release 0.2.0 writes them, as long as there is one."""
+
+    is_old = True
+
+    async def record(self, call: SessionCall) -> bool:
+        if not self.is_old:
+            return await super().record(call)
+        lacking = {"conversation", "identity"}
+        choices = [SampledChoice(**choice.model_dump(exclude=lacking)) for choice in call.choices]
+        old = {"choices": choices, "tied": False, "stored": None, "break_cause": "" if call.continues else "new"}
+        return await super().record(call.model_copy(update=old))
+
+
+async def test_a_session_that_an_older_gateway_began_is_continued() -> None:
+    """Its answers are found by their tokens, and those of this release by their messages too."""
+    store = OldStore()
+    async with serving(say, store=store) as at:
+        session = (await at.open())["id"]
+        agent, helper = Agent(at, session), Agent(at, session, {"role": "system", "content": "help"})
+        turns = [await agent.ask("one"), await helper.ask("part"), await agent.ask("two")]
+    store.is_old = False
+    async with serving(say, store=store) as at:
+        agent, helper = Agent(at, session, *agent.messages), Agent(at, session, *helper.messages)
+        turns += [await agent.ask("three"), await helper.ask("is that all?"), await agent.ask("four")]
+        calls = calls_of(at, session)
+        assert [call.break_cause for call in calls] == ["new", "new", "", "", "", ""]
+        assert [call.continues for call in calls] == ["", "", turns[0], turns[2], turns[1], turns[3]]
+        _, shown = await at.get(f"/s/{session}")
+        assert (len(shown["lineages"]), shown["breaks"]) == (2, [])
+        assert len(trained_on(at, session)) == 2
+        metrics = session_metrics(calls, 2)
+        assert {name for name, value in metrics.items() if "breaks" in name and value} == set()
+
+
+async def test_the_task_of_an_older_gateway_is_read() -> None:
+    """It names no rewards of lineages and no credit of shared answers."""
+    async with serving(say) as at:
+        session = (await at.open())["id"]
+        agent = Agent(at, session)
+        turns = [await agent.ask("one"), await agent.ask("two")]
+        record = {
+            "id": session,
+            "calls": [encode(call) for call in calls_of(at, session)],
+            "reward": None,
+            "call_rewards": [[turns[1], None, 0.5]],
+            "metrics": {},
+            "labels": {},
+        }
+    raw_task = {"sessions": [record], "merge": "per_call", "turn_discount": 0.5}
+    task = Task(workflow=RecordedSessionsWorkflow, raw_task=raw_task)
+    experiences = await RecordedSessionsWorkflow(task=task, model=None).run_async()  # type: ignore[arg-type]
+    assert [experience.reward for experience in experiences] == [0.25, 0.5]
+
+
 # -- rewards
 
 
@@ -354,10 +453,14 @@ async def test_a_reward_can_name_a_lineage_by_any_of_its_calls() -> None:
         _, shown = await at.post(f"{path}/reward", {"reward": 0.125, "lineage": turns[1]})
         assert [one["reward"] for one in shown["lineages"]] == [0.75, 0.125]
         assert at.session(session).lineage_rewards == {turns[0]: 0.75, turns[1]: 0.125}
+        assert at.session(session).call_rewards == {}
+        said = [event.body for event in at.session(session).events if isinstance(event.body, SessionReward)]
+        # release 0.2.0 reads only ``call``, and takes null for the whole session
+        assert [reward.call for reward in said] == [turns[2], turns[0], turns[1]]
         assert at.session(session).has_reward
-        for wrong in ({"lineage": "nobody"}, {"lineage": turns[0], "call": turns[0]}):
+        for wrong, wanted in (({"lineage": "nobody"}, 409), ({"lineage": turns[0], "call": turns[0]}, 400)):
             status, refused = await at.post(f"{path}/reward", {"reward": 1.0, **wrong})
-            assert status == 409, refused
+            assert status == wanted, refused
             assert "lineage" in refused["error"]["message"]
 
 

@@ -220,7 +220,7 @@ FIELDS = {
 ASKED = "messages input prompt system instructions tools tool_choice stream_options metadata model temperature top_p n "
 ASKED += "max_tokens max_completion_tokens stop stop_sequences seed logprobs top_logprobs top_k min_p user stream "
 ASKED += "logit_bias presence_penalty frequency_penalty repetition_penalty continue_tokens response_format min_tokens "
-ASKED += "ignore_eos parallel_tool_calls text output_config"
+ASKED += "ignore_eos parallel_tool_calls text output_config continue_messages"
 FIELDS |= {f"/s/{{id}}{path}": ASKED.split() for path in PROTOCOLS}
 BASE: dict[str, Any] = {
     "/s/{id}/reward": {"reward": 1},

@@ -285,6 +285,15 @@ def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(ben
     assert (code, err) == (0, ""), "another model than at the start that was refused"
 
 
+def test_a_run_begins_with_the_programs_that_this_machine_does_not_have(bench: Bench) -> None:
+    for file in bench.unavailable:
+        file.unlink()  # the check of a workflow's arguments imports it
+    taskset = "{storage_type: queue, workflow: program_workflow, workflow_args: {command: [/nowhere/agent]}}"
+    code, _, err = bench.finish("run", str(bench.config), f"buffer.taskset={taskset}")
+    assert code == 0
+    assert err.startswith("taskset 'train': warning: there is no program '/nowhere/agent' on this machine; install it")
+
+
 def test_status_while_it_runs(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     with bench.start() as process:

@@ -17,7 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.faithful import TAG, TEXTS, TOOLS, Agent, Sampled, Step, Witness, check, steps, user
+from tests.faithful import (
+    DISCOUNT,
+    LAST_REWARD,
+    TAG,
+    TEXTS,
+    TOOLS,
+    Agent,
+    Sampled,
+    Step,
+    Witness,
+    check,
+    check_rewards,
+    steps,
+    user,
+)
 from tests.golden.families.makers import SOURCES, tokenizer_of, vocabulary_of
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import built
@@ -146,12 +160,21 @@ async def prove(generator: Any, plan: Sequence[Step], *, merge: str, shared_pref
     return at, agent
 
 
-def compare(at: Serving, session: str, sampled: Sequence[Sampled], agent: Agent, **options: Any) -> int:
-    """Compare the experiences of a session with what the witness saw, and return their number."""
+def compare(at: Serving, session: str, sampled: Sequence[Sampled], agent: Agent, **options: Any) -> tuple[int, bool]:
+    """Compare the experiences of a session with what the witness saw.
+
+    Returns:
+        The number of experiences, and whether their rewards could be compared.
+    """
     calls = list(at.session(session).calls.values())
     experiences = session_experiences(calls, reward=1.0, call_rewards={}, turn_discount=1.0, **options)
     check(experiences, sampled, agent.thrown_away, agent.group_of, **options)
-    return len(experiences)
+    turns = session_experiences(
+        calls, reward=LAST_REWARD, call_rewards={}, turn_discount=DISCOUNT, **{**options, "merge": "per_call"}
+    )
+    credit = options["shared_prefix"]
+    is_compared = check_rewards(turns, sampled, agent.thrown_away, agent.group_of, shared_prefix=credit)
+    return len(experiences), is_compared
 
 
 @pytest.mark.timeout(300)
@@ -266,8 +289,11 @@ async def test_ten_sub_agents_and_a_compaction_break_nothing(family: str, kind: 
         compacted = await answered([user("So far: nothing.")])
         await answered([*compacted, user("And?")])
         witness: Any = at.generator
-        count = compare(at, session, witness.sampled, agent, merge="renderer", shared_prefix="first")
+        count, has_compared_rewards = compare(
+            at, session, witness.sampled, agent, merge="renderer", shared_prefix="first"
+        )
         causes = [call.break_cause for call in at.session(session).calls.values() if call.break_cause]
+    assert has_compared_rewards
     rewritten = family in REWRITE_ANSWERS or (family in REWRITE_THOUGHTS and kind == "thoughts")
     turns = [kind != "tools" and rewritten, rewritten]  # a turn after the result of a tool keeps the thoughts
     assert (count, len(causes)) == (12 + sum(turns), sum(turns)), causes

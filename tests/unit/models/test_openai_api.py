@@ -156,6 +156,7 @@ async def test_models_and_health(server: EngineServer) -> None:
         ({"response_format": schema(nested(MAX_SCHEMA_LEVELS + 1))}, 400, SCHEMA, "flatten it"),
         ({"response_format": schema({"pattern": "(a{1,99}){1,99}"})}, 400, SCHEMA, "counted repetitions"),
         ({"response_format": schema({"patternProperties": {"a{9999}": {}}})}, 400, SCHEMA, "counted repetitions"),
+        ({"response_format": schema({"enum": ["a{600}", "b{600}"]})}, 400, SCHEMA, "counted repetitions"),
         ({"response_format": schema({}), "ignore_eos": True}, 400, "ignore_eos", "combined with response_format"),
         ({"response_format": schema({}), "min_tokens": 2}, 400, "min_tokens", "combined with response_format"),
         ({"response_format": schema({}), "logit_bias": {"3": 1}}, 400, "logit_bias", "combined with response_format"),

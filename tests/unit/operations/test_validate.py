@@ -276,6 +276,32 @@ def test_what_is_of_ones_own_and_can_be_used_is_named(own: Path, capsys: pytest.
     assert main(["validate", with_own(own, taskset.replace("Mine", "Steps"), explorer=history)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("workflow", "arguments", "words"),
+    [
+        ("program_workflow", "{command: [/nowhere/python, agent.py]}", ["no program '/nowhere/python'"]),
+        ("program_workflow", "{command: [python3, agent.py], cwd: /nowhere}", ["no folder '/nowhere'"]),
+        ("program_workflow", "{command: [python3, agent.py]}", []),
+        ("verifiers_workflow", "{python: /nowhere/python, task: 'a:b'}", ["no program '/nowhere/python'"]),
+        (
+            "trinity_mq.workflows.sessions.sandboxed_agent.SandboxedAgentWorkflow",
+            "{command: [/nowhere/bin/codex, exec], visible: [/nowhere, /usr]}",
+            ["visible: there is no '/nowhere'", "no program '/nowhere/bin/codex'"],
+        ),
+    ],
+)
+def test_programs_that_this_machine_does_not_have_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workflow: str, arguments: str, words: list[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    taskset = f"name: mine, path: {tmp_path}/t.jsonl, workflow: {workflow}, workflow_args: {arguments}"
+    text = f"name: x\nmodel: {{tiny: {{}}}}\nbuffer: {{taskset: {{{taskset}}}}}"
+    assert main(["validate", write(tmp_path, text)]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == len(words)
+    assert all(part in line and "; " in line for part, line in zip(words, warnings, strict=True))
+
+
 def test_a_module_that_ends_the_process_is_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own / "plugins" / "validated_own.py").write_text("import sys\nsys.exit('wrong machine')\n")
     assert main(["validate", with_own(own, **operator("validated_own.Raises"))]) == 2

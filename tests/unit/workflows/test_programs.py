@@ -124,9 +124,13 @@ async def test_programs_that_fail_say_why(tmp_path: Path, ending: str, error: ty
 async def test_a_program_that_never_asks_and_one_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="has not asked the model: did it use the base URL"):
         await run(script(tmp_path, 'print("{\\"reward\\": 1}")'))
-    with pytest.raises(SandboxFailed, match="cannot be started") as failed:
+    with pytest.raises(
+        SandboxFailed, match=r"cannot be started: there is no program '.*/nobody' .*; install"
+    ) as failed:
         await run([str(tmp_path / "nobody")])
     assert failed.value.kind == "environment"
+    with pytest.raises(SandboxFailed, match=r"there is no folder '.*/nowhere' on this machine; make it"):
+        await run([sys.executable], cwd=str(tmp_path / "nowhere"))
 
 
 async def test_a_cancelled_run_leaves_no_process(tmp_path: Path) -> None:

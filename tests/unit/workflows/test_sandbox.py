@@ -162,6 +162,11 @@ async def test_an_agent_that_does_not_exist_is_named(folders: Path) -> None:
         await run("", command=["no-such-agent"])
 
 
+async def test_a_visible_folder_that_does_not_exist_is_named_with_the_next_step(folders: Path) -> None:
+    with pytest.raises(SandboxFailed, match=r"visible: there is no '/nowhere/codex' on this machine; install it, or"):
+        await run("", visible=["/nowhere/codex"])
+
+
 async def test_a_file_may_not_grow_without_end_and_folders_that_cannot_be_entered_are_removed(folders: Path) -> None:
     script = (
         ASK

@@ -39,6 +39,8 @@ class EngineRequest:
     ``previous``."""
     stores: bool = False
     """True if later requests may refer to the response by its id."""
+    size: int = 0
+    """Bytes of the agent's request, and of the stored responses that it continues."""
 
 
 class Events(ABC):

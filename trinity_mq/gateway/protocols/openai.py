@@ -26,6 +26,10 @@ FOR_TRAINING_OF_A_CHOICE = (
     "malformed_calls",
     "routed_experts",
 )
+OF_GATEWAY = ("continue_tokens", "continue_messages")
+"""Options that the gateway sets from its own record. With tokens of its own choice, an agent would replace the part of
+the prompt that the chat template writes.
+"""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -62,6 +66,8 @@ class OpenAIProtocol(Protocol):
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
         as_object(body.get("stream_options"), "stream_options")
+        if option := next((name for name in OF_GATEWAY if body.get(name) is not None), None):
+            raise BadRequest(f"{option} is set by the gateway, from the session's recorded calls; leave it out", option)
         prompt = body.get("prompt")
         if self._path == COMPLETIONS and isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt):
             raise BadRequest(f"prompt is a list of {len(prompt)} prompts; send one prompt a request", "prompt")

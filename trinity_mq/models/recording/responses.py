@@ -19,7 +19,7 @@ from trinity_mq.experience.fields import sampling_temperature
 from trinity_mq.experience.record import FIELD_NAMES
 from trinity_mq.experience.rules import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
-from trinity_mq.models.recording.sse import numbers, text_of
+from trinity_mq.models.recording.sse import malformed_calls_of, numbers, text_of
 
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
@@ -87,8 +87,8 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
 
 def _malformed(choice: Mapping[str, Any]) -> dict[str, float]:
     """Return the metric of calls that begin in a choice but cannot be read; no metric if all can be read."""
-    count = choice.get("malformed_calls")
-    return {"malformed_calls:sum": count} if type(count) is int and count > 0 else {}
+    count = malformed_calls_of(choice)
+    return {"malformed_calls:sum": count} if count else {}
 
 
 def _routed_experts(choice: Mapping[str, Any], tokens: int) -> Tensor | None:

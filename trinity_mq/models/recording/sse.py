@@ -114,6 +114,12 @@ def thoughts_of(message: Mapping[str, Any]) -> str:
     return next((message[name] for name in THOUGHTS if isinstance(message.get(name), str) and message[name]), "")
 
 
+def malformed_calls_of(choice: Mapping[str, Any]) -> int:
+    """Return the number of tool calls that begin in a choice and that the engine could not read."""
+    count = choice.get("malformed_calls")
+    return count if type(count) is int and count > 0 else 0
+
+
 def text_of(choice: Mapping[str, Any]) -> str:
     """Return the complete text of a choice. Tool calls that a server moved out of the text are reconstructed."""
     return repair_surrogates(_text_of(choice))

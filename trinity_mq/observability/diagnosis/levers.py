@@ -49,8 +49,8 @@ LEVERS = {
         "give the verdicts: `trinity-mq review list` shows the runs, and `trinity-mq review keep`, `drop` and `reward` "
         "judge one, as the page of `trinity-mq dash` does; `seconds` of human_review in operator.operators bounds it"
     ),
-    "lane": "bring the service back; the runners try again by themselves, at least every 5 minutes "
-    "(`trinity-mq status` shows the next try)",
+    "lane": "bring the service back, or install what the error names; the runners try again by themselves, at least "
+    "every 5 minutes (`trinity-mq status` shows the next try)",
     "lost_slices": (
         "wait half a minute: the explorer sends them again by itself. Find out who deleted or purged the queue: a "
         "person, a policy of the broker, or `trinity-mq broker clean`"

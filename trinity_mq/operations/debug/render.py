@@ -197,15 +197,22 @@ def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]
     Args:
         ids: Tokens of the conversation.
         prefixes: Tokens of its first 1, 2, ... messages; None: unknown. The tokens of a message begin where the tokens
-            of fewer messages end or differ. Where tokens are unknown, they count with the next message.
+            of fewer messages end. Where tokens are unknown, they count with the next message. Where tokens differ
+            (the template writes a message in another form once others follow), the end of that message is unknown, and
+            the tokens up to the end of the next message have no number.
 
     >>> message_numbers([7, 1, 2, 3, 4], [[7, 1], [7, 1, 2, 3]])
     [0, 0, 1, 1, None]
+    >>> message_numbers([7, 1, 2, 3, 4], [[7], [7, 1, 9], [7, 1, 2, 3], [7, 1, 2, 3, 4]])
+    [0, 1, None, None, 3]
     """
     numbers: list[int | None] = []
+    differs = False
     for number, prefix in enumerate(prefixes):
         end = 0 if prefix is None else shared_length(ids, prefix)
-        numbers += [number] * max(0, end - len(numbers))
+        numbers += [None if differs else number] * max(0, end - len(numbers))
+        if prefix is not None:
+            differs = end < min(len(prefix), len(ids))
     return [*numbers, *[None] * (len(ids) - len(numbers))]
 
 

@@ -71,8 +71,8 @@ def session_experiences(
 
 
 def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str, float]:
-    """Return a session's metrics: its numbers of calls, lineages, experiences and ties, and the prefix breaks by
-    cause.
+    """Return a session's metrics: its numbers of calls, lineages, experiences, ties and malformed tool calls, and the
+    prefix breaks by cause.
     """
     causes = Counter(call.break_cause for call in calls if call.break_cause)
     return {
@@ -80,6 +80,7 @@ def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str,
         "session_lineages": float(len(lineages_of(calls, superseded_calls(calls)))),
         "session_experiences": float(experiences),
         "session_ties": float(sum(call.tied for call in calls)),
+        "session_malformed_calls": float(sum(choice.malformed_calls for call in calls for choice in call.choices)),
         **{f"session_breaks_{cause}": float(causes[cause]) for cause in BREAK_CAUSES},
     }
 

@@ -13,9 +13,11 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -30,6 +32,7 @@ TAIL = 10
 """Number of lines from the end of the standard error that are included in the reason of a failure."""
 READY_SECONDS = 120.0
 """Seconds that a kept program has to become ready: its imports may take long."""
+INSTALL = "install it, or correct the path in workflow_args (docs/harnesses.md installs harnesses)"
 END_SECONDS = 5.0
 """Seconds from the end of the program's input to the kill."""
 
@@ -66,7 +69,22 @@ class Program:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            raise SandboxFailed(f"{self.name} cannot be started: {error}", kind="environment") from error
+            reason = missing_program(self.command[0], self.cwd) or str(error)
+            raise SandboxFailed(f"{self.name} cannot be started: {reason}", kind="environment") from error
+
+
+def missing_program(name: str, cwd: str | None = None, path: str | None = None) -> str:
+    """Return why this machine does not have a program or its working directory, with the next step. Empty: it has both.
+
+    Args:
+        name: First word of a command.
+        cwd: Working directory of the program.
+        path: Folders of programs, as in ``PATH``. None: those of this process.
+    """
+    if cwd is not None and not Path(cwd).is_dir():
+        return f"there is no folder {cwd!r} on this machine; make it, or correct cwd in workflow_args"
+    place = str(Path(cwd or ".") / name) if "/" in name else shutil.which(name, path=path)
+    return "" if place and Path(place).exists() else f"there is no program {name!r} on this machine; {INSTALL}"
 
 
 async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.errors import KIND, RunFailedError, SandboxFailed
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
-from trinity_mq.workflows.sessions.children import Program, kept, make_program, run_once
+from trinity_mq.workflows.sessions.children import Program, kept, make_program, missing_program, run_once
 from trinity_mq.workflows.workflow import Task, Workflow
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class ProgramArguments(SessionArguments):
     """The program and its arguments. It is set only by the configuration, never by a task."""
     keep: bool = False
     """One process of the program answers many runs: see :mod:`trinity_mq.workflows.sessions.children`."""
+
+    def missing(self) -> list[str]:
+        reason = missing_program(self.command[0], self.cwd, self.env.get("PATH"))
+        return [reason] if reason else []
 
 
 class CallReward(BaseModel):

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession
 from trinity_mq.workflows.errors import SandboxFailed
-from trinity_mq.workflows.sessions.children import Program, make_program
+from trinity_mq.workflows.sessions.children import INSTALL, Program, make_program, missing_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow, RecordedArguments, environment_of
 
 log = structlog.get_logger(__name__)
@@ -169,8 +169,10 @@ class Sandbox:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.
 
         Raises:
-            SandboxFailed: ``bwrap`` is not installed.
+            SandboxFailed: ``bwrap`` is not installed, or a visible path does not exist.
         """
+        if missing := missing_paths(self.visible):
+            raise SandboxFailed(missing[0], kind="sandbox")
         if shutil.which("bwrap", path=os.environ.get("PATH")) is None:
             raise SandboxFailed("bwrap is not installed; install the package bubblewrap", kind="sandbox")
         process = await asyncio.create_subprocess_exec(
@@ -238,6 +240,19 @@ class SandboxedAgentArguments(RecordedArguments):
     """Time limit of the agent. What it has done until then is judged."""
     file_bytes: int = Field(default=1 << 28, gt=0)
     """Maximum size of each file that the agent writes."""
+
+    def missing(self) -> list[str]:
+        """Paths in the sandbox's own folders are not compared."""
+        reasons = missing_paths(self.visible)
+        name = self.command[0]
+        if "/" not in name or (name.startswith("/") and not name.startswith(f"{Path(WORK).parent}/")):
+            reasons.append(missing_program(name, path=self.env.get("PATH", PATH)))
+        return [reason for reason in reasons if reason]
+
+
+def missing_paths(visible: Sequence[str]) -> list[str]:
+    """Return a sentence for each of these paths that this machine does not have."""
+    return [f"visible: there is no {path!r} on this machine; {INSTALL}" for path in visible if not Path(path).exists()]
 
 
 class Judged(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from trinity_mq.gateway.local import LocalSession
-from trinity_mq.workflows.sessions.children import Program, make_program
+from trinity_mq.workflows.sessions.children import Program, make_program, missing_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow, SessionArguments
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
@@ -34,6 +34,10 @@ class VerifiersArguments(SessionArguments):
     """
     max_turns: int | None = Field(default=None, ge=1)
     """Maximum turns of the model. None: the environment's default."""
+
+    def missing(self) -> list[str]:
+        reason = missing_program(str(Path(self.python).expanduser().absolute()), self.cwd)
+        return [reason] if reason else []
 
 
 class VerifiersWorkflow(ProgramWorkflow):

@@ -2,8 +2,8 @@
 agree.
 
 The sessions are also computed here from the whole log of their stream, by the rules of docs/protocol.md and
-docs/serving.md and without the library's code. Gateways, which read only the part that retention has left, are compared
-with them.
+docs/serving.md and without the library's code, except for :func:`superseded_calls`. Gateways, which read only the part
+that retention has left, are compared with them.
 """
 
 from __future__ import annotations

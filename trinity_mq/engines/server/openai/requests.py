@@ -29,7 +29,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_SCHEMA, MAX_SCHEMA_LEVELS = 1 << 15, 32
 """Maximum characters and nesting levels of a JSON schema: a grammar is compiled from it."""
 MAX_REPETITIONS = 1000
-"""Maximum product of the counted repetitions of a regular expression in a schema: a grammar spells each of them out."""
+"""Maximum sum, over the regular expressions of a schema, of the product of their counted repetitions: a grammar spells
+each of them out.
+"""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _REPETITION = re.compile(r"\{(\d{0,9}),?(\d{0,9})\}")
 
@@ -285,14 +287,15 @@ def _check_schema(schema: Mapping[str, Any], where: str) -> None:
         ApiError: 400; the schema is too large, too deep, or repeats too much.
     """
     level: list[Any] = [schema]
+    repetitions = 0
     for _ in range(MAX_SCHEMA_LEVELS):
         parts = [part for value in level for part in ([*value, *value.values()] if isinstance(value, dict) else value)]
         for text in (part for part in parts if isinstance(part, str)):
-            if math.prod(max(int(least or 1), int(most or 1), 1) for least, most in _REPETITION.findall(text)) > (
-                MAX_REPETITIONS
-            ):
+            counts = _REPETITION.findall(text)
+            repetitions += bool(counts) * math.prod(max(int(least or 1), int(most or 1), 1) for least, most in counts)
+            if repetitions > MAX_REPETITIONS:
                 raise bad_request(
-                    f"{where} holds {text[:80]!r}, whose counted repetitions multiply to more than {MAX_REPETITIONS}; "
+                    f"{where} holds {text[:80]!r}, and counted repetitions of more than {MAX_REPETITIONS} in all; "
                     "use * or smaller counts",
                     where,
                 )
