@@ -259,7 +259,10 @@ def test_partial_tool_calls_earn_their_share(response: str, share: float) -> Non
 
 
 ADDED = [{"name": "add", "arguments": {"a": 1, "b": "2"}}]
-DEEPSEEK_CALL = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+DEEPSEEK_CALL = (
+    "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>{}"
+    "<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>"
+)
 ANSWERS = {
     "Qwen3.5": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
     "</function>\n</tool_call>",
