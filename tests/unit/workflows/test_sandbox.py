@@ -157,6 +157,12 @@ async def test_an_agent_that_never_asks_the_model_is_a_failure_of_the_sandbox(
     assert len(str(failed.value)) < 6000
 
 
+async def test_an_agent_without_an_answer_in_its_time_is_told_apart_from_one_that_ended(folders: Path) -> None:
+    with pytest.raises(SandboxFailed, match=r"got no answer within 1 s: raise workflow_args.seconds"):
+        await run("sleep 987654", seconds=1.0)
+    await until(lambda: not sleepers())
+
+
 async def test_an_agent_that_does_not_exist_is_named(folders: Path) -> None:
     with pytest.raises(SandboxFailed, match=r"ended with 127 .* no-such-agent cannot be started: .*No such file"):
         await run("", command=["no-such-agent"])

@@ -307,6 +307,11 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
         program, env = self.program(), {**environment_of(session), **self.arguments.env}
         ended = await sandbox.run(program.command, env, session.port, self.arguments.seconds)
         if not session.session.calls and not session.engine.is_lost:
+            if ended.code is None:
+                raise SandboxFailed(
+                    f"{program.name} got no answer within {self.arguments.seconds:g} s: raise workflow_args.seconds, or "
+                    f"use a faster engine: {ended.output}"
+                )
             raise SandboxFailed(f"{program.name} ended with {ended.code} before it asked the model: {ended.output}")
         judged = await asyncio.to_thread(self.judge, sandbox.work)
         ending = {"agent_timed_out": float(ended.code is None), "agent_failed": float(bool(ended.code))}
