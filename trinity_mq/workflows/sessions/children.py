@@ -79,7 +79,7 @@ def missing_program(name: str, cwd: str | None = None, path: str | None = None) 
     Args:
         name: First word of a command.
         cwd: Working directory of the program.
-        path: Folders of programs, as in ``PATH``. None: those of this process.
+        path: Folders of programs, as in ``PATH``. None: the folders of this process.
     """
     if cwd is not None and not Path(cwd).is_dir():
         return f"there is no folder {cwd!r} on this machine; make it, or correct cwd in workflow_args"
