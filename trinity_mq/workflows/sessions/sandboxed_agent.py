@@ -309,8 +309,8 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
         if not session.session.calls and not session.engine.is_lost:
             if ended.code is None:
                 raise SandboxFailed(
-                    f"{program.name} got no answer within {self.arguments.seconds:g} s: raise workflow_args.seconds, or "
-                    f"use a faster engine: {ended.output}"
+                    f"{program.name} got no answer within {self.arguments.seconds:g} s: raise workflow_args.seconds, "
+                    f"or use a faster engine: {ended.output}"
                 )
             raise SandboxFailed(f"{program.name} ended with {ended.code} before it asked the model: {ended.output}")
         judged = await asyncio.to_thread(self.judge, sandbox.work)
