@@ -93,14 +93,16 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
 
     async def final_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the last answer; its parts and the tool counters become metrics."""
+        # the content of the message has no thoughts, but the prompt may have opened them
+        sampled = exps[-1].response_text if exps else None
         judge = functools.partial(
             parts_of,
             self.reward_fn,
-            self.answer,
+            self.answer if sampled is None else sampled,
             truth_text(self.task.truth),
             finished=self.finished,
             record=self.task.raw_task,
-            prompt_end=exps[-1].prompt_text if exps else None,
+            prompt_end=exps[-1].prompt_text if sampled is not None else None,
         )
         parts = await run_in_thread_if_async(self.is_async, judge, "reward")
         metrics = {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
