@@ -156,6 +156,16 @@ async def test_only_calls_after_the_thoughts_are_executed(tmp_path, twin):
 
 
 @TWINS
+async def test_the_next_turn_reads_the_thoughts_of_this_one(tmp_path, twin):
+    thoughts = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    codec = byte_codec(CHAT_TEMPLATE.replace("{{ message.content }}", thoughts + "{{ message.content }}"))
+    scripted = ScriptedGenerator([f"<think>3 times 4</think>{call('multiply', a=3, b=4)}", "12"], codec=codec)
+    await experiences_of(scripted, tmp_path, using(twin))
+    first, second = scripted.prompts
+    assert second.startswith(f"{first}<think>3 times 4</think><tool_call>")
+
+
+@TWINS
 async def test_errors_go_back_to_the_model(tmp_path, twin):
     says = [call("divide", a=3) + call("multiply", a="x", b=1), "<tool_call>{</tool_call>"]
     scripted = ScriptedGenerator(says)

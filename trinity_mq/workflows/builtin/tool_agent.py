@@ -118,6 +118,8 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         choice = completion.choices[0]
         text, calls = choice.message.content or "", list(choice.message.tool_calls or ())
         message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thoughts := getattr(choice.message, "reasoning_content", None):
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [
                 {
