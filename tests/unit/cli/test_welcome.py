@@ -59,7 +59,7 @@ def test_every_example_is_listed_and_valid_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("TRINITY_MQ_MODEL", "TRINITY_MQ_GSM8K", "TRINITY_MQ_VERIFIERS_PYTHON"):
+    for name in ("TRINITY_MQ_MODEL", "TRINITY_MQ_GSM8K", "TRINITY_MQ_VERIFIERS_PYTHON", "TRINITY_MQ_HARNESSES"):
         monkeypatch.setenv(name, str(tmp_path))
     assert run("examples") == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]

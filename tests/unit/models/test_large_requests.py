@@ -12,7 +12,7 @@ import pytest
 
 from tests.waiting import until
 from trinity_mq.engines.generation import text
-from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.generation.text import Prompt, TextCodec
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.models.clients import EngineClients, json_text
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
@@ -48,11 +48,11 @@ class WatchedCodec(TextCodec):
         vars(self).update(vars(byte_codec()))
         self.held, self.messages, self.characters = held, list[int](), list[int]()
 
-    def render(self, messages: Any, *args: Any, **keys: Any) -> str:
+    def prompt(self, messages: Any, *args: Any, **keys: Any) -> Prompt:
         self.messages.append(len(messages))
         if self.held is not None and sum(len(message["content"]) for message in messages) > 4096:
             self.held.wait()
-        return super().render(messages, *args, **keys)
+        return super().prompt(messages, *args, **keys)
 
     def encode(self, text: str, **keys: Any) -> list[int]:
         self.characters.append(len(text))
