@@ -132,10 +132,11 @@ def server_command(
     dedicated: bool = False,
     room: AdapterRoom | None = None,
     fixed: bool = False,
+    tokenizer: bool = True,
 ) -> list[str]:
     """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters, or ``fixed`` weights,
     it loads the folder's weights, else random weights, which a sync replaces. ``dedicated``: no other process uses the
-    GPU.
+    GPU. Without ``tokenizer`` the server cannot constrain answers.
 
     Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
     prompt of that length can be scored.
@@ -164,6 +165,7 @@ def server_command(
     if cpu and rollout.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = CPU_EXECUTOR
     flags = ["enable-scale-out", "disable-uvicorn-access-log"]
+    flags += [] if tokenizer else ["skip-tokenizer-init"]
     flags += ["enforce-eager"] if _eager(settings, cpu) else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
     flags += ["enable-lora"] if room else []
