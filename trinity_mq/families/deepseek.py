@@ -29,9 +29,7 @@ _BLANKS = re.compile(r"\s*")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls.
-    """
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
     del tools  # JSON gives the types of arguments
     calls: list[Message] = []
     place = _behind_blanks(text, len(CALLS_BEGIN))
@@ -40,10 +38,7 @@ def read_calls(text: str, tools: Tools) -> ReadCalls:
         separator = text.find(SEPARATOR, begin, begin + _LONGEST_NAME + len(SEPARATOR))
         if separator < 0 or len(calls) == MAX_CALLS:
             return ReadCalls([], 1)
-        try:
-            name, arguments, end = _call(text, text[begin:separator].strip(), separator + len(SEPARATOR))
-        except ValueError:
-            return ReadCalls([], 1)
+        name, arguments, end = _call(text, text[begin:separator].strip(), separator + len(SEPARATOR))
         if not isinstance(arguments, dict) or not name or not text.startswith(CALL_ENDS, end):
             return ReadCalls([], 1)
         calls.append(api_call(name, arguments))

@@ -41,7 +41,9 @@ class ReadCalls(NamedTuple):
 
 
 CallReader = Callable[[str, Tools], ReadCalls]
-"""Reads the calls of an answer. Arguments: its text from the first beginning of a call on; the offered tools."""
+"""Reads the calls of an answer. Arguments: its text from the first beginning of a call on; the offered tools. If any
+call is malformed, the answer has no calls: the reader returns their number, or raises ValueError for one.
+"""
 
 
 class Marks(NamedTuple):

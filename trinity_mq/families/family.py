@@ -148,7 +148,10 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
         thoughts, content, section = divide(text, marks if tools else marks._replace(calls=()), prompt_end)
         if not section:
             return ParsedAnswer(content, thoughts)
-        calls, malformed, rest = read_calls(section, tools)
+        try:
+            calls, malformed, rest = read_calls(section, tools)
+        except ValueError:
+            calls, malformed, rest = [], 1, ""
         if not calls:
             thoughts, content, _ = divide(text, marks._replace(calls=()), prompt_end)
             return ParsedAnswer(content, thoughts, [], malformed)
@@ -158,8 +161,15 @@ def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
 
 
 def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
-    """Return a call in the form of the API. Other text than a JSON object stays text."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    """Return a call in the form of the API. Other text than a JSON object stays text.
+
+    Raises:
+        ValueError: The arguments hold NaN or an infinite number, which JSON has not, or are nested too deeply.
+    """
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("the arguments are nested too deeply") from error
     function = {"name": repair_surrogates(name), "arguments": repair_surrogates(text)}
     return {"id": call_id or f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

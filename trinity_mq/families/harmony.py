@@ -34,17 +34,12 @@ _END = re.compile(r"\s*(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)\s*")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls.
-    """
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
     del tools  # JSON gives the types of arguments
     calls: list[Message] = []
     place = 0
     while head := _HEAD.match(text, place):
-        try:
-            arguments, end = decode_value(text, head.end())
-        except ValueError:
-            return ReadCalls([], 1)
+        arguments, end = decode_value(text, head.end())
         ending = _END.match(text, end)
         if not isinstance(arguments, dict) or ending is None or len(calls) == MAX_CALLS:
             return ReadCalls([], 1)

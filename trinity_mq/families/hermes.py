@@ -20,9 +20,7 @@ _END = re.compile(rf"\s*(?:{CALL_ENDS}|(?={CALL_BEGINS})|\Z)")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls.
-    """
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
     del tools  # JSON gives the types of arguments
     _, calls, malformed = _read(text, None)
     return ReadCalls(calls, malformed)

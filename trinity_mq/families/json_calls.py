@@ -11,6 +11,7 @@ from trinity_mq.families.messages import Message
 MAX_CALLS = 64
 """An answer with more calls than this is treated as text without calls."""
 MAX_CALL_CHARACTERS = 1 << 18
+"""Maximum characters of a call in JSON, and of all calls of an answer in other forms."""
 _DECODER = json.JSONDecoder()
 _BLANKS = " \t\r\n"
 
@@ -37,6 +38,9 @@ def call_of(value: Any, *keys: str) -> Message | None:
     Args:
         value: A decoded JSON value.
         keys: Keys under which the arguments may stand; the first key that the object has applies.
+
+    Raises:
+        ValueError: As :func:`~trinity_mq.families.family.api_call`.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
@@ -48,7 +52,7 @@ def call_of(value: Any, *keys: str) -> Message | None:
 
 
 def calls_of_list(value: Any, *keys: str) -> list[Message] | None:
-    """Return the calls of a decoded JSON list; see :func:`call_of`. None: it is another value."""
+    """Return the calls of a decoded JSON list. None: it is another value; otherwise as :func:`call_of`."""
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CALLS:
         return None
     calls = [call_of(part, *keys) for part in value]

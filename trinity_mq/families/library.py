@@ -16,11 +16,9 @@ from typing import Any
 
 from trinity_mq.families.division import CallReader, ReadCalls
 from trinity_mq.families.family import api_call
+from trinity_mq.families.json_calls import MAX_CALL_CHARACTERS, MAX_CALLS
 from trinity_mq.families.messages import THOUGHTS, Message, Messages, Tools
 
-MAX_CALLS = 64
-MAX_CHARACTERS = 1 << 20
-"""A response with more calls than :data:`MAX_CALLS`, or with calls longer than this, is read as text without calls."""
 _COSTLY = re.compile(r"<(?:invoke|parameter|function|arg_key|arg_value)\b")
 """Beginnings of parts that the package's patterns may read to the end of the text."""
 _MAX_COST = 1 << 26
@@ -94,15 +92,14 @@ _MARKS = 0x110000
 
 
 def calls_reader(name: str) -> CallReader:
-    """Return a reader of the calls of a family that the package knows. If any call is malformed, the answer has no
-    calls. Text between and behind the calls is left out.
+    """Return a reader of the calls of a family that the package knows. Text between and behind the calls is left out.
 
     Args:
         name: Name of the package's configuration.
     """
 
     def read(text: str, tools: Tools) -> ReadCalls:
-        if len(text) > MAX_CHARACTERS or len(_COSTLY.findall(text)) * len(text) > _MAX_COST:
+        if len(text) > MAX_CALL_CHARACTERS or len(_COSTLY.findall(text)) * len(text) > _MAX_COST:
             return ReadCalls([], 1)
         renderer, tokenizer = _reading(name)
         try:
@@ -150,7 +147,7 @@ def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | N
     try:
         call_id = attempt.id if attempt.id and len(attempt.id) <= _LONGEST_ID else None
         return api_call(attempt.name, arguments, call_id)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 

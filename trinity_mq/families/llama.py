@@ -21,8 +21,8 @@ _BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>)*")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls. An object without parameters is an answer in JSON, not a call.
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. An object without parameters
+    is an answer in JSON, not a call.
     """
     del tools  # JSON gives the types of arguments
     is_call = text.startswith(PYTHON) or _NAMED.search(text) is not None

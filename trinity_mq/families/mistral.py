@@ -23,14 +23,9 @@ _END = re.compile(r"(?:\s|</s>)*")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls.
-    """
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
     del tools  # JSON gives the types of arguments
-    try:
-        calls, end = _read(text)
-    except ValueError:
-        return ReadCalls([], 1)
+    calls, end = _read(text)
     rest = text[end:]
     return ReadCalls([], 1) if CALL_BEGINS in rest else ReadCalls(calls, 0, rest)
 

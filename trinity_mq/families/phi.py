@@ -16,15 +16,10 @@ _ENDS = ("<|/tool_call|>", "<|end|>")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. If any call is malformed, the
-    answer has no calls.
-    """
+    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
     del tools  # JSON gives the types of arguments
     mark = next((mark for mark in CALL_BEGINS if text.startswith(mark)), "")
-    try:
-        value, end = decode_value(text, len(mark.removesuffix("[")))
-    except ValueError:
-        return ReadCalls([], 1)
+    value, end = decode_value(text, len(mark.removesuffix("[")))
     calls = calls_of_list(value, "arguments", "parameters")
     if calls is None:
         return ReadCalls([], 1)

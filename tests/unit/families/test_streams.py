@@ -1,6 +1,7 @@
 """Streamed answers and whole answers of every family: the same parts, in linear time, whatever the model writes."""
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
 
@@ -158,6 +159,25 @@ def test_hostile_answers_take_linear_time(name: str) -> None:
             answer = family.read(begin + piece * (100_000 // len(piece)), "", [TOOL])
             assert len(answer.content) <= 200_100
     assert time.process_time() - started < 20.0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_calls_are_plain_json(name: str) -> None:
+    family, fails = ROWS[name], pytest.fail
+    nested = ("[" * depth + "]" * depth for depth in range(500, 1000, 10))
+    for value in ("NaN", "-Infinity", "1e999", "9" * 5000, *nested):
+        answer = family.read(CALLS[name].replace("1", value), "", [TOOL])
+        assert bool(answer.calls) != bool(answer.malformed)
+        for call in answer.calls:
+            json.loads(call["function"]["arguments"], parse_constant=fails)
+
+
+@pytest.mark.parametrize("name", ["glm", "kimi", "minimax", "nemotron", "qwen3.5", "gemma4", "hermes", "mistral"])
+def test_calls_of_a_quarter_of_a_megabyte_are_read(name: str) -> None:
+    for size, calls in ((250_000, 1), (270_000, 0)):
+        text = "x" * size if name in {"glm", "minimax", "nemotron", "qwen3.5"} else f'"{"x" * size}"'
+        answer = ROWS[name].read(CALLS[name].replace("1", text), "", [TOOL])
+        assert (len(answer.calls), answer.malformed) == (calls, 1 - calls)
 
 
 @pytest.mark.parametrize("blanks", [" ", "\n", "\n`", " ```"])
