@@ -67,6 +67,20 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
 
 
+def has_at_most(value: Any, characters: int) -> bool:
+    """Return whether the texts in ``value``, keys included, have at most this many characters."""
+    pending = [value]
+    while pending and characters >= 0:
+        part = pending.pop()
+        if isinstance(part, str):
+            characters -= len(part)
+        elif isinstance(part, Mapping):
+            pending += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            pending += part
+    return characters >= 0
+
+
 def _message(message: Any, where: str) -> Message:
     present = _present(message) if isinstance(message, Mapping) else {}
     role = present.get("role")

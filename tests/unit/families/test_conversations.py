@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.golden.families.makers import tokenizer_of, vocabulary_of
-from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import CHARACTERS_PER_TOKEN, JOINED, TextCodec, TextError
 from trinity_mq.families.messages import read_messages
 from trinity_mq.families.table import FAMILIES, find_family
 from trinity_mq.runtime.plugins import UnknownNameError, add_plugins
@@ -126,6 +126,26 @@ def test_a_family_that_drops_earlier_thoughts_renders_anew() -> None:
     past = [*codec.prompt([ASK], None, off, limit=1000).token_ids, *codec.encode("2<|im_end|>")]
     kept = codec.prompt(read_messages([ASK, echo, AGAIN]), None, off, before=past, messages_before=2, limit=1000)
     assert kept.is_continued, "empty thoughts are the template's own"
+
+
+def test_a_prompt_far_above_the_limit_costs_little_whatever_makes_it_long() -> None:
+    codec, limit, long = codec_of("qwen3"), 100, "word " * 100_000
+    described = {"type": "function", "function": {**TOOL["function"], "description": long}}
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"x": long}}}
+    thoughtful = {"role": "assistant", "content": "2", "reasoning_content": long}
+    for messages, tools in (
+        ([{"role": "user", "content": long}], None),
+        ([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL]),
+        ([ASK, thoughtful], None),
+        ([ASK], [described]),
+    ):
+        prompt = codec.prompt(messages, tools, limit=limit)
+        assert limit < len(prompt.token_ids) <= (limit + JOINED) * CHARACTERS_PER_TOKEN
+    past = [*codec.prompt([ASK], limit=limit).token_ids, *codec.encode("2<|im_end|>")]
+    later = [ASK, {"role": "assistant", "content": "2"}, {"role": "user", "content": long}]
+    prompt = codec.prompt(later, before=past, messages_before=2, limit=limit)
+    assert prompt.is_continued
+    assert limit < len(prompt.token_ids) <= (limit + JOINED) * CHARACTERS_PER_TOKEN
 
 
 def test_the_past_never_comes_from_the_client() -> None:

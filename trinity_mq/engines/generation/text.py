@@ -17,7 +17,16 @@ from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.families import bridge
 from trinity_mq.families.family import Family, ParsedAnswer
 from trinity_mq.families.library import LibraryUnfit, open_renderer
-from trinity_mq.families.messages import THOUGHTS, Message, MessageOutline, Messages, Probe, Tools, shape_of
+from trinity_mq.families.messages import (
+    THOUGHTS,
+    Message,
+    MessageOutline,
+    Messages,
+    Probe,
+    Tools,
+    has_at_most,
+    shape_of,
+)
 from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
 from trinity_mq.families.thoughts import opens_thoughts
@@ -329,20 +338,20 @@ class TextCodec:
         limit: int,
     ) -> list[int] | None:
         """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
-        has_thoughts = self._has_thoughts(before)
+        has_thoughts, room = self._has_thoughts(before), max(0, limit - len(before))
         for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
             try:
                 ended, continued = (self.messages_for_template(part, tools, switches) for part in short)
-                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches)
+                by_library = self._library_bridge(before, continued[len(ended) :], tools, switches, room)
                 if by_library is not None:
                     return by_library
                 behind = bridge.continuation(
-                    self._render(ended, tools, switches, add_generation_prompt=False),
-                    self._render(continued, tools, switches),
+                    self.render(ended, tools, switches, add_generation_prompt=False),
+                    self.render(continued, tools, switches),
                     self.family.thoughts,
                     has_thoughts=has_thoughts,
                 )
-                added = [] if behind is None else self.encode_within(behind[1], max(0, limit - len(before)))
+                added = [] if behind is None else self.encode_within(behind[1], room)
             except TextError:
                 continue  # whole renderings have readable errors
             position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
@@ -370,10 +379,10 @@ class TextCodec:
         return end if last == self.end_id else None
 
     def _library_bridge(
-        self, before: Sequence[int], messages: Messages, tools: Tools, switches: Switches
+        self, before: Sequence[int], messages: Messages, tools: Tools, switches: Switches, room: int
     ) -> list[int] | None:
         renderer = self._renderer(switches, tools).library
-        if renderer is None:
+        if renderer is None or not has_at_most(messages, room * CHARACTERS_PER_TOKEN):
             return None
         split = len(before) - 1 if before[-1] in self.stop_ids else len(before)
         past = list(before)
@@ -402,8 +411,8 @@ class TextCodec:
         self,
         messages: Messages,
         tools: Tools = None,
-        *,
         switches: Switches = None,
+        *,
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the conversation as the chat template writes it.
@@ -411,11 +420,6 @@ class TextCodec:
         Raises:
             TextError: The model has no chat template, or the template refuses these messages.
         """
-        return self._render(messages, tools, switches, add_generation_prompt=add_generation_prompt)
-
-    def _render(
-        self, messages: Messages, tools: Tools, switches: Switches, *, add_generation_prompt: bool = True
-    ) -> str:
         text: str = self._apply(messages, tools, switches, tokenize=False, add_generation_prompt=add_generation_prompt)
         return text
 
@@ -434,8 +438,8 @@ class TextCodec:
         self,
         messages: Messages,
         tools: Tools = None,
-        *,
         switches: Switches = None,
+        *,
         add_generation_prompt: bool = True,
     ) -> str:
         """Return the conversation as the chat template writes it, with nothing left out.
@@ -444,7 +448,7 @@ class TextCodec:
             TextError: As :meth:`render` and :meth:`messages_for_template`.
         """
         written = self.messages_for_template(messages, tools, switches)
-        return self._render(written, tools, switches, add_generation_prompt=add_generation_prompt)
+        return self.render(written, tools, switches, add_generation_prompt=add_generation_prompt)
 
     def messages_for_template(
         self, messages: Messages, tools: Tools = None, switches: Switches = None
@@ -492,7 +496,7 @@ class TextCodec:
         def write(messages: Messages, tools: Tools, asks: bool) -> tuple[list[Message], list[int]] | None:
             try:
                 written = self.messages_for_template(messages, tools, variables)
-                return written, self.encode(self._render(written, tools, variables, add_generation_prompt=asks))
+                return written, self.encode(self.render(written, tools, variables, add_generation_prompt=asks))
             except TextError:
                 return None
 
@@ -520,7 +524,7 @@ class TextCodec:
         del template  # only the cache key needs it: a tokenizer may get another template
         probe = Probe(shape, has_tools=has_tools)
         try:
-            return probe.left_out(self._render(probe.messages, probe.tools, json.loads(switches)))
+            return probe.left_out(self.render(probe.messages, probe.tools, json.loads(switches)))
         except TextError:
             return None
 
@@ -547,7 +551,7 @@ class TextCodec:
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
             tokens, turns = self._marked_turns(messages, tools, switches)
         else:
-            tokens = self.encode(self._render(messages, tools, switches, add_generation_prompt=False))
+            tokens = self.encode(self.render(messages, tools, switches, add_generation_prompt=False))
             turns = list(self._rendered_turns(messages, tools, switches, tokens))
         mask, has_end = [0] * len(tokens), True
         for start, stop in turns:
@@ -586,7 +590,7 @@ class TextCodec:
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
         try:
             without_opening, with_opening = (
-                self.encode(self._render(messages[:first], tools, switches, add_generation_prompt=asks))
+                self.encode(self.render(messages[:first], tools, switches, add_generation_prompt=asks))
                 for asks in (False, True)
             )
         except TextError:
@@ -599,8 +603,8 @@ class TextCodec:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.encode(self._render(messages[:number], tools, switches)) if number else []
-            through = self.encode(self._render(messages[: number + 1], tools, switches, add_generation_prompt=False))
+            before = self.encode(self.render(messages[:number], tools, switches)) if number else []
+            through = self.encode(self.render(messages[: number + 1], tools, switches, add_generation_prompt=False))
             start, stop = len(before), self._end_of_turn(through, len(before), len(through))
             if tokens[:start] != before or tokens[:stop] != through[:stop]:
                 raise TextError(
@@ -670,8 +674,10 @@ class _LibraryTokenizer:
 
 
 def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int) -> list[int] | None:
-    """Return the tokens of a prompt by the package ``renderers``; None where the chat template renders."""
-    if sum(len(message.get("content") or "") for message in messages) > limit * CHARACTERS_PER_TOKEN:
+    """Return the tokens of a prompt by the package ``renderers``. None: the chat template renders, also a text much
+    longer than ``limit`` tokens, which the package would convert as a whole.
+    """
+    if not has_at_most([*messages, *(tools or ())], limit * CHARACTERS_PER_TOKEN):
         return None
     try:
         ids: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
