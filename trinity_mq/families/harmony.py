@@ -15,16 +15,12 @@ from trinity_mq.families.division import ReadCalls
 from trinity_mq.families.family import api_call
 from trinity_mq.families.json_calls import MAX_CALLS, decode_value
 from trinity_mq.families.messages import Message, Tools
+from trinity_mq.families.thoughts import HARMONY_CHANNEL, HARMONY_START
 
-START, CHANNEL, MESSAGE = "<|start|>assistant", "<|channel|>", "<|message|>"
-HEADERS = (
-    *(f"{start}{CHANNEL}{channel}{MESSAGE}" for start in (START, "") for channel in ("final", "commentary")),
-    START,
-    "<|end|>",
-    "<|return|>",
-)
 CALL_BEGINS = tuple(
-    f"{start}{channel} to=functions." for start in (START, "") for channel in (f"{CHANNEL}commentary", "")
+    f"{start}{channel} to=functions."
+    for start in (HARMONY_START, "")
+    for channel in (f"{HARMONY_CHANNEL}commentary", "")
 )
 _HEAD = re.compile(
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? to=functions\.(?P<name>[^\s<|]{1,256})"

@@ -9,7 +9,7 @@ from trinity_mq.families import deepseek, harmony, hermes, llama, mistral, phi
 from trinity_mq.families.division import CallReader, Marks
 from trinity_mq.families.family import PARTS, Family, reader
 from trinity_mq.families.library import calls_reader
-from trinity_mq.families.thoughts import FORMATS, GEMMA4, HARMONY, MISTRAL, ThoughtFormat
+from trinity_mq.families.thoughts import FORMATS, GEMMA4, HARMONY, HARMONY_HEADERS, MISTRAL, ThoughtFormat
 from trinity_mq.runtime.plugins import UnknownNameError, resolve
 
 
@@ -101,7 +101,7 @@ FAMILIES = (
         harmony.read_calls,
         harmony.CALL_BEGINS,
         thoughts=HARMONY,
-        headers=harmony.HEADERS,
+        headers=HARMONY_HEADERS,
         marks=("<|channel|>", "<|message|>"),
     ),
     row(

@@ -27,8 +27,19 @@ FORMATS = (ThoughtFormat("<think>", "</think>"), MISTRAL, HARMONY, GEMMA4)
 """Formats by model family; the first format is DeepSeek's, Qwen's and most others'. Add a row for a family with other
 tags.
 """
-_HEADERS = re.compile(r"<\|start\|>assistant|<\|channel\|>\w{1,32}<\|message\|>|<\|(?:end|return)\|>")
-"""Texts of gpt-oss around the messages of an answer."""
+HARMONY_START, HARMONY_CHANNEL = "<|start|>assistant", "<|channel|>"
+HARMONY_HEADERS = (
+    *(
+        f"{start}{HARMONY_CHANNEL}{channel}<|message|>"
+        for start in (HARMONY_START, "")
+        for channel in ("final", "commentary")
+    ),
+    HARMONY_START,
+    "<|end|>",
+    "<|return|>",
+)
+"""Texts of gpt-oss around the content of an answer, longer texts first."""
+_HEADERS = re.compile("|".join(map(re.escape, HARMONY_HEADERS)))
 
 PROMPT_END = 100
 """Number of characters at the end of a prompt that are searched for an opening tag."""
