@@ -25,8 +25,9 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
 from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.engines.protocol import create_engine
+from trinity_mq.families.family import Family
 from trinity_mq.families.switches import merge_switch_fields, template_switches
-from trinity_mq.families.table import family_of
+from trinity_mq.families.table import family_of, find_family
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
@@ -368,7 +369,7 @@ def check_switches(config: Config) -> list[str]:
     machine.
 
     Raises:
-        ConfigError: A chat template does not read a switch, or cannot follow its value.
+        ConfigError: A chat template does not read a switch, or cannot follow its value; or a ``family`` does not exist.
     """
     models = {"": config.model} | {auxiliary.name: auxiliary.model for auxiliary in config.explorer.auxiliary_models}
     uses: list[tuple[str, str, Mapping[str, Any]]] = [
@@ -385,11 +386,19 @@ def check_switches(config: Config) -> list[str]:
         if model is None or not template:
             continue
         merged = merge_switch_fields({SWITCHES: model.chat_template_kwargs}, fields)
+        family = _family(model, template)
         try:
-            template_switches(merged, template, family_of(template).thoughts)
+            template_switches(merged, template, family.thoughts)
         except SwitchError as error:
             raise ConfigError(f"{setting}: {error}") from error
     return []
+
+
+def _family(model: ModelConfig, template: str) -> Family:
+    try:
+        return family_of(template) if model.family is None else find_family(model.family)
+    except UnknownNameError as error:
+        raise ConfigError(f"family of model {model.model_path}: {error}") from error
 
 
 def _chat_template(model: ModelConfig) -> str:

@@ -363,6 +363,21 @@ def test_switches_are_compared_with_the_chat_template(tmp_path: Path, capsys: py
         assert problem in capsys.readouterr().err
 
 
+def test_switches_are_compared_with_the_family_that_the_user_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "model").mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}[THINK]")
+    model = f"model: {{model_path: '{folder}', chat_template_kwargs: {{enable_thinking: true}}}}"
+    file = write(tmp_path, f"{model}\nbuffer: {{taskset: {{storage_type: synthetic, path: ops3}}}}")
+    assert main(["validate", file]) == 2
+    assert "the chat template has no thoughts" in capsys.readouterr().err
+    assert main(["validate", file, "model.family=mistral"]) == 0
+    assert main(["validate", file, "model.family=mistrl"]) == 2
+    assert f"family of model {folder}: unknown model family 'mistrl'; did you mean" in capsys.readouterr().err
+
+
 def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["1" * 60, "1" * 64, "1" * 65, "1" * 300]
     lines = (json.dumps({"question": prompt, "answer": "1"}) + "\n" for prompt in prompts)

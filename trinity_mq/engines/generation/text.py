@@ -595,7 +595,7 @@ class TextCodec:
             )
         except TextError:
             return []
-        return with_opening[_shared(without_opening, with_opening) :]
+        return with_opening[shared_length(without_opening, with_opening) :]
 
     def _rendered_turns(
         self, messages: Messages, tools: Tools, switches: Switches, tokens: list[int]
@@ -713,6 +713,6 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _shared(some: Sequence[int], others: Sequence[int]) -> int:
+def shared_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))))

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config.switches import SWITCH_FIELDS, SWITCHES
+from trinity_mq.engines.generation.text import TextCodec, TextError, shared_length
 from trinity_mq.errors import CommandError
+from trinity_mq.families.family import ParsedAnswer
+from trinity_mq.families.messages import Message, MessageError, read_messages, read_tools
 from trinity_mq.observability.experiences.show_experience import line, print_title
 from trinity_mq.observability.experiences.token_texts import tokenizer_folder
 from trinity_mq.targets.run_folder import CONFIG_FILE
@@ -20,9 +23,6 @@ from trinity_mq.targets.target import find_configuration
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trinity_mq.engines.generation.text import TextCodec
-    from trinity_mq.families.family import ParsedAnswer
-    from trinity_mq.families.messages import Message
 
 EXAMPLE = '[{"role": "user", "content": "1 + 1?"}]'
 PROMPT_END = 1000
@@ -87,8 +87,6 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
     Raises:
         CommandError: An argument cannot be read, or messages or tools have another form than in the OpenAI API.
     """
-    from trinity_mq.families.messages import MessageError, read_messages, read_tools
-
     value = _read_json("--conversation", text, EXAMPLE)
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {"messages": value}
     listed = fields.get("tools") if tools is None else _read_json("--tools", tools, '[{"type": "function", ...}]')
@@ -160,8 +158,6 @@ def render_conversation(codec: TextCodec, conversation: ConversationInput) -> Re
 
 def _mask(codec: TextCodec, conversation: ConversationInput, ids: Sequence[int]) -> tuple[list[int] | None, str]:
     """Return the mask of the sampled tokens, or None and the reason why it is unknown."""
-    from trinity_mq.engines.generation.text import TextError
-
     try:
         whole = codec.conversation(conversation.messages, conversation.tools, conversation.switches)
     except TextError as error:
@@ -176,8 +172,6 @@ def _mask(codec: TextCodec, conversation: ConversationInput, ids: Sequence[int])
 
 def _prefixes(codec: TextCodec, conversation: ConversationInput) -> list[list[int] | None]:
     """Return the tokens of the first 1, 2, ... messages; None where the template does not write so few."""
-    from trinity_mq.engines.generation.text import TextError
-
     tools, switches = conversation.tools, conversation.switches
     prefixes: list[list[int] | None] = []
     for count in range(1, len(conversation.messages) + 1):
@@ -216,16 +210,8 @@ def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]
     return [*numbers, *[None] * (len(ids) - len(numbers))]
 
 
-def shared_length(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
-    pairs = enumerate(zip(some, others, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(some), len(others)))
-
-
 def _turns(codec: TextCodec, conversation: ConversationInput, ids: list[int]) -> Iterator[RenderedTurn]:
     """Yield the assistant's turns that stand in ``ids`` behind their prompts."""
-    from trinity_mq.engines.generation.text import TextError
-
     tools, switches = conversation.tools, conversation.switches
     for number, message in enumerate(conversation.messages):
         if message["role"] != "assistant" or not number:
@@ -328,8 +314,6 @@ def open_codec(target: str, overrides: Sequence[str], scratch: Path) -> TextCode
         CommandError: The model is not on this machine, or settings were given for a model folder.
         ModelError: The tokenizer cannot be loaded.
     """
-    from trinity_mq.engines.generation.text import TextCodec
-
     folder = model_folder(target)
     if folder is not None:
         if overrides:
