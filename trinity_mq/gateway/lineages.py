@@ -411,11 +411,7 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
         equal = attempts.get(repeat.digest, [])
         for place in range(bisect.bisect_right(equal, -repeat.retry, key=lambda call: -call.retry), len(equal)):
             call = equal[place]
-            if (
-                0.0 < call.began <= repeat.at
-                and call.call not in repeat.siblings
-                and repeat.call not in call.siblings
-            ):
+            if 0.0 < call.began <= repeat.at and call.call not in repeat.siblings and repeat.call not in call.siblings:
                 superseded.add(equal.pop(place).call)
                 break
     return superseded

@@ -18,7 +18,7 @@ from trinity_mq.gateway import app, lineages
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
 from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
-from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.messages import SampledChoice, SessionCall, SessionReward, encode
@@ -217,9 +217,8 @@ async def test_a_parent_with_ten_sub_agents_between_two_turns_is_one_experience(
         experiences = trained_on(at, session)
         assert len(experiences) == 11
         whole = next(one for one in experiences if one.info.get("turns") == 3)
-        assert whole.tokens.tolist() == Answers(calls_of(at, session)).prompt(calls_of(at, session)[-1]) + list(
-            calls_of(at, session)[-1].choices[0].ids
-        )
+        last = calls_of(at, session)[-1]
+        assert whole.tokens.tolist() == prompt_of(last, at.session(session).calls) + last.choices[0].ids
         assert whole.tokens.shape[0] == shown["lineages"][0]["tokens"]
         metrics = session_metrics(calls_of(at, session), len(experiences))
         assert (metrics["session_lineages"], metrics["session_calls"]) == (11, 23)

@@ -223,7 +223,7 @@ def _of_one(role: str, parts: list[Any], where: str, deferred: Mapping[str, Any]
         elif kind == "tool_result" and role == "user":
             text = _result_text(part.get("content"), f"{where}.{number}.content", deferred)
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
-        elif kind in {"thinking", "redacted_thinking"} and role == "assistant":
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             thoughts.append(_thoughts_in(part, f"{where}.{number}"))
         else:
             raise BadRequest(
