@@ -614,8 +614,12 @@ class GatewayApp:
             if isinstance(error, EngineError):
                 log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
+            field_names = protocol.field_names if isinstance(error, EngineRefused) else {}
         headers = {} if refused.retry_after is None else {"Retry-After": f"{max(1, round(refused.retry_after))}"}
-        body = protocol.error(str(refused), refused.kind, refused.param)
+        message, param = str(refused), refused.param
+        if param is not None and (name := field_names.get(param)):
+            message, param = message.replace(param, name), name
+        body = protocol.error(message, refused.kind, param)
         response = web.json_response(body, status=refused.status, headers=headers)
         if not request.content.is_eof():
             response.force_close()

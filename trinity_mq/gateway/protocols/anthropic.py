@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from trinity_mq.gateway.protocols.base import (
@@ -45,6 +46,7 @@ class AnthropicProtocol(Protocol):
     """``/v1/messages``."""
 
     prefix = "msg_"
+    field_names = MappingProxyType({"reasoning_effort": "output_config.effort", "max_completion_tokens": "max_tokens"})
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
         check_options(body, PASSED)
