@@ -739,9 +739,9 @@ class _Recording:
 
     def _store(self, answer: Mapping[str, Any]) -> StoredResponse | None:
         """Store the answer for requests that refer to it by its id. Return None if it is not stored."""
-        asked, message = self._asked, answer["choices"][0].get("message")
-        if not asked.stores or not isinstance(message, dict):
-            return None
+        asked, opened, message = self._asked, self.session.opened, answer["choices"][0].get("message")
+        if not asked.stores or opened is None or opened.ended or not isinstance(message, dict):
+            return None  # a session of a single call has no later requests
         session = self._app.store.ledger.get(self.session.id) or self.session
         responses, match = self.conversation.responses, self._match
         follows, first = asked.previous, asked.unstored

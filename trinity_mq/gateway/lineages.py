@@ -421,7 +421,8 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
     """Return the lineages of a session in the order of their first calls. Each call belongs to one lineage.
 
     The first call that continues a call extends its lineage. A later one begins a lineage of its own, whose parent is
-    the continued call. A call that its client repeated extends nothing.
+    the continued call. A call that its client repeated extends nothing. This division names lineages;
+    ``gateway.shared_prefix`` does not change it, although it may credit a shared prefix to a later branch.
 
     Args:
         calls: Calls of the session, in their order.

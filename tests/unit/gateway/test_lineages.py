@@ -463,6 +463,24 @@ async def test_a_reward_can_name_a_lineage_by_any_of_its_calls() -> None:
             assert "lineage" in refused["error"]["message"]
 
 
+async def test_a_lineage_keeps_its_reward_when_a_repeat_makes_it_part_of_another() -> None:
+    async with serving(say) as at:
+        session = (await at.open())["id"]
+        path = f"/s/{session}"
+        begin = Agent(at, session)
+        first = await begin.ask("one")
+        lost, kept = Agent(at, session, *begin.messages), Agent(at, session, *begin.messages)
+        body = {"messages": [*begin.messages, user("left")]}
+        await lost.ask("left")
+        branch = await kept.ask("right")
+        await at.post(f"{path}/reward", {"reward": 0.5, "lineage": branch})
+        url = f"{at.url}{path}/v1/chat/completions"
+        async with at.http.post(url, json=body, headers={"x-stainless-retry-count": "1"}) as response:
+            assert response.status == 200
+        _, shown = await at.get(path)
+        assert [(one["calls"], one["reward"]) for one in shown["lineages"][:1]] == [([first, branch], 0.5)]
+
+
 def test_a_repeated_call_extends_no_lineage() -> None:
     def call(name: str, continues: str = "", **fields: Any) -> SessionCall:
         choices = [SampledChoice(ids=[1, 2], logprobs=[0.0, 0.0])]
@@ -517,6 +535,13 @@ async def test_a_stored_response_keeps_its_calls_and_no_instructions() -> None:
         assert [message["role"] for message in sent] == ["system", "user", "assistant", "tool"]
         assert sent[0]["content"] == "Be short."
         assert sent[2]["tool_calls"][0]["id"] == item["call_id"]
+
+
+async def test_the_response_of_a_call_without_a_session_is_not_stored() -> None:
+    async with serving(say) as at:
+        status, answer = await at.post("/v1/responses", {"input": "one"})
+        assert status == 200
+        assert at.session(answer["id"]).calls[answer["id"]].stored is None
 
 
 async def test_a_whole_conversation_in_input_is_stored_by_what_is_new_in_it() -> None:
