@@ -257,7 +257,7 @@ class Agent:
             if not body["stream"]:
                 answer = await response.json()
                 return [_present(choice["message"]) for choice in answer["choices"]]
-            return _assembled((await response.text()).split("\n\n"), body["n"])
+            return assembled((await response.text()).split("\n\n"), body["n"])
 
 
 def user(text: str) -> Message:
@@ -277,7 +277,7 @@ def _present(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def _assembled(events: Sequence[str], n: int) -> list[Message]:
+def assembled(events: Sequence[str], n: int) -> list[Message]:
     """Return the messages of a stream, as a client puts them together."""
     messages: list[Message] = [{"role": "assistant"} for _ in range(n)]
     for event in events:

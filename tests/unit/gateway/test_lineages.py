@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.faithful import assembled
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.experience import Experience
@@ -50,7 +51,13 @@ class Agent:
     async def ask(self, text: str) -> str:
         """Ask, and keep the answer; return its id."""
         self.messages.append(user(text))
-        status, answer = await self.at.post(self.path, {"messages": self.messages, **self.options})
+        body = {"messages": self.messages, **self.options}
+        if self.options.get("stream"):
+            async with self.at.http.post(self.at.url + self.path, json=body) as response:
+                events = (await response.text()).split("\n\n")
+            self.messages += assembled(events, 1)
+            return str(json.loads(events[0].removeprefix("data: "))["id"])
+        status, answer = await self.at.post(self.path, body)
         assert status == 200, answer
         self.messages.append(answer["choices"][0]["message"])
         return str(answer["id"])
@@ -356,10 +363,12 @@ async def test_parallel_branches_with_equal_answers_stay_apart_and_are_counted_a
         assert (shown["ties"], at.app.counts["ties"], shown["breaks"]) == (3, 3, [])
 
 
-async def test_the_ids_of_calls_tell_equal_answers_apart() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_ids_of_calls_tell_equal_answers_apart(stream: bool) -> None:
     async with serving(lambda prompt: CALL if "done" not in prompt else "5") as at:
         session = (await at.open())["id"]
-        branches = [Agent(at, session, tools=[{"type": "function", "function": TOOL}]) for _ in range(3)]
+        options = {"tools": [{"type": "function", "function": TOOL}], "stream": stream}
+        branches = [Agent(at, session, **options) for _ in range(3)]
         roots = [await branch.ask("2+1?") for branch in branches]
         for number in (1, 0, 2):
             branches[number].messages.append({"role": "tool", "tool_call_id": "x", "content": "3"})
@@ -520,11 +529,15 @@ async def test_a_response_continues_the_stored_one_here_and_at_another_gateway_a
         assert [call.stored and len(call.stored.messages) for call in calls_of(at, session)] == [1, 1, 1, 1]
 
 
-async def test_a_stored_response_keeps_its_calls_and_no_instructions() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stored_response_keeps_its_calls_and_no_instructions(stream: bool) -> None:
     async with serving(lambda prompt: CALL if "3" not in prompt else "so 3") as at:
         session, asked = (await at.open())["id"], Asked(at)
         tools = [{"type": "function", **TOOL}]
-        _, first = await respond(at, session, "2+1?", tools=tools, instructions="Use the tool.")
+        body = {"input": "2+1?", "tools": tools, "instructions": "Use the tool.", "stream": stream}
+        async with at.http.post(f"{at.url}/s/{session}/v1/responses", json=body) as response:
+            last = (await response.text()).split("data: ")[-1]
+        first = json.loads(last)["response"] if stream else json.loads(last)
         [item] = first["output"]
         output = {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
         status, second = await respond(
