@@ -39,7 +39,7 @@ AGENTS = 32
 CHARACTERS = 4
 """Characters of a token."""
 SERVE = "--serve"
-"""Option of the gateway's own process; its values are the port and the URL of the engine."""
+"""Option of the gateway's own process; its values are the URL of the engine and ``gateway.merge``."""
 
 
 # -- the engine

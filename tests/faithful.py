@@ -93,8 +93,16 @@ class Witness:
         [tag] = [text for text in stop if text.startswith(TAG)]
         number = len({sampled.request for sampled in self.sampled})
         self.sampled += [
-            Sampled(tuple(prompt), tuple(one.token_ids), tuple(one.logprobs), temperature, version, tag, number)
-            for one in completions
+            Sampled(
+                tuple(prompt),
+                tuple(completion.token_ids),
+                tuple(completion.logprobs),
+                temperature,
+                version,
+                tag,
+                number,
+            )
+            for completion in completions
         ]
 
 
@@ -249,7 +257,7 @@ class Agent:
             if not body["stream"]:
                 answer = await response.json()
                 return [_present(choice["message"]) for choice in answer["choices"]]
-            return _assembled((await response.text()).split("\n\n"), body["n"])
+            return assembled((await response.text()).split("\n\n"), body["n"])
 
 
 def user(text: str) -> Message:
@@ -269,7 +277,7 @@ def _present(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None}
 
 
-def _assembled(events: Sequence[str], n: int) -> list[Message]:
+def assembled(events: Sequence[str], n: int) -> list[Message]:
     """Return the messages of a stream, as a client puts them together."""
     messages: list[Message] = [{"role": "assistant"} for _ in range(n)]
     for event in events:
@@ -311,45 +319,48 @@ def check(
         merge: ``gateway.merge``.
         shared_prefix: ``gateway.shared_prefix``.
     """
-    first_request = {one.tag: one.request for one in reversed(sampled)}
-    kept = [one for one in sampled if one.tag not in thrown_away or one.request != first_request[one.tag]]
+    first_request = {answer.tag: answer.request for answer in reversed(sampled)}
+    kept = [
+        answer for answer in sampled if answer.tag not in thrown_away or answer.request != first_request[answer.tag]
+    ]
     counts, uses = Counter(kept), Counter[Sampled]()
     for experience in experiences:
         uses.update(_answers_of(experience, sampled, uses, counts))
-    for one in sampled:
-        assert uses[one] <= counts[one], "an answer is trained on twice, or although its client threw it away"
+    for answer in sampled:
+        assert uses[answer] <= counts[answer], "an answer is trained on twice, or although its client threw it away"
 
     requests: dict[int, list[Sampled]] = defaultdict(list)
-    for one in kept:
-        requests[one.request].append(one)
-    continued, maybe = dict[Sampled, list[int]](), set[Sampled]()
+    for answer in kept:
+        requests[answer.request].append(answer)
+    continued, uncertain = dict[Sampled, list[int]](), set[Sampled]()
     for request, (choice, *_) in requests.items():
-        begins = [
-            one
-            for one in kept
-            if one.temperature == choice.temperature
-            and one.request != request
-            and group_of[one.tag] <= group_of[choice.tag]
-            and one.tokens == choice.prompt[: len(one.tokens)]
+        prefixes = [
+            answer
+            for answer in kept
+            if answer.temperature == choice.temperature
+            and answer.request != request
+            and group_of[answer.tag] <= group_of[choice.tag]
+            and answer.tokens == choice.prompt[: len(answer.tokens)]
         ]
-        longest = [one for one in begins if len(one.tokens) == max(len(other.tokens) for other in begins)]
-        if any(group_of[one.tag] == group_of[choice.tag] for one in begins):
-            maybe |= set(begins)  # of two requests at the same time, either may be recorded first
+        size = max((len(answer.tokens) for answer in prefixes), default=0)
+        longest = [answer for answer in prefixes if len(answer.tokens) == size]
+        if any(group_of[answer.tag] == group_of[choice.tag] for answer in prefixes):
+            uncertain |= set(prefixes)  # of two requests at the same time, either may be recorded first
         elif len(longest) == 1:
             continued.setdefault(longest[0], []).append(request)
         else:
-            maybe |= set(longest)
+            uncertain |= set(longest)
     least, most = Counter[Sampled](), Counter[Sampled]()
     for choices in requests.values():
-        is_chosen = [one in continued or one in maybe for one in choices]
-        for one, chosen in zip(choices, is_chosen, strict=True):
-            least[one] += not any(is_chosen) or (chosen and not maybe)
-            most[one] += not any(one in continued for one in choices) or chosen
-    for one in kept:
-        assert least[one] <= uses[one] <= most[one], (
-            f"an answer of {one.tag} is trained on {uses[one]} times, wanted {least[one]} to {most[one]}"
+        is_chosen = [answer in continued or answer in uncertain for answer in choices]
+        for answer, chosen in zip(choices, is_chosen, strict=True):
+            least[answer] += not any(is_chosen) or (chosen and not uncertain)
+            most[answer] += not any(answer in continued for answer in choices) or chosen
+    for answer in kept:
+        assert least[answer] <= uses[answer] <= most[answer], (
+            f"an answer of {answer.tag} is trained on {uses[answer]} times, wanted {least[answer]} to {most[answer]}"
         )
-    if not maybe and max(counts.values(), default=1) == 1:
+    if not uncertain and max(counts.values(), default=1) == 1:
         joined = 0
         for following in continued.values():
             children = sum(uses[choice] for request in following for choice in requests[request])
@@ -383,44 +394,48 @@ def check_rewards(
         False if the parents or the order of answers cannot be told from outside: requests at the same time, or answers
         with equal tokens.
     """
-    first_request = {one.tag: one.request for one in reversed(sampled)}
+    first_request = {answer.tag: answer.request for answer in reversed(sampled)}
     requests: dict[int, list[Sampled]] = defaultdict(list)
-    for one in sampled:
-        if one.tag not in thrown_away or one.request != first_request[one.tag]:
-            requests[one.request].append(one)
+    for answer in sampled:
+        if answer.tag not in thrown_away or answer.request != first_request[answer.tag]:
+            requests[answer.request].append(answer)
     groups = [group_of[choices[0].tag] for choices in requests.values()]
-    kept = [one for choices in requests.values() for one in choices]
-    if len(set(groups)) < len(groups) or len({(one.tokens, one.temperature) for one in kept}) < len(kept):
+    kept = [answer for choices in requests.values() for answer in choices]
+    if len(set(groups)) < len(groups) or len({(answer.tokens, answer.temperature) for answer in kept}) < len(kept):
         return False
     parents: dict[int, Sampled | None] = {}
     children: dict[Sampled, list[int]] = defaultdict(list)
     tree_of: dict[int, int] = {}
     for request, (choice, *_) in requests.items():
-        begins = [
-            one
-            for one in kept
-            if one.request < request
-            and one.temperature == choice.temperature
-            and one.tokens == choice.prompt[: len(one.tokens)]
+        prefixes = [
+            answer
+            for answer in kept
+            if answer.request < request
+            and answer.temperature == choice.temperature
+            and answer.tokens == choice.prompt[: len(answer.tokens)]
         ]
-        parent = parents[request] = max(begins, key=lambda one: len(one.tokens), default=None)
+        parent = parents[request] = max(prefixes, key=lambda answer: len(answer.tokens), default=None)
         tree_of[request] = request if parent is None else tree_of[parent.request]
         if parent is not None:
             children[parent].append(request)
-    trained = {request: [one for one in choices if children[one]] or choices for request, choices in requests.items()}
+    trained = {
+        request: [answer for answer in choices if children[answer]] or choices for request, choices in requests.items()
+    }
     rewards: dict[Sampled, float] = {}
     for request in sorted(requests, reverse=True):
         members = [number for number in requests if tree_of[number] == tree_of[request]]
         after = [number for number in requests if number > max(members)]
-        waiting = [number for number in after if (at := parents[number]) is not None and at.request < members[0]]
-        begun = [number for number in after if parents[number] is None]
-        follower = [*waiting[:1], *begun[:1]][:1]
-        for one in trained[request]:
-            following = [rewards[choice] for number in children[one] or follower for choice in trained[number]]
+        resumed = [number for number in after if (base := parents[number]) is not None and base.request < members[0]]
+        new_trees = [number for number in after if parents[number] is None]
+        follower = [*resumed[:1], *new_trees[:1]][:1]
+        for answer in trained[request]:
+            following = [rewards[choice] for number in children[answer] or follower for choice in trained[number]]
             by_rule = {"first": following[:1], "last": following[-1:], "mean": following}[shared_prefix]
-            rewards[one] = DISCOUNT * sum(by_rule) / len(by_rule) if by_rule else LAST_REWARD
-    wanted = {(one.tokens, one.temperature): reward for one, reward in rewards.items()}
-    actual = {(tuple(each.tokens.tolist()), each.temperature): each.reward for each in experiences}
+            rewards[answer] = DISCOUNT * sum(by_rule) / len(by_rule) if by_rule else LAST_REWARD
+    wanted = {(answer.tokens, answer.temperature): reward for answer, reward in rewards.items()}
+    actual = {
+        (tuple(experience.tokens.tolist()), experience.temperature): experience.reward for experience in experiences
+    }
     assert actual.keys() == wanted.keys()
     for key, reward in wanted.items():
         assert abs((actual[key] or 0.0) - reward) < 1e-6, f"reward {actual[key]}, wanted {reward}"
@@ -443,22 +458,26 @@ def _answers_of(
             place += 1
             continue
         matches = [
-            one
-            for one in sampled
-            if len(one.prompt) == place
-            and one.tokens == tokens[: len(one.tokens)]
-            and one.temperature == experience.temperature
-            and all(mask[place : len(one.tokens)])
+            candidate
+            for candidate in sampled
+            if len(candidate.prompt) == place
+            and candidate.tokens == tokens[: len(candidate.tokens)]
+            and candidate.temperature == experience.temperature
+            and all(mask[place : len(candidate.tokens)])
         ]
         assert matches, f"the mask at token {place} covers what no engine sampled after these tokens"
-        longest = [one for one in matches if len(one.tokens) == max(len(other.tokens) for other in matches)]
-        end = len(longest[0].tokens)
+        end = max(len(candidate.tokens) for candidate in matches)
+        longest = [candidate for candidate in matches if len(candidate.tokens) == end]
         logprobs, stamps = experience.logprobs[place - begin : end - begin], set(versions[place - begin : end - begin])
-        equal = [one for one in longest if torch.equal(logprobs, torch.tensor(one.logprobs, dtype=torch.float32))]
+        equal = [
+            candidate
+            for candidate in longest
+            if torch.equal(logprobs, torch.tensor(candidate.logprobs, dtype=torch.float32))
+        ]
         assert equal, "logprobs are the engine's"
-        equal = [one for one in equal if stamps == {one.version}]
+        equal = [candidate for candidate in equal if stamps == {candidate.version}]
         assert equal, "versions are the engine's"
-        answer = min(equal, key=lambda one: uses[one] + answers.count(one) - counts[one])
+        answer = min(equal, key=lambda candidate: uses[candidate] + answers.count(candidate) - counts[candidate])
         answers.append(answer)
         place = end
     assert answers, "an experience without a sampled token"

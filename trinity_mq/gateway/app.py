@@ -614,8 +614,12 @@ class GatewayApp:
             if isinstance(error, EngineError):
                 log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
+            field_names = protocol.field_names if isinstance(error, EngineRefused) else {}
         headers = {} if refused.retry_after is None else {"Retry-After": f"{max(1, round(refused.retry_after))}"}
-        body = protocol.error(str(refused), refused.kind, refused.param)
+        message, param = str(refused), refused.param
+        if param is not None and (name := field_names.get(param)):
+            message, param = message.replace(param, name), name
+        body = protocol.error(message, refused.kind, param)
         response = web.json_response(body, status=refused.status, headers=headers)
         if not request.content.is_eof():
             response.force_close()
@@ -735,9 +739,9 @@ class _Recording:
 
     def _store(self, answer: Mapping[str, Any]) -> StoredResponse | None:
         """Store the answer for requests that refer to it by its id. Return None if it is not stored."""
-        asked, message = self._asked, answer["choices"][0].get("message")
-        if not asked.stores or not isinstance(message, dict):
-            return None
+        asked, opened, message = self._asked, self.session.opened, answer["choices"][0].get("message")
+        if not asked.stores or opened is None or opened.ended or not isinstance(message, dict):
+            return None  # a session of a single call has no later requests
         session = self._app.store.ledger.get(self.session.id) or self.session
         responses, match = self.conversation.responses, self._match
         follows, first = asked.previous, asked.unstored

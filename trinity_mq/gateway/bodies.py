@@ -93,7 +93,7 @@ def shown(session: Session) -> dict[str, Any]:
                 "parent": lineage.parent,
                 "calls": lineage.calls,
                 "tokens": lineage.tokens,
-                "reward": session.lineage_rewards.get(lineage.calls[0]),
+                "reward": session.reward_of(lineage),
             }
             for lineage in session.lineages
         ],

@@ -10,6 +10,7 @@ sequence continues it. A sequence is found in two ways, both in time linear in t
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -399,21 +400,20 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
         calls: All calls of a session, in the order of the stream.
     """
     superseded = {call.supersedes for call in calls if call.supersedes}
+    attempts: dict[str, list[SessionCall]] = {}
+    """Calls by the digests of their requests, those with the highest retry counts first."""
+    for call in sorted(calls, key=lambda call: -call.retry):
+        if call.digest and call.call not in superseded:
+            attempts.setdefault(call.digest, []).append(call)
     for repeat in calls:
-        if not repeat.retry or not repeat.digest or repeat.supersedes:
+        if not repeat.retry or repeat.supersedes:
             continue
-        equal = [
-            call
-            for call in calls
-            if call.digest == repeat.digest
-            and call.retry < repeat.retry
-            and 0.0 < call.began <= repeat.at
-            and call.call not in superseded
-            and call.call not in repeat.siblings
-            and repeat.call not in call.siblings
-        ]
-        if equal:
-            superseded.add(max(equal, key=lambda call: call.retry).call)
+        equal = attempts.get(repeat.digest, [])
+        for place in range(bisect.bisect_right(equal, -repeat.retry, key=lambda call: -call.retry), len(equal)):
+            call = equal[place]
+            if 0.0 < call.began <= repeat.at and call.call not in repeat.siblings and repeat.call not in call.siblings:
+                superseded.add(equal.pop(place).call)
+                break
     return superseded
 
 
@@ -421,7 +421,8 @@ def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) 
     """Return the lineages of a session in the order of their first calls. Each call belongs to one lineage.
 
     The first call that continues a call extends its lineage. A later one begins a lineage of its own, whose parent is
-    the continued call. A call that its client repeated extends nothing.
+    the continued call. A call that its client repeated extends nothing. This division names lineages;
+    ``gateway.shared_prefix`` does not change it, although it may credit a shared prefix to a later branch.
 
     Args:
         calls: Calls of the session, in their order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,29 +134,21 @@ def answer_of(call: SessionCall, prompt: list[int], choice: int | None = None) -
     }
 
 
-class Answers:
-    """Prompts of the calls of a session.
+def prompt_of(call: SessionCall, calls: Mapping[str, SessionCall]) -> list[int]:
+    """Return the token ids of the whole prompt of a call.
 
     Args:
-        calls: Recorded calls of the session, in their order.
+        call: The call.
+        calls: Recorded calls of the session by id.
+
+    Raises:
+        ValueError: The call continues a call that is missing, or itself.
     """
-
-    def __init__(self, calls: Sequence[SessionCall]) -> None:
-        self._calls = {call.call: call for call in calls}
-
-    def prompt(self, call: SessionCall) -> list[int]:
-        """Return the token ids of the prompt of a call.
-
-        Raises:
-            ValueError: The call continues a call that is missing, or itself.
-        """
-        parts, left = [call.prompt], len(self._calls)
-        while call.continues:
-            continued = self._calls.get(call.continues)
-            if continued is None or call.choice >= len(continued.choices) or not left:
-                raise ValueError(
-                    f"call {call.call} continues {call.continues}, answer {call.choice}, which does not exist"
-                )
-            parts += [continued.choices[call.choice].ids, continued.prompt]
-            call, left = continued, left - 1
-        return [token for part in reversed(parts) for token in part]
+    parts, left = [call.prompt], len(calls)
+    while call.continues:
+        continued = calls.get(call.continues)
+        if continued is None or call.choice >= len(continued.choices) or not left:
+            raise ValueError(f"call {call.call} continues {call.continues}, answer {call.choice}, which does not exist")
+        parts += [continued.choices[call.choice].ids, continued.prompt]
+        call, left = continued, left - 1
+    return [token for part in reversed(parts) for token in part]

@@ -70,7 +70,7 @@ class Session:
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
     """Rewards by (call id, choice index). Index None covers every choice of the call."""
     lineage_rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards of lineages, by the id of the first call of each."""
+    """Rewards of lineages, by the id of the call that was the first of each when it was rewarded."""
     metrics: dict[str, float] = field(default_factory=dict)
     end: SessionEnd | None = None
     ended_at: float = 0.0
@@ -93,6 +93,8 @@ class Session:
     """
     taken_outside: frozenset[str] = frozenset()
     """Message ids of the events that outside programs published, stored when the events are removed."""
+    _lineages: list[SessionLineage] | None = field(default=None, init=False, repr=False, compare=False)
+    """Lineages of the calls. None: the calls have changed since they were built."""
 
     @property
     def state(self) -> State:
@@ -137,8 +139,15 @@ class Session:
     @property
     def lineages(self) -> list[SessionLineage]:
         """Lineages in the order of their first calls. Empty once the session is settled."""
-        calls = list(self.calls.values())
-        return lineages_of(calls, superseded_calls(calls))
+        if self._lineages is None:
+            calls = list(self.calls.values())
+            self._lineages = lineages_of(calls, superseded_calls(calls))
+        return self._lineages
+
+    def reward_of(self, lineage: SessionLineage) -> float | None:
+        """Return the reward of a lineage. None: it has none. A repeated request may have changed its first call."""
+        rewards = [self.lineage_rewards[call] for call in lineage.calls if call in self.lineage_rewards]
+        return rewards[-1] if rewards else None
 
     @property
     def replay(self) -> SessionReplay | None:
@@ -238,7 +247,7 @@ class Session:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        self.calls, self.call_rewards, self.lineage_rewards, self.metrics = {}, {}, {}, {}
+        self.calls, self.call_rewards, self.lineage_rewards, self.metrics, self._lineages = {}, {}, {}, {}, None
         self.reward, self.end, self.decided, self.last_at, self.ripe_at = None, None, None, 0.0, math.inf
         self.group = ""
         for event in self.events:
@@ -249,7 +258,7 @@ class Session:
         """Remove the events of a settled session, and keep the values that users query."""
         self.counts = (self.asked, self.sampled_tokens)
         self.taken_outside |= frozenset(event.message_id for event in self.events if event.outside)
-        self.events, self.calls = [], {}
+        self.events, self.calls, self._lineages = [], {}, None
 
     def _then(self, event: Event) -> None:
         body = event.body
@@ -258,6 +267,7 @@ class Session:
             self.opened, self.group = body, self.group or body.group
         elif isinstance(body, SessionCall):
             self.calls.setdefault(body.call, body)
+            self._lineages = None
             if self.opened is not None and self.opened.ended and self.end is None:
                 self._end(SessionEnd(session=self.id), event.at)
         elif isinstance(body, SessionReward):

@@ -24,7 +24,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.families.forms import AnswerForm
 from trinity_mq.gateway import app
 from trinity_mq.gateway.conversations import digest_of
-from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.gateway.session_store import MemorySessionStore, OutsideEvent
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
@@ -304,7 +304,7 @@ async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str) ->
         assert said["content"] == "aab"
         await at.post(path, {"messages": [question, said, {"role": "user", "content": "ab?"}]})
         calls = list(at.session(made["id"]).calls.values())
-        prompt = Answers(calls).prompt(calls[1])
+        prompt = prompt_of(calls[1], at.session(made["id"]).calls)
         sampled, cut = [0, 3, 4, 0, 0, 1, 4], [0, 3, 4, 0, MERGED, 4]
         follows = [MERGED, 3, 4]
         if merge == "renderer":

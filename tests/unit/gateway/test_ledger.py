@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,18 @@ def test_rewards_replace_or_add_and_count_once_by_their_id() -> None:
     assert stream.session("a").call_rewards == {("c1", None): 3.0, ("c0", 0): 4.0}
     assert stream.reward("a", 1.0, call="c9") == "refused"
     assert stream.reward("a", 1.0, call=2) == "refused"
+
+
+def test_many_rewards_of_lineages_are_applied_anew_in_little_time() -> None:
+    session = Session("a")
+    choices = [SampledChoice(ids=[1], logprobs=[0.0])]
+    bodies: list[Body] = [SessionCall(session="a", call=f"c{n}", at=1.0, choices=choices) for n in range(1000)]
+    bodies += [SessionReward(session="a", reward=1.0, lineage=f"c{n % 1000}", how="add") for n in range(2000)]
+    started = time.process_time()
+    for offset, body in enumerate(bodies):
+        session.add(Event(offset, offset, f"m{offset}", 1.0, body, 1))
+    assert time.process_time() - started < 3.0
+    assert session.lineage_rewards == {f"c{n}": 2.0 for n in range(1000)}
 
 
 @pytest.mark.parametrize(

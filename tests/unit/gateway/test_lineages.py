@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.faithful import assembled
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.experience import Experience
@@ -18,7 +19,7 @@ from trinity_mq.gateway import app, lineages
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
 from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
-from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.messages import SampledChoice, SessionCall, SessionReward, encode
@@ -50,7 +51,13 @@ class Agent:
     async def ask(self, text: str) -> str:
         """Ask, and keep the answer; return its id."""
         self.messages.append(user(text))
-        status, answer = await self.at.post(self.path, {"messages": self.messages, **self.options})
+        body = {"messages": self.messages, **self.options}
+        if self.options.get("stream"):
+            async with self.at.http.post(self.at.url + self.path, json=body) as response:
+                events = (await response.text()).split("\n\n")
+            self.messages += assembled(events, 1)
+            return str(json.loads(events[0].removeprefix("data: "))["id"])
+        status, answer = await self.at.post(self.path, body)
         assert status == 200, answer
         self.messages.append(answer["choices"][0]["message"])
         return str(answer["id"])
@@ -217,9 +224,8 @@ async def test_a_parent_with_ten_sub_agents_between_two_turns_is_one_experience(
         experiences = trained_on(at, session)
         assert len(experiences) == 11
         whole = next(one for one in experiences if one.info.get("turns") == 3)
-        assert whole.tokens.tolist() == Answers(calls_of(at, session)).prompt(calls_of(at, session)[-1]) + list(
-            calls_of(at, session)[-1].choices[0].ids
-        )
+        last = calls_of(at, session)[-1]
+        assert whole.tokens.tolist() == prompt_of(last, at.session(session).calls) + last.choices[0].ids
         assert whole.tokens.shape[0] == shown["lineages"][0]["tokens"]
         metrics = session_metrics(calls_of(at, session), len(experiences))
         assert (metrics["session_lineages"], metrics["session_calls"]) == (11, 23)
@@ -357,10 +363,12 @@ async def test_parallel_branches_with_equal_answers_stay_apart_and_are_counted_a
         assert (shown["ties"], at.app.counts["ties"], shown["breaks"]) == (3, 3, [])
 
 
-async def test_the_ids_of_calls_tell_equal_answers_apart() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_ids_of_calls_tell_equal_answers_apart(stream: bool) -> None:
     async with serving(lambda prompt: CALL if "done" not in prompt else "5") as at:
         session = (await at.open())["id"]
-        branches = [Agent(at, session, tools=[{"type": "function", "function": TOOL}]) for _ in range(3)]
+        options = {"tools": [{"type": "function", "function": TOOL}], "stream": stream}
+        branches = [Agent(at, session, **options) for _ in range(3)]
         roots = [await branch.ask("2+1?") for branch in branches]
         for number in (1, 0, 2):
             branches[number].messages.append({"role": "tool", "tool_call_id": "x", "content": "3"})
@@ -464,6 +472,24 @@ async def test_a_reward_can_name_a_lineage_by_any_of_its_calls() -> None:
             assert "lineage" in refused["error"]["message"]
 
 
+async def test_a_lineage_keeps_its_reward_when_a_repeat_makes_it_part_of_another() -> None:
+    async with serving(say) as at:
+        session = (await at.open())["id"]
+        path = f"/s/{session}"
+        begin = Agent(at, session)
+        first = await begin.ask("one")
+        lost, kept = Agent(at, session, *begin.messages), Agent(at, session, *begin.messages)
+        body = {"messages": [*begin.messages, user("left")]}
+        await lost.ask("left")
+        branch = await kept.ask("right")
+        await at.post(f"{path}/reward", {"reward": 0.5, "lineage": branch})
+        url = f"{at.url}{path}/v1/chat/completions"
+        async with at.http.post(url, json=body, headers={"x-stainless-retry-count": "1"}) as response:
+            assert response.status == 200
+        _, shown = await at.get(path)
+        assert [(one["calls"], one["reward"]) for one in shown["lineages"][:1]] == [([first, branch], 0.5)]
+
+
 def test_a_repeated_call_extends_no_lineage() -> None:
     def call(name: str, continues: str = "", **fields: Any) -> SessionCall:
         choices = [SampledChoice(ids=[1, 2], logprobs=[0.0, 0.0])]
@@ -503,11 +529,15 @@ async def test_a_response_continues_the_stored_one_here_and_at_another_gateway_a
         assert [call.stored and len(call.stored.messages) for call in calls_of(at, session)] == [1, 1, 1, 1]
 
 
-async def test_a_stored_response_keeps_its_calls_and_no_instructions() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stored_response_keeps_its_calls_and_no_instructions(stream: bool) -> None:
     async with serving(lambda prompt: CALL if "3" not in prompt else "so 3") as at:
         session, asked = (await at.open())["id"], Asked(at)
         tools = [{"type": "function", **TOOL}]
-        _, first = await respond(at, session, "2+1?", tools=tools, instructions="Use the tool.")
+        body = {"input": "2+1?", "tools": tools, "instructions": "Use the tool.", "stream": stream}
+        async with at.http.post(f"{at.url}/s/{session}/v1/responses", json=body) as response:
+            last = (await response.text()).split("data: ")[-1]
+        first = json.loads(last)["response"] if stream else json.loads(last)
         [item] = first["output"]
         output = {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
         status, second = await respond(
@@ -518,6 +548,13 @@ async def test_a_stored_response_keeps_its_calls_and_no_instructions() -> None:
         assert [message["role"] for message in sent] == ["system", "user", "assistant", "tool"]
         assert sent[0]["content"] == "Be short."
         assert sent[2]["tool_calls"][0]["id"] == item["call_id"]
+
+
+async def test_the_response_of_a_call_without_a_session_is_not_stored() -> None:
+    async with serving(say) as at:
+        status, answer = await at.post("/v1/responses", {"input": "one"})
+        assert status == 200
+        assert at.session(answer["id"]).calls[answer["id"]].stored is None
 
 
 async def test_a_whole_conversation_in_input_is_stored_by_what_is_new_in_it() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -209,6 +211,46 @@ def test_a_repeat_replaces_an_answer_that_another_gateway_recorded(calls: list[S
     assert superseded_calls(calls) == wanted
     found = session_experiences(calls, reward=1.0, call_rewards={}, merge="per_call", turn_discount=1.0)
     assert {one.response_text for one in found} == {call.call for call in calls} - wanted
+
+
+def attempt_like(number: int, draws: random.Random) -> SessionCall:
+    at, began, retry = draws.randint(1, 9), draws.randint(0, 9), draws.randint(0, 3)
+    fields = {
+        "digest": draws.choice(["", "a", "b"]),
+        "siblings": [f"c{draws.randint(0, 6)}"] if draws.random() < 0.2 else [],
+        "supersedes": f"c{draws.randint(0, 6)}" if draws.random() < 0.1 else "",
+    }
+    return elsewhere(f"c{number}", at, began=began, retry=retry).model_copy(update=fields)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_of_equal_requests_a_repeat_replaces_the_one_with_the_highest_retry_count(seed: int) -> None:
+    draws = random.Random(seed)
+    calls = [attempt_like(number, draws) for number in range(draws.randint(2, 8))]
+    wanted = {call.supersedes for call in calls if call.supersedes}
+    for repeat in (call for call in calls if call.retry and call.digest and not call.supersedes):
+        equal = [
+            call
+            for call in calls
+            if call.digest == repeat.digest
+            and call.retry < repeat.retry
+            and 0.0 < call.began <= repeat.at
+            and call.call not in {*wanted, *repeat.siblings}
+            and repeat.call not in call.siblings
+        ]
+        wanted |= {call.call for call in sorted(equal, key=lambda call: -call.retry)[:1]}
+    assert superseded_calls(calls) == wanted
+
+
+@pytest.mark.parametrize("digests", [1, 5000])
+def test_many_repeats_take_no_quadratic_time(digests: int) -> None:
+    calls = [
+        elsewhere(f"c{n}", n + 0.5, began=n + 0.1, retry=n % 1001).model_copy(update={"digest": f"{n % digests}"})
+        for n in range(5000)
+    ]
+    started = time.process_time()
+    assert len(superseded_calls(calls)) == (4995 if digests == 1 else 0)
+    assert time.process_time() - started < 3.0
 
 
 def fail(conversation: Conversation, call: str, retry: int, beside: str = "") -> None:

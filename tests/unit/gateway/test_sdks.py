@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.unit.gateway.serving import Serving, serving
-from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.testing.scripted import END, byte_codec
 
 TOOL_CALL = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -22,10 +22,10 @@ def check_recorded(at: Serving, session: str, *texts: str) -> None:
     """The answers are recorded token by token, each prompt continuing the turn before."""
     found = at.session(session)
     calls = list(found.calls.values())
-    codec, answers = byte_codec(), Answers(calls)
+    codec = byte_codec()
     assert [codec.decode([call.choices[0].ids])[0] for call in calls] == [text + END for text in texts]
     for number, call in enumerate(calls):
-        assert codec.decode([answers.prompt(call)])[0] == at.generator.prompts[number]
+        assert codec.decode([prompt_of(call, found.calls)])[0] == at.generator.prompts[number]
         assert len(call.choices[0].logprobs) == len(call.choices[0].ids)
         assert call.choices[0].versions == [(0, 1, 0)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
@@ -391,14 +391,25 @@ ANYTHING = st.recursive(
     max_leaves=6,
 )
 NAMES = ("model", "messages", "input", "prompt", "system", "instructions", "tools", "tool_choice", "stream_options")
+NAMES += (
+    "thinking",
+    "output_config",
+    "reasoning",
+    "text",
+    "include",
+    "store",
+    "previous_response_id",
+    "stop_sequences",
+)
+PARTS = st.fixed_dictionaries({"type": st.just("text") | ANYTHING}, optional={"text": ANYTHING, "thinking": ANYTHING})
+TYPES_OF_ITEMS = ("message", "function_call", "function_call_output", "local_shell_call", "reasoning", "thinking")
+TYPES_OF_ITEMS += ("redacted_thinking", "text", "tool_use", "tool_result", "tool_reference", "x")
 ITEMS = st.fixed_dictionaries(
     {},
     optional={
-        "type": st.sampled_from(
-            ["message", "function_call", "function_call_output", "reasoning", "text", "tool_use", "tool_result", "x"]
-        ),
+        "type": st.sampled_from(TYPES_OF_ITEMS) | ANYTHING,
         "role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | ANYTHING,
-        "content": ANYTHING | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": ANYTHING}), max_size=2),
+        "content": ANYTHING | st.lists(PARTS, max_size=2),
         "name": ANYTHING,
         "output": ANYTHING,
         "input": ANYTHING,
@@ -409,6 +420,7 @@ REQUESTS = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING | st
 
 @pytest.mark.parametrize("path", PROTOCOLS)
 @settings(max_examples=examples(300), deadline=None)
+@example({"messages": [{"role": "user", "content": [{"type": []}]}]})
 @given(REQUESTS)
 def test_no_request_is_a_fault(path: str, body: dict[str, Any]) -> None:
     protocol = PROTOCOLS[path]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from trinity_mq.gateway.protocols.base import (
@@ -45,6 +46,7 @@ class AnthropicProtocol(Protocol):
     """``/v1/messages``."""
 
     prefix = "msg_"
+    field_names = MappingProxyType({"reasoning_effort": "output_config.effort", "max_completion_tokens": "max_tokens"})
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
         check_options(body, PASSED)
@@ -223,7 +225,7 @@ def _of_one(role: str, parts: list[Any], where: str, deferred: Mapping[str, Any]
         elif kind == "tool_result" and role == "user":
             text = _result_text(part.get("content"), f"{where}.{number}.content", deferred)
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
-        elif kind in {"thinking", "redacted_thinking"} and role == "assistant":
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             thoughts.append(_thoughts_in(part, f"{where}.{number}"))
         else:
             raise BadRequest(

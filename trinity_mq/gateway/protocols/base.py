@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trinity_mq.messages.msgpack_scan import repair_surrogates
@@ -70,6 +71,8 @@ class Protocol(ABC):
 
     prefix: str
     """Prefix of the ids of its answers."""
+    field_names: Mapping[str, str] = MappingProxyType({})
+    """Names of the API for fields of chat completions, as the errors of engines name them."""
 
     def new_id(self) -> str:
         """Return a new id for an answer."""

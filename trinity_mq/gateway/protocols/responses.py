@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from trinity_mq.gateway.protocols.base import (
@@ -74,6 +75,9 @@ class ResponsesProtocol(Protocol):
     """``/v1/responses``."""
 
     prefix = "resp_"
+    field_names = MappingProxyType(
+        {"reasoning_effort": "reasoning.effort", "max_completion_tokens": "max_output_tokens"}
+    )
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
         previous, stores = body.get("previous_response_id") or "", body.get("store")

@@ -172,9 +172,13 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
     choice["written"].append(piece.get("text") or delta.get("content") or "")
     choice["thoughts"].append(thoughts_of(delta))
     for call in delta.get("tool_calls") or ():
-        texts = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
-        for name in texts:
-            texts[name] += (call.get("function") or {}).get(name) or ""
+        whole = choice["calls"].setdefault(
+            call.get("index") or 0, {"type": "function", "function": {"name": "", "arguments": ""}}
+        )
+        if call.get("id"):
+            whole["id"] = call["id"]
+        for name in whole["function"]:
+            whole["function"][name] += (call.get("function") or {}).get(name) or ""
     for name in ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text"):
         if piece.get(name) is not None:
             choice[name] = piece[name]
@@ -184,6 +188,6 @@ def _as_choice(choice: dict[str, Any]) -> dict[str, Any]:
     written, calls, thoughts = "".join(choice.pop("written")), choice.pop("calls"), "".join(choice.pop("thoughts"))
     if choice.pop("is_text", False):
         return {**choice, "text": written}
-    called = [{"function": dict(call)} for _, call in sorted(calls.items())]
+    called = [{**call, "function": dict(call["function"])} for _, call in sorted(calls.items())]
     message = {"content": written, "tool_calls": called}
     return {**choice, "message": {**message, "reasoning_content": thoughts} if thoughts else message}

@@ -57,6 +57,7 @@ LEVERS = {
     ),
     "evaluation": "explorer.eval_timeout bounds it; runner.concurrency gives it more slots",
     "tasks": "submit tasks with `trinity-mq submit`, or raise buffer.total_steps if the taskset is used up",
+    "sessions": "open a session there with `POST /sessions`, let an agent use its URL, and reward it (docs/serving.md)",
     "wait": "look at `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",
     "loading": "wait: the model is being loaded; see its log if that does not end",
     "nobody": "start the run: `trinity-mq run CONFIG`; `trinity-mq list` shows the runs of this machine",

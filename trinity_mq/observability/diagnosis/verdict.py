@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
+from trinity_mq.messages import (
+    EngineStatus,
+    ExplorerStatus,
+    GatewayStatus,
+    OperatorStatus,
+    RunnerStatus,
+    SilentAgent,
+    TrainerStatus,
+)
 from trinity_mq.observability.diagnosis.bottlenecks import bottleneck
 from trinity_mq.observability.diagnosis.facts import ObservationIndex, counted, duration_text, slices_of
 from trinity_mq.observability.diagnosis.levers import lever
@@ -270,8 +278,16 @@ def _overdue_slice(facts: ObservationIndex) -> Iterator[_Cause]:
 
 
 def _no_tasks(facts: ObservationIndex) -> Iterator[_Cause]:
-    if facts.explorer and facts.explorer[0].waits_for == NO_TASKS and not facts.explorer_waits_for_rollouts:
+    if facts.explorer is None or facts.explorer[0].waits_for != NO_TASKS or facts.explorer_waits_for_rollouts:
+        return
+    gateways = [beat.detail for beat, _ in facts.of_role("gateway") if isinstance(beat.detail, GatewayStatus)]
+    serving = next((gateway for gateway in gateways if gateway.url), None)
+    if serving is None:
         yield _Cause("waiting", None, "the run waits for tasks to be submitted", lever("tasks"))
+        return
+    words = f"the run waits for rewarded sessions at its gateway {serving.url}"
+    sessions = f"{serving.open} sessions are open; {serving.parked} wait for a reward or for their group"
+    yield _Cause("waiting", None, words, lever("sessions"), (sessions,))
 
 
 RULES: tuple[Callable[[ObservationIndex], Iterator[_Cause]], ...] = (

@@ -234,7 +234,7 @@ def _followers(answers: Sequence[_Answer]) -> dict[str, list[_Answer]]:
                 continue
             if (parent := of_call[0].parent) is None:
                 opened = opened or of_call
-            elif parent.call.at <= begun and parent.root.call != root:
+            elif parent.call.at <= begun:
                 followers[root] = of_call
                 break
         else:

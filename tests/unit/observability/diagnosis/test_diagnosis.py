@@ -222,6 +222,17 @@ def test_over_silent_and_without_tasks() -> None:
     assert diagnose(Observation(still=9.0)).state == "silent"
     found = seen(beat("explorer", state="idle", waits=("tasks to be submitted", 60.0)), without=("runner-1",))
     assert (found.state, found.culprit) == ("waiting", None)
+    assert "tasks to be submitted" in found.sentence
+
+
+def test_an_idle_run_with_a_gateway_waits_for_sessions_at_its_url() -> None:
+    gateway = beat("gateway", url="http://host:8710", open=2, parked=3)
+    explorer = beat("explorer", state="idle", waits=("tasks to be submitted", 60.0))
+    found = seen(explorer, gateway, without=("runner-1",))
+    assert (found.state, found.culprit) == ("waiting", None)
+    assert "http://host:8710" in found.sentence
+    assert "submit" not in found.sentence
+    assert found.evidence[0] == "2 sessions are open; 3 wait for a reward or for their group"
 
 
 def test_a_goodbye_that_is_heard_first_does_not_end_the_run() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.gateway.session import SETTLED, Session
 from trinity_mq.messages import SessionCall
 from trinity_mq.proof.chaos.sessions.clients import ClientSession, Traffic
@@ -172,7 +172,7 @@ def _starts_with(tokens: Tokens, beginning: Tokens) -> bool:
 def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
     """Return the tokens of a call's prompt and first answer; empty if a call that it continues is missing."""
     try:
-        prompt = Answers(list(calls.values())).prompt(call)
+        prompt = prompt_of(call, calls)
     except ValueError:
         return ()
     return (*prompt, *(call.choices[0].ids if call.choices else ()))
