@@ -22,7 +22,7 @@ memory. For all processes of the command: 64 processes. They are set inside the 
 outside counts.
 """
 TEMPORARY_BYTES = 1 << 26
-"""Size of /tmp, which is in memory."""
+"""Size of each of /tmp and /dev/shm, which are in memory."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Bytes of output after which the command is killed."""
 NOBODY = 65534
@@ -33,8 +33,10 @@ WRAP = [
     *("--clearenv", "--setenv", "PATH", PATH, "--setenv", "LANG", "C.UTF-8"),
     *("--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
     *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev"),
-    *("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"),
+    *("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/dev/shm"),
 ]
+READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/")
+"""The root and /dev are in memory, too, without a limit of their size."""
 
 
 def root_folders() -> list[str]:
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> int:
     *options, shell, flag, command = arguments
     limited = [shell, flag, f'{LIMITS} && exec "$@"', "limits", shell, flag, command]
     with subprocess.Popen(
-        [bwrap, *WRAP, *root_folders(), *options, *limited],
+        [bwrap, *WRAP, *root_folders(), *options, *READ_ONLY, *limited],
         env={"PATH": PATH},  # the command can read the environment of bwrap, which is process 1 of its /proc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
