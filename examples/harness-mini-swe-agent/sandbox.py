@@ -4,8 +4,8 @@ BubblewrapEnvironment starts this file as its ``executable``:
 
 sandbox.py [ARGUMENTS OF BWRAP] bash -c COMMAND
 
-Exit status 125: bubblewrap is missing. As root, the command runs as nobody, because the kernel does not limit the
-processes of root, and nobody becomes the owner of the working folder.
+Exit status 125: bubblewrap is missing, or root cannot become nobody. As root, the command runs as nobody, because the
+kernel does not limit the processes of root, and nobody becomes the owner of the working folder.
 """
 
 from __future__ import annotations
@@ -83,4 +83,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except OSError as error:
+        print(f"the sandbox cannot be made: {error}; start the runner as an ordinary user", file=sys.stderr)
+        sys.exit(UNAVAILABLE)

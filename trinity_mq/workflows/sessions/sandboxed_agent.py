@@ -171,16 +171,21 @@ class Sandbox:
             raise SandboxFailed(missing[0], kind="sandbox")
         if shutil.which("bwrap", path=os.environ.get("PATH")) is None:
             raise SandboxFailed("bwrap is not installed; install the package bubblewrap", kind="sandbox")
-        user = None
-        if os.getuid() == 0:
-            user = NOBODY
+        user = NOBODY if os.getuid() == 0 else None
+        if user is not None and (reason := await self._refused(user)):
+            _warn_of_root(reason)
+            user = None
+            await asyncio.to_thread(self._give_to, 0)
+        return await self._run_as(user, command, env, port, seconds)
+
+    async def _refused(self, user: int) -> str:
+        """Give the folders to a user. Return why the user can make no sandbox of them. Empty: it can."""
+        try:
             await asyncio.to_thread(self._give_to, user)
             checked = await self._run_as(user, ["true"], {}, 0, CHECK_SECONDS)
-            if checked.code != 0:
-                _warn_of_root(checked.output.strip())
-                user = None
-                await asyncio.to_thread(self._give_to, 0)
-        return await self._run_as(user, command, env, port, seconds)
+        except OSError as error:  # the root of a container may lack the user, or the right to become it
+            return str(error)
+        return "" if checked.code == 0 else checked.output.strip() or f"it ended with {checked.code}"
 
     def _give_to(self, user: int) -> None:
         for path in (self.folder, *self.folder.rglob("*")):
