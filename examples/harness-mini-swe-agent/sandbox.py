@@ -4,8 +4,8 @@ BubblewrapEnvironment starts this file as its ``executable``:
 
 sandbox.py [ARGUMENTS OF BWRAP] bash -c COMMAND
 
-Exit status 125: bubblewrap is missing. As root, the command runs as nobody, because the kernel does not limit the
-processes of root, and nobody becomes the owner of the working folder.
+Exit status 125: bubblewrap is missing, or root cannot become nobody. As root, the command runs as nobody, because the
+kernel does not limit the processes of root, and nobody becomes the owner of the working folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ memory. For all processes of the command: 64 processes. They are set inside the 
 outside counts.
 """
 TEMPORARY_BYTES = 1 << 26
-"""Size of /tmp, which is in memory."""
+"""Size of each of /tmp and /dev/shm, which are in memory."""
 MAX_OUTPUT_BYTES = 1 << 20
 """Bytes of output after which the command is killed."""
 NOBODY = 65534
@@ -33,8 +33,10 @@ WRAP = [
     *("--clearenv", "--setenv", "PATH", PATH, "--setenv", "LANG", "C.UTF-8"),
     *("--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
     *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache", "--proc", "/proc", "--dev", "/dev"),
-    *("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp"),
+    *("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/dev/shm"),
 ]
+READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/")
+"""The root and /dev are in memory, too, without a limit of their size."""
 
 
 def root_folders() -> list[str]:
@@ -62,7 +64,7 @@ def main(arguments: list[str]) -> int:
     *options, shell, flag, command = arguments
     limited = [shell, flag, f'{LIMITS} && exec "$@"', "limits", shell, flag, command]
     with subprocess.Popen(
-        [bwrap, *WRAP, *root_folders(), *options, *limited],
+        [bwrap, *WRAP, *root_folders(), *options, *READ_ONLY, *limited],
         env={"PATH": PATH},  # the command can read the environment of bwrap, which is process 1 of its /proc
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -81,4 +83,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except OSError as error:
+        print(f"the sandbox cannot be made: {error}; start the runner as an ordinary user", file=sys.stderr)
+        sys.exit(UNAVAILABLE)

@@ -65,10 +65,23 @@ class TestSandbox:
             (":(){ :|:& };: 2>&1 | head -c 300; exit", "Resource temporarily unavailable"),
             ("python3 -c 'bytearray(2 << 30)'", "MemoryError"),
             ("head -c 100M /dev/zero > /tmp/x", "No space left on device"),
+            ("head -c 100M /dev/zero > /dev/shm/x", "No space left on device"),
+            ("touch /x", "Read-only file system"),
+            ("touch /dev/x", "Read-only file system"),
             ("head -c 300M /dev/zero > x; echo $?", "153"),
             ("yes", "the sandbox ended the command after 1048576 bytes of output"),
         ],
-        ids=["processes", "fork bomb", "memory", "temporary files", "file", "output"],
+        ids=[
+            "processes",
+            "fork bomb",
+            "memory",
+            "temporary files",
+            "shared memory",
+            "root",
+            "devices",
+            "file",
+            "output",
+        ],
     )
     def test_a_command_is_limited(self, folder: str, command: str, output: str) -> None:
         done = sandboxed(command, folder)

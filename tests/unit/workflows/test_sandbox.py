@@ -1,10 +1,14 @@
 """Agents in their sandbox: what they reach, what they leave, and how they end. The agents are shell scripts."""
 
 import asyncio
+import contextlib
 import os
 import shutil
+import socket
 import stat
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,69 @@ async def test_processes_that_outlive_the_agent_or_its_time_are_ended(folders: P
     _, [experience] = await run(ASK + "(sleep 987654 &)\nsleep 987654", seconds=3.0)
     assert (experience.reward, experience.metrics["agent_timed_out"]) == (1.0, 1.0)
     await until(lambda: not sleepers())
+
+
+@pytest.fixture
+def python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that nobody can read: that of root may be in its home."""
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if os.getuid() == 0:
+        program = shutil.which(name, path="/usr/local/bin:/usr/bin")
+        if program is None:
+            pytest.skip(f"there is no {name} that the user nobody can read")
+        monkeypatch.setattr("sys.base_prefix", str(Path(program).parents[1]))
+
+
+@contextlib.asynccontextmanager
+async def sandbox_of(**limits: Any) -> AsyncIterator[Sandbox]:
+    """A sandbox without a gateway, in a folder that nobody can reach."""
+    sandbox = Sandbox(Path(tempfile.mkdtemp(dir="/tmp")), **limits)
+    sandbox.prepare({"task.txt": "4\n", "~/.config/agent.toml": "2\n"})
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.bind(str(sandbox.socket))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.remove()
+
+
+WRITERS = """
+for number in $(seq 40); do setsid bash -c 'while :; do echo $RANDOM >987654; done' </dev/null >/dev/null 2>&1 & done
+sleep 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "seconds"),
+    [("exit 3", 3, 20.0), ("kill -9 $PPID", 137, 20.0), ("sleep 987654", None, 3.0)],
+    ids=["it ends", "it kills the first process", "its time is over"],
+)
+async def test_no_process_runs_beside_the_judge(script: str, code: int | None, seconds: float) -> None:
+    async with sandbox_of() as sandbox:
+        ended = await sandbox.run(["bash", "-c", WRITERS + script], {}, 8000, seconds)
+        assert sleepers() == []
+    assert ended.code == code
+
+
+@pytest.mark.usefixtures("python")
+async def test_the_number_of_processes_is_limited_for_root_too() -> None:
+    script = "cat task.txt ~/.config/agent.toml >read; for number in $(seq 100); do sleep 5 & done"
+    async with sandbox_of(processes=32) as sandbox:
+        ended = await sandbox.run(["bash", "-c", script], {}, 8000, 20.0)
+        assert "Resource temporarily unavailable" in ended.output
+        assert read_text(sandbox.work, "read") == "4\n2\n"
+
+
+async def test_other_users_of_the_host_do_not_see_the_variables_of_an_agent() -> None:
+    async with sandbox_of() as sandbox:
+        running = asyncio.create_task(sandbox.run(["sleep", "2"], {"OPENAI_API_KEY": "sk-secret-1"}, 8000, 20.0))
+        seen: set[bytes] = set()
+        while not running.done():
+            seen |= {reading(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
+            await asyncio.sleep(0.05)
+        assert (await running).code == 0
+    assert b"sleep\x002\x00" in seen
+    assert not [line for line in seen if b"sk-secret-1" in line]
 
 
 def sleepers() -> list[str]:

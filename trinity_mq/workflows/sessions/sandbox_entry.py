@@ -3,8 +3,8 @@
 The sandbox has no network. The agent connects to the gateway's address on the loopback of the sandbox. Connections are
 passed on to the gateway's Unix socket, which is the only way out. This file is run alone, with the standard library.
 
-Usage: ``sandbox_entry.py <json>`` with ``socket``, ``port``, ``limits`` (by name of the constant in ``resource``) and
-``command``.
+Its standard input is JSON with ``socket``, ``port``, ``limits`` (by name of the constant in ``resource``), ``command``
+and ``env``.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ async def main(settings: dict[str, Any]) -> int:
     for name, limit in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
     try:
-        agent = await asyncio.create_subprocess_exec(*settings["command"], stdin=asyncio.subprocess.DEVNULL)
+        agent = await asyncio.create_subprocess_exec(
+            *settings["command"], stdin=asyncio.subprocess.DEVNULL, env=settings["env"]
+        )
     except OSError as error:
         sys.stderr.write(f"{settings['command'][0]} cannot be started: {error}\n")
         return NOT_STARTED
@@ -53,5 +55,5 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 if __name__ == "__main__":
-    code = asyncio.run(main(json.loads(sys.argv[1])))
+    code = asyncio.run(main(json.load(sys.stdin)))
     sys.exit(code if code >= 0 else 128 - code)  # ended by a signal: as shells report it

@@ -11,6 +11,8 @@ change the reward.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 import os
 import shutil
@@ -51,6 +53,12 @@ ACCOUNTS = f"agent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/bash\n"
 HOSTS = "127.0.0.1 localhost\n"
 TAIL_BYTES = 4000
 """Bytes from the end of the agent's output that are kept."""
+NOBODY = 65534
+"""User and group of root's agents, because the kernel does not limit the number of root's processes."""
+CHECK_SECONDS = 30.0
+"""Time limit for an empty command in a sandbox."""
+END_SECONDS = 30.0
+"""Seconds from the kill of a sandbox to the end of its last process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class Sandbox:
         memory_bytes: Size of each of the file systems in memory, ``/tmp`` and ``/dev/shm``.
         file_bytes: Maximum size of each file that the agent writes.
         cpu_seconds: Maximum processor time of each process.
-        processes: Maximum number of processes and threads. The kernel does not limit root.
+        processes: Maximum number of processes and threads.
     """
 
     folder: Path
@@ -119,27 +127,9 @@ class Sandbox:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def command(self, command: Sequence[str], env: Mapping[str, str], port: int) -> list[str]:
-        """Return the command on the host that runs ``command`` in this sandbox.
-
-        Args:
-            command: The agent and its arguments.
-            env: All environment variables of the agent except ``HOME`` and, unless it is set here, ``PATH``.
-            port: Port of the gateway. The agent reaches it at ``127.0.0.1`` as on the host.
-        """
+    def arguments(self) -> list[str]:
+        """Return the arguments of ``bwrap`` that run the first process in this sandbox, ``sandbox_entry.py``."""
         python = Path(sys.base_prefix)
-        variables = {"PATH": PATH, "LANG": "C.UTF-8", **env, "HOME": HOME}
-        entry = {
-            "socket": SOCKET,
-            "port": port,
-            "limits": {
-                "RLIMIT_FSIZE": self.file_bytes,
-                "RLIMIT_CPU": self.cpu_seconds,
-                "RLIMIT_NPROC": self.processes,
-                "RLIMIT_CORE": 0,
-            },
-            "command": list(command),
-        }
         arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
         arguments += ["--unshare-user", "--disable-userns", "--uid", str(USER_ID), "--gid", str(USER_ID)]
         for path in SYSTEM:
@@ -160,31 +150,87 @@ class Sandbox:
         arguments += ["--bind", str(self.work), WORK, "--bind", str(self.home), HOME]
         arguments += ["--ro-bind", str(self.socket), SOCKET, "--chdir", WORK]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
-        for name, value in variables.items():
-            arguments += ["--setenv", name, value]
         interpreter = python / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        return ["bwrap", *arguments, "--", str(interpreter), "-I", "-S", ENTRY_INSIDE, json.dumps(entry)]
+        return [*arguments, "--", str(interpreter), "-I", "-S", ENTRY_INSIDE]
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.
 
+        Root's agents run as nobody. Where nobody can make no sandbox, they run as root, with a warning.
+
+        Args:
+            command: The agent and its arguments.
+            env: All environment variables of the agent except ``HOME`` and, unless it is set here, ``PATH``.
+            port: Port of the gateway. The agent reaches it at ``127.0.0.1`` as on the host.
+            seconds: Time limit.
+
         Raises:
-            SandboxFailed: ``bwrap`` is not installed, or a visible path does not exist.
+            SandboxFailed: ``bwrap`` is not installed, a visible path does not exist, or a process did not end.
         """
         if missing := missing_paths(self.visible):
             raise SandboxFailed(missing[0], kind="sandbox")
         if shutil.which("bwrap", path=os.environ.get("PATH")) is None:
             raise SandboxFailed("bwrap is not installed; install the package bubblewrap", kind="sandbox")
-        process = await asyncio.create_subprocess_exec(
-            *self.command(command, env, port),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            # bwrap is a process of the sandbox: the agent can read its environment
-            env={"PATH": os.environ.get("PATH", PATH)},
-            start_new_session=True,
-        )
+        user = NOBODY if os.getuid() == 0 else None
+        if user is not None and (reason := await self._refused(user)):
+            _warn_of_root(reason)
+            user = None
+            await asyncio.to_thread(self._give_to, 0)
+        return await self._run_as(user, command, env, port, seconds)
+
+    async def _refused(self, user: int) -> str:
+        """Give the folders to a user. Return why the user can make no sandbox of them. Empty: it can."""
+        try:
+            await asyncio.to_thread(self._give_to, user)
+            checked = await self._run_as(user, ["true"], {}, 0, CHECK_SECONDS)
+        except OSError as error:  # the root of a container may lack the user, or the right to become it
+            return str(error)
+        return "" if checked.code == 0 else checked.output.strip() or f"it ended with {checked.code}"
+
+    def _give_to(self, user: int) -> None:
+        for path in (self.folder, *self.folder.rglob("*")):
+            os.chown(path, user, user, follow_symlinks=False)
+
+    async def _run_as(
+        self, user: int | None, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float
+    ) -> Ended:
+        entry = {
+            "socket": SOCKET,
+            "port": port,
+            "limits": {
+                "RLIMIT_FSIZE": self.file_bytes,
+                "RLIMIT_CPU": self.cpu_seconds,
+                "RLIMIT_NPROC": self.processes,
+                "RLIMIT_CORE": 0,
+            },
+            "command": list(command),
+            "env": {"PATH": PATH, "LANG": "C.UTF-8", **env, "HOME": HOME},
+        }
+        account: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": ()}
+        info, info_inside = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *("bwrap", "--info-fd", str(info_inside), *self.arguments()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                # bwrap is a process of the sandbox: the agent can read its environment
+                env={"PATH": os.environ.get("PATH", PATH)},
+                start_new_session=True,
+                pass_fds=(info_inside,),
+                **account,
+            )
+        except BaseException:
+            os.close(info)
+            raise
+        finally:
+            os.close(info_inside)
+        first = asyncio.create_task(asyncio.to_thread(_open_first, info), name="first process of a sandbox")
+        assert process.stdin is not None
         assert process.stdout is not None
+        # all users of the host can read the arguments of a process; the variables hold the key of the session
+        process.stdin.write(json.dumps(entry).encode())
+        process.stdin.close()
         tail = bytearray()
         try:
             async with asyncio.timeout(seconds):
@@ -194,9 +240,7 @@ class Sandbox:
         except TimeoutError:
             code = None
         finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.shield(process.wait())
+            await asyncio.shield(_end(process, first))
         return Ended(code, tail.decode(errors="replace"))
 
     async def remove(self) -> None:
@@ -208,6 +252,48 @@ class Sandbox:
             await process.wait()
         if self.folder.exists():
             log.warning("sandbox_not_removed", folder=str(self.folder))
+
+
+@functools.cache
+def _warn_of_root(reason: str) -> None:
+    """Warn once for each reason."""
+    log.warning("sandbox_of_root", reason=reason, consequence="the number of processes of an agent is not limited")
+
+
+def _open_first(info: int) -> int | None:
+    """Return a descriptor (pidfd) of the first process in a sandbox, which ``bwrap`` writes to ``info``. None: it has
+    ended, or never began.
+    """
+    with os.fdopen(info) as file, contextlib.suppress(ValueError, ProcessLookupError):
+        return os.pidfd_open(json.load(file)["child-pid"])
+    return None
+
+
+async def _end(process: asyncio.subprocess.Process, first: asyncio.Task[int | None]) -> None:
+    """Kill a sandbox, and wait for its last process.
+
+    ``bwrap`` may end before the processes in the sandbox. The kernel reports the end of the first of them after the
+    end of all others.
+
+    Raises:
+        SandboxFailed: A process did not end.
+    """
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    descriptor = await first
+    if descriptor is None:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            await ended.wait()
+    except TimeoutError as error:
+        raise SandboxFailed(f"a process of the agent still ran {END_SECONDS:g} s after its kill") from error
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def read_text(folder: Path, name: str, max_bytes: int = 1 << 20) -> str | None:
