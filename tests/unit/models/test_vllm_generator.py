@@ -13,9 +13,11 @@ from aiohttp import web
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
 from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits, silence_limit
+from trinity_mq.families.forms import AnswerForm
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
 from trinity_mq.testing.virtual_time import run_virtually
@@ -51,8 +53,7 @@ class Vllm:
             raise VllmSilent(500, f"no answer to {path}") from error
         return {}
 
-    def generator(self, home: Path) -> VllmGenerator:
-        codec: Any = None
+    def generator(self, home: Path, codec: Any = None) -> VllmGenerator:
         client: Any = self
         workers = len(self.problems)
         options = {"vocabulary": 9, "max_model_len": 9, "pause_mode": "wait", "home": home, "workers": workers}
@@ -65,6 +66,23 @@ def play(act: Callable[[], Awaitable[None]]) -> None:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def test_a_form_that_the_vocabulary_cannot_write_is_refused(tmp_path: Path) -> None:
+    def generator(characters: str) -> VllmGenerator:
+        folder = tmp_path / characters[:1]
+        ensure_model_folder(ModelConfig(tiny=TinyModelConfig(characters=characters)), folder, 0)
+        return Vllm([]).generator(tmp_path, TextCodec.load(folder))
+
+    digits = generator("0123456789")
+    answer = AnswerForm("response_format", {"type": "object"})
+    call = AnswerForm("tool_choice", tools=[{"type": "function", "function": {"name": "add"}}], must_call=True)
+    for form in (answer, call):
+        with pytest.raises(ApiError, match=f"{form.option} demands a JSON object, which .* cannot write") as refused:
+            digits.grammar_of(form, "")
+        assert (refused.value.status, refused.value.code) == (400, "unsupported_option")
+    assert digits.grammar_of(AnswerForm("response_format", {"type": "integer"}), "")
+    assert generator('{}":,0').grammar_of(answer, "")
 
 
 @pytest.mark.parametrize("path", [api.START_UPDATE, api.UPDATE])

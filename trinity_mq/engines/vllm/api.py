@@ -6,6 +6,7 @@ Requests and answers hold token ids. Its server loads the tokenizer only to comp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -132,11 +133,10 @@ def server_command(
     dedicated: bool = False,
     room: AdapterRoom | None = None,
     fixed: bool = False,
-    tokenizer: bool = True,
 ) -> list[str]:
     """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters, or ``fixed`` weights,
     it loads the folder's weights, else random weights, which a sync replaces. ``dedicated``: no other process uses the
-    GPU. Without ``tokenizer`` the server cannot constrain answers.
+    GPU.
 
     Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
     prompt of that length can be scored.
@@ -165,7 +165,6 @@ def server_command(
     if cpu and rollout.tensor_parallel_size == 1:
         options["distributed-executor-backend"] = CPU_EXECUTOR
     flags = ["enable-scale-out", "disable-uvicorn-access-log"]
-    flags += [] if tokenizer else ["skip-tokenizer-init"]
     flags += ["enforce-eager"] if _eager(settings, cpu) else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
     flags += ["enable-lora"] if room else []
@@ -252,8 +251,21 @@ def serve(arguments: Sequence[str]) -> None:
     die_with_parent(int(arguments[0]), signal.SIGKILL)
     from vllm.entrypoints.launchers.api_server.entry import main
 
+    switch_off_decisions()
     sys.argv[1:] = arguments[1:]
     main()
+
+
+def switch_off_decisions() -> None:
+    """Switch off vLLM's route for structured decisions, which nothing here calls.
+
+    For some architectures, vLLM prepares this route at its start: it tokenizes a conversation and all capital letters,
+    and ends if the chat template refuses the conversation or if the vocabulary lacks a letter.
+    """
+    with contextlib.suppress(ImportError):  # a version without the route
+        from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
+
+        READ_STRATEGIES.clear()
 
 
 # -- requests and answers

@@ -18,7 +18,7 @@ from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
 from trinity_mq.config import ModelConfig
 from trinity_mq.engines.generation.batch_step import PauseMode
-from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE
 from trinity_mq.engines.protocol import Engine, EngineJob
 from trinity_mq.engines.server.http_server import HttpServer
@@ -38,15 +38,6 @@ log = structlog.get_logger(__name__)
 ASK_EVERY = 0.2
 STOP_SECONDS = 10.0
 """Seconds from the request to end until the kill. The process holds nothing that is worth a longer wait."""
-
-
-def _writes_probe(codec: TextCodec) -> bool:
-    """Return whether the tokenizer writes the conversation that vLLM renders at its start; otherwise vLLM would end."""
-    try:
-        codec.encode(codec.render([{"role": "user", "content": "x"}]))
-    except TextError:
-        return False
-    return True
 
 
 async def _until_ready(child: Process, client: VllmClient) -> None:
@@ -152,16 +143,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
         # only a supervisor knows all processes of this machine
         dedicated = PLACED_VARIABLE in os.environ and bool(visible_devices()) and not shares_gpu()
         command = api.server_command(
-            folder,
-            socket,
-            model,
-            rollout,
-            max_model_len,
-            cpu=cpu,
-            dedicated=dedicated,
-            room=room,
-            fixed=fixed,
-            tokenizer=_writes_probe(codec),
+            folder, socket, model, rollout, max_model_len, cpu=cpu, dedicated=dedicated, room=room, fixed=fixed
         )
         sleeps = config.synchronizer.colocated and not cpu and not fixed
         command += ["--enable-sleep-mode"] if sleeps else []

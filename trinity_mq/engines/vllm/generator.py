@@ -14,7 +14,7 @@ from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.card import SleepLevel
 from trinity_mq.engines.generation.batch_step import PauseMode
 from trinity_mq.engines.generation.request import ScoreRequest
-from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient, VllmSilent
@@ -24,6 +24,8 @@ from trinity_mq.models.errors import ModelError
 
 log = structlog.get_logger(__name__)
 
+OBJECT = '{"":}'
+"""Characters of every JSON object with a member. Under a grammar whose characters the vocabulary lacks, vLLM fails."""
 COMMAND_TIMEOUT = 120.0
 WORKER_GRACE = 60.0
 """Seconds that a worker has to report the end of a transfer; more than its last attempts to read a bucket take."""
@@ -85,9 +87,14 @@ class VllmGenerator:
             ApiError: 400; the form cannot be promised.
         """
         try:
+            if form.must_call or (form.schema or {}).get("type") == "object":
+                self.codec.encode(OBJECT)
             return grammar_of(form, self.codec.family, self.codec.template, prompt_end)
         except FormError as error:
             raise bad_request(str(error), form.option, "unsupported_option") from error
+        except TextError as error:
+            message = f"{form.option} demands a JSON object, which this model cannot write: {error}"
+            raise bad_request(message, form.option, "unsupported_option") from error
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
         """Make vLLM's workers receive the weights without touching the model; return the spec instead of the tensors.
