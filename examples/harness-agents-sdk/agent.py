@@ -9,42 +9,29 @@ import sys
 import rollouts
 from openai import AsyncOpenAI
 
-from agents import (
-    Agent,
-    AgentsException,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    RunConfig,
-    Runner,
-    function_tool,
-)
+import agents
 
-API = {"responses": OpenAIResponsesModel, "chat_completions": OpenAIChatCompletionsModel}[sys.argv[1]]
-SETTINGS = RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to its maker
+API = {"responses": agents.OpenAIResponsesModel, "chat_completions": agents.OpenAIChatCompletionsModel}[sys.argv[1]]
+SETTINGS = agents.RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to its maker
 
 
-@function_tool
+@agents.function_tool
 def add(first: float, second: float) -> float:
     """Add two numbers."""
     return first + second
 
 
-async def answer_of(rollout: dict) -> str:
-    """Return the answer of the agents; empty after a mistake of the model."""
+async def reward_of(rollout: dict) -> float:
+    """Return 1 for the right answer; 0 for another answer, and for a mistake of the model."""
     async with AsyncOpenAI(base_url=rollout["base_url"], api_key=rollout["key"]) as client:
         model = API(rollout["model"], client)
-        calculator = Agent("calculator", instructions="Answer with the number only.", tools=[add], model=model)
-        reception = Agent("reception", instructions="Hand sums off.", handoffs=[calculator], model=model)
+        calculator = agents.Agent("calculator", instructions="Answer with the number only.", tools=[add], model=model)
+        reception = agents.Agent("reception", instructions="Hand sums off.", handoffs=[calculator], model=model)
         try:
-            run = await Runner.run(reception, rollout["task"]["question"], max_turns=8, run_config=SETTINGS)
-        except AgentsException:  # too many turns, or a call of a tool that does not exist
-            return ""
-        return str(run.final_output)
+            run = await agents.Runner.run(reception, rollout["task"]["question"], max_turns=8, run_config=SETTINGS)
+        except agents.AgentsException:  # too many turns, or a call of a tool that does not exist
+            return 0.0
+        return float(str(run.final_output).strip() == rollout["task"]["answer"])
 
 
-def reward_of(rollout: dict) -> float:
-    """Return 1 for the right answer, else 0."""
-    return float(asyncio.run(answer_of(rollout)).strip() == rollout["task"]["answer"])
-
-
-rollouts.serve(reward_of)
+rollouts.serve(lambda rollout: asyncio.run(reward_of(rollout)))

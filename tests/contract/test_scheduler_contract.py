@@ -167,11 +167,11 @@ def test_experiences_of_an_evaluation_are_returned_where_that_is_asked_for(world
 def test_wait_all_starts_its_timer_anew_and_takes_nothing(world: SchedulerWorld) -> None:
     async def scene(stage: Stage) -> None:
         scheduler = stage.scheduler
-        scheduler.schedule(stage.tasks(2.0, 4.0), 1)
+        scheduler.schedule(stage.tasks(1.0, 2.0, 3.0, 4.0, 5.0), 1)
         scheduler.schedule(stage.tasks(6.0), 2)
         async with stage.lasts(6.0, 7.0):
-            await scheduler.wait_all(timeout=3.0 * stage.unit)
-        assert len((await scheduler.get_results(1))[1]) == 2
+            await scheduler.wait_all(timeout=4.5 * stage.unit)  # a timer that started once would end before
+        assert len((await scheduler.get_results(1))[1]) == 5
         assert len((await scheduler.get_results(2))[1]) == 1
 
     world.play(scene)

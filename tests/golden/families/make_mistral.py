@@ -30,7 +30,6 @@ from tests.golden.families.conversations import CASES  # noqa: E402
 
 VERSIONS = {
     "v3": instruct.InstructTokenizerV3,
-    "v7": instruct.InstructTokenizerV7,
     "v11": instruct.InstructTokenizerV11,
     "v13": instruct.InstructTokenizerV13,
 }

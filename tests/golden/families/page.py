@@ -59,8 +59,8 @@ def calls_of(proof: Proof) -> str:
     if proof.refused >= WITH_CALLS - WITH_THOUGHTS:
         offered = "tools" in proof.refused or not proof.writes_tools
         return "no" if offered else "tools only"
-    one = "one a message" if "parallel calls" in proof.refused else "yes"
-    return one if proof.writes_tools else f"{one}, but no tools"
+    calls = "one a message" if "parallel calls" in proof.refused else "yes"
+    return calls if proof.writes_tools else f"{calls}, but no tools"
 
 
 def models() -> Iterator[tuple[str, ...]]:
@@ -134,8 +134,8 @@ def written(page: str) -> str:
     for name in TABLES:
         begin, end = f"<!-- {name} -->\n\n", f"\n<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
+        _, mark, after = rest.partition(end)
+        if not mark:
             raise ValueError(f"{PAGE} has no lines {begin.strip()} and {end.strip()}")
         page = f"{before}{begin}{table(name)}{end}{after}"
     return page

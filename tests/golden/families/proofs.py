@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.golden.families.conversations import CASES, Case, Message
@@ -105,6 +105,39 @@ def _with_text(call: Message) -> Message:
 _QWEN35_OFF = EARLIER | THOUGHTS_OFF
 _XML = "a closing tag in the text of an argument ends the argument"
 _ALONE = "the template writes no text next to calls"
+_QWEN35 = Proof(
+    "qwen3.5",
+    "qwen3.5",
+    (({}, EARLIER), (OFF, _QWEN35_OFF), (ON, EARLIER)),
+    thoughts="reasoning_content",
+    unread=TAGS,
+    reason=_XML,
+    breaks=AFTER_THOUGHTS,
+)
+_LLAMA31 = Proof(
+    "llama3.1",
+    "llama",
+    refused=frozenset(("parallel calls",)),
+    unread=frozenset(("text and call",)),
+    reason=_ALONE,
+)
+_GLM45 = Proof(
+    "glm4.5",
+    "glm",
+    (({}, AFTER_THOUGHTS), (OFF, WITH_THOUGHTS)),
+    thoughts="reasoning_content",
+    unread=TAGS,
+    reason=_XML,
+    breaks=AFTER_THOUGHTS,
+)
+_MISTRAL = Proof(
+    "mistral-nemo",
+    "mistral",
+    (({}, MOVED),),
+    unread=frozenset(("text and call",)),
+    reason=_ALONE,
+    breaks=MOVED,
+)
 
 PROOFS = (
     Proof("qwen2.5", "hermes"),
@@ -117,80 +150,19 @@ PROOFS = (
     ),
     Proof("qwen3-instruct-2507", "hermes"),
     Proof("qwen3-thinking-2507", "hermes", (({}, FINISHED),), thoughts="reasoning_content", breaks=AFTER_THOUGHTS),
-    Proof(
-        "qwen3.5",
-        "qwen3.5",
-        (({}, EARLIER), (OFF, _QWEN35_OFF), (ON, EARLIER)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=AFTER_THOUGHTS,
-    ),
-    Proof(
-        "qwen3.5-small",
-        "qwen3.5",
-        (({}, _QWEN35_OFF), (OFF, _QWEN35_OFF), (ON, EARLIER)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=AFTER_THOUGHTS,
-    ),
-    Proof(
-        "qwen3.6",
-        "qwen3.5",
-        (({}, EARLIER), (OFF, _QWEN35_OFF), (ON, EARLIER)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=AFTER_THOUGHTS,
-    ),
+    _QWEN35,
+    replace(_QWEN35, template="qwen3.5-small", rewritten=(({}, _QWEN35_OFF), (OFF, _QWEN35_OFF), (ON, EARLIER))),
+    replace(_QWEN35, template="qwen3.6"),
     Proof("smollm2", "hermes", refused=WITH_TOOLS - WITH_THOUGHTS),
     Proof("llama3", "llama", refused=WITH_TOOLS - WITH_THOUGHTS),
-    Proof(
-        "llama3.1",
-        "llama",
-        refused=frozenset(("parallel calls",)),
-        unread=frozenset(("text and call",)),
-        reason=_ALONE,
-    ),
-    Proof(
-        "llama3.2",
-        "llama",
-        refused=frozenset(("parallel calls",)),
-        unread=frozenset(("text and call",)),
-        reason=_ALONE,
-        fixed={"date_string": "26 Jul 2024"},
-    ),
+    _LLAMA31,
+    replace(_LLAMA31, template="llama3.2", fixed={"date_string": "26 Jul 2024"}),
     Proof("gemma3", "gemma", refused=WITH_TOOLS - WITH_THOUGHTS),
     Proof("phi3", "phi", refused=WITH_TOOLS - WITH_THOUGHTS),
     Proof("phi3.5", "phi", refused=WITH_TOOLS - WITH_THOUGHTS),
-    Proof(
-        "glm4.5",
-        "glm",
-        (({}, frozenset(("turn after thoughts",))), (OFF, WITH_THOUGHTS)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=AFTER_THOUGHTS,
-    ),
-    Proof(
-        "glm4.6",
-        "glm",
-        (({}, frozenset(("turn after thoughts",))), (OFF, WITH_THOUGHTS)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=AFTER_THOUGHTS,
-    ),
-    Proof(
-        "glm4.7",
-        "glm",
-        (({}, UNSAMPLED), (OFF, WITH_THOUGHTS)),
-        thoughts="reasoning_content",
-        unread=TAGS,
-        reason=_XML,
-        breaks=EARLIER,
-    ),
+    _GLM45,
+    replace(_GLM45, template="glm4.6"),
+    replace(_GLM45, template="glm4.7", rewritten=(({}, UNSAMPLED), (OFF, WITH_THOUGHTS)), breaks=EARLIER),
     Proof(
         "deepseek-r1",
         "deepseek",
@@ -220,22 +192,8 @@ PROOFS = (
         breaks=EARLIER,
     ),
     Proof("kimi-k2", "kimi", writes_tools=False, refused=WITH_CALLS - WITH_THOUGHTS, calls="not proven"),
-    Proof(
-        "mistral-nemo",
-        "mistral",
-        (({}, MOVED),),
-        unread=frozenset(("text and call",)),
-        reason=_ALONE,
-        breaks=MOVED,
-    ),
-    Proof(
-        "mistral-small-3.2",
-        "mistral",
-        (({}, MOVED),),
-        unread=frozenset(("text and call",)),
-        reason=_ALONE,
-        breaks=MOVED,
-    ),
+    _MISTRAL,
+    replace(_MISTRAL, template="mistral-small-3.2"),
     Proof("ministral-3", "mistral", thoughts="parts", refused=frozenset(("empty answer",))),
     Proof(
         "qwen3.8",
@@ -258,6 +216,10 @@ PROOFS = (
     Proof("minimax-m2", "minimax", (({}, UNSAMPLED),), thoughts="reasoning_content", breaks=EARLIER),
 )
 """Proven templates."""
+TOOL_PROOFS = tuple(proof for proof in PROOFS if proof.writes_tools and "one call" not in proof.refused)
+"""Templates that write tools and calls. Those of DeepSeek, Gemma 3, Llama 3, Phi 3 and SmolLM2 do not, and transformers
+refuses what the template of Kimi K2 does with calls.
+"""
 
 UNPROVEN = {
     "gemma4": "TRL holds templates of five revisions; no golden test compares them yet",

@@ -23,6 +23,8 @@ from trinity_mq.families.messages import read_messages
 from trinity_mq.families.table import FAMILIES, family_of
 
 LIMIT = 1 << 20
+REFUSING = [proof for proof in PROOFS if proof.refused]
+CALLING = [proof for proof in PROOFS if "one call" not in proof.refused]
 BY_TEMPLATE = pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.template)
 MISTRAL = json.loads((FOLDER / "mistral.json").read_text())
 HARMONY = json.loads((FOLDER / "harmony.json").read_text())
@@ -94,7 +96,7 @@ def test_prompts_are_the_makers_token_for_token(proof: Proof) -> None:
         assert prompt.token_ids == codec.encode(truth), (title, switches, codec.rendering)
 
 
-@BY_TEMPLATE
+@pytest.mark.parametrize("proof", REFUSING, ids=lambda proof: proof.template)
 def test_what_a_template_does_not_write_is_refused(proof: Proof) -> None:
     codec = codec_of(proof.template)
     for title, case in proof.cases():
@@ -155,30 +157,27 @@ def sampled(proof: Proof, case: Case, count: int, switches: Mapping[str, Any]) -
     return prompt, text + next((end for end in ends if following.startswith(end)), ends[0])
 
 
-@BY_TEMPLATE
-def test_answers_of_the_template_are_read_back(proof: Proof) -> None:
-    codec = codec_of(proof.template)
+def answers(proof: Proof) -> Iterator[tuple[str, Turn, tuple[str | None, str, list[tuple[str, Any]], int]]]:
+    """The answers that a template writes, also behind thoughts that the prompt opens, and what they are read as."""
     for title, case, switches, _ in written(proof):
         for turn in turns_of(proof, case, switches) or ():
-            answer = codec.read_answer(without_end(turn.text, proof), turn.prompt[-200:], TOOLS)
-            thoughts, content, calls, malformed = parts(answer)
-            read = (thoughts, content.strip(), calls, malformed)
-            is_equal = read == parts_of(case.messages[turn.number])
-            assert is_equal == (title not in proof.unread), (title, switches, turn.text, answer)
+            yield title, turn, parts_of(case.messages[turn.number])
+        for number, message in enumerate(case.messages):
+            opened = sampled(proof, case, number, switches) if message["role"] == "assistant" else None
+            if opened is not None and opened[1].startswith("Hm."):
+                yield title, Turn(number, *opened), ("Hm.", *parts_of(message)[1:])
 
 
 @BY_TEMPLATE
-def test_answers_behind_thoughts_that_the_prompt_opens_are_read_back(proof: Proof) -> None:
-    codec = codec_of(proof.template)
-    for title, case, switches, _ in written(proof):
-        for number, message in enumerate(case.messages):
-            turn = sampled(proof, case, number, switches) if message["role"] == "assistant" else None
-            if turn is None or not turn[1].startswith("Hm.") or title in proof.unread:
-                continue
-            answer = codec.read_answer(without_end(turn[1], proof), turn[0][-200:], TOOLS)
-            thoughts, content, calls, malformed = parts(answer)
-            _, text, wanted, _ = parts_of(message)
-            assert (thoughts, content.strip(), calls, malformed) == ("Hm.", text, wanted, 0), (title, switches, turn)
+def test_answers_of_the_template_are_read_back(proof: Proof) -> None:
+    codec, titles = codec_of(proof.template), set()
+    for title, turn, wanted in answers(proof):
+        answer = codec.read_answer(without_end(turn.text, proof), turn.prompt[-200:], TOOLS)
+        thoughts, content, calls, malformed = parts(answer)
+        is_equal = (thoughts, content.strip(), calls, malformed) == wanted
+        assert is_equal == (title not in proof.unread), (title, turn, answer)
+        titles.add(title)
+    assert "answered" in titles
 
 
 @BY_TEMPLATE
@@ -250,18 +249,17 @@ def seconds_to_read(family: Any, text: str) -> float:
     return time.thread_time() - start
 
 
-@BY_TEMPLATE
+@pytest.mark.parametrize("proof", CALLING, ids=lambda proof: proof.template)
 def test_a_call_without_its_end_is_no_call_or_the_whole_call(proof: Proof) -> None:
     codec = codec_of(proof.template)
-    for title, case, switches, _ in written(proof):
-        if title != "one call" or title in proof.unread:
-            continue
-        for turn in turns_of(proof, case, switches) or ():
-            text, [whole] = without_end(turn.text, proof), parts_of(case.messages[turn.number])[2]
-            begin = min(text.find(mark) for mark in codec.family.calls_begin if mark in text)
-            for end in range(begin + 1, len(text)):
-                answer = codec.read_answer(text[:end], turn.prompt[-200:], TOOLS)
-                assert parts(answer)[2] in ([], [whole]), text[:end]
+    cases = [(turn, calls) for title, turn, (_, _, calls, _) in answers(proof) if title == "one call"]
+    assert cases
+    for turn, calls in cases:
+        text = without_end(turn.text, proof)
+        begin = min(text.find(mark) for mark in codec.family.calls_begin if mark in text)
+        for end in range(begin + 1, len(text)):
+            answer = codec.read_answer(text[:end], turn.prompt[-200:], TOOLS)
+            assert parts(answer)[2] in ([], calls), text[:end]
 
 
 # -- makers' packages

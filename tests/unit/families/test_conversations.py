@@ -201,6 +201,11 @@ def test_a_family_of_the_user_is_one_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert codec.read_answer("CALL add", "", [TOOL]).malformed == 1
     written = codec.render_with_tools(read_messages([ASK, {"role": "assistant", "content": "2", "reasoning": "so"}]))
     assert "<hm>\nso\n</hm>\n\n2" in written
+    package = tmp_path / "mine-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[trinity_mq.families]\nmine = my_own_family:MINE\n")
+    assert find_family("mine") is codec.family
     with pytest.raises(UnknownNameError, match="wanted a trinity_mq"):
         find_family("my_own_family.NOT_MINE")
     with pytest.raises(UnknownNameError, match=r"qwen3\.5"):

@@ -122,9 +122,9 @@ async def test_a_call_becomes_the_item_of_its_kind_of_tool_and_comes_back(
 
 
 async def test_tools_that_a_search_found_are_called_by_their_names() -> None:
-    found = {"type": "tool_search_output", "call_id": "c", "tools": [AGENTS]}
+    loaded = {"type": "tool_search_output", "call_id": "c", "tools": [AGENTS]}
     past = [{"role": "user", "content": "x"}, {"type": "tool_search_call", "call_id": "c", "arguments": {"query": "q"}}]
-    answer, prompt = await respond([SEARCH], called("agents__spawn", {}), input=[*past, found])
+    answer, prompt = await respond([SEARCH], called("agents__spawn", {}), input=[*past, loaded])
     assert (answer["output"][0]["namespace"], answer["output"][0]["name"]) == ("agents", "spawn")
     assert "agents__spawn" not in prompt.partition("user\n")[0]  # the beginning of the prompt stays as it was
 
@@ -175,11 +175,11 @@ NOW = {"name": "Now", "input_schema": {"type": "object"}}
 
 async def test_a_deferred_tool_is_shown_where_a_search_refers_to_it() -> None:
     use = {"type": "tool_use", "id": "t", "name": "Now", "input": {}}
-    found = [{"type": "text", "text": "Here: "}, {"type": "tool_reference", "tool_name": "Later"}]
+    content = [{"type": "text", "text": "Here: "}, {"type": "tool_reference", "tool_name": "Later"}]
     messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": [use]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": found}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": content}]},
     ]
     tools = [NOW, DEFERRED, {"type": "web_search_20250305", "name": "web_search"}]
     body = {"messages": messages, "tools": tools, "max_tokens": 100}

@@ -223,7 +223,7 @@ async def test_a_parent_with_ten_sub_agents_between_two_turns_is_one_experience(
         assert (len(shown["lineages"]), at.app.counts["lineages"], shown["ties"]) == (11, 11, 0)
         experiences = trained_on(at, session)
         assert len(experiences) == 11
-        whole = next(one for one in experiences if one.info.get("turns") == 3)
+        whole = next(experience for experience in experiences if experience.info.get("turns") == 3)
         last = calls_of(at, session)[-1]
         assert whole.tokens.tolist() == prompt_of(last, at.session(session).calls) + last.choices[0].ids
         assert whole.tokens.shape[0] == shown["lineages"][0]["tokens"]
@@ -244,7 +244,7 @@ async def test_a_compacting_agent_begins_a_lineage_and_breaks_none() -> None:
         await short.ask("go on")
         await short.ask("and on")
         _, shown = await at.get(f"/s/{session}")
-        assert ([len(one["calls"]) for one in shown["lineages"]], shown["breaks"]) == ([4, 2], [])
+        assert ([len(lineage["calls"]) for lineage in shown["lineages"]], shown["breaks"]) == ([4, 2], [])
         assert len(trained_on(at, session)) == 2
 
 
@@ -258,7 +258,7 @@ async def test_branches_of_a_turn_and_an_edited_past_begin_where_they_leave_thei
         edited = Agent(at, session, *parent.messages[:3], {"role": "assistant", "content": "[cleared]"})
         cleared = await edited.ask("four")
         _, shown = await at.get(f"/s/{session}")
-        assert [(one["calls"], one["parent"]) for one in shown["lineages"]] == [
+        assert [(lineage["calls"], lineage["parent"]) for lineage in shown["lineages"]] == [
             (turns, None),
             (branched, turns[0]),
             ([cleared], turns[0]),
@@ -343,7 +343,7 @@ async def test_another_gateway_continues_what_the_first_recorded() -> None:
         names.append(await agent.ask("four"))
         assert len(asked.bodies[0]["continue_tokens"]) > 0, "it knows the messages by their digests alone"
         _, shown = await at.get(f"/s/{session}")
-        assert [(one["calls"], one["parent"]) for one in shown["lineages"]] == [(names, None)]
+        assert [(lineage["calls"], lineage["parent"]) for lineage in shown["lineages"]] == [(names, None)]
         assert shown["breaks"] == []
 
 
@@ -357,7 +357,7 @@ async def test_parallel_branches_with_equal_answers_stay_apart_and_are_counted_a
         roots = await asyncio.gather(*(branch.ask("2+3?") for branch in branches))
         nexts = await asyncio.gather(*(branch.ask("sure?") for branch in branches))
         _, shown = await at.get(f"/s/{session}")
-        assert sorted(len(one["calls"]) for one in shown["lineages"]) == [2, 2, 2]
+        assert sorted(len(lineage["calls"]) for lineage in shown["lineages"]) == [2, 2, 2]
         assert {call.continues for call in calls_of(at, session)[3:]} == set(roots)
         assert len(nexts) == 3
         assert (shown["ties"], at.app.counts["ties"], shown["breaks"]) == (3, 3, [])
@@ -459,12 +459,12 @@ async def test_a_reward_can_name_a_lineage_by_any_of_its_calls() -> None:
         await at.post(f"{path}/reward", {"reward": 0.5, "lineage": turns[2]})
         await at.post(f"{path}/reward", {"reward": 0.25, "lineage": turns[0], "how": "add"})
         _, shown = await at.post(f"{path}/reward", {"reward": 0.125, "lineage": turns[1]})
-        assert [one["reward"] for one in shown["lineages"]] == [0.75, 0.125]
+        assert [lineage["reward"] for lineage in shown["lineages"]] == [0.75, 0.125]
         assert at.session(session).lineage_rewards == {turns[0]: 0.75, turns[1]: 0.125}
         assert at.session(session).call_rewards == {}
-        said = [event.body for event in at.session(session).events if isinstance(event.body, SessionReward)]
+        published = [event.body for event in at.session(session).events if isinstance(event.body, SessionReward)]
         # release 0.2.0 reads only ``call``, and takes null for the whole session
-        assert [reward.call for reward in said] == [turns[2], turns[0], turns[1]]
+        assert [reward.call for reward in published] == [turns[2], turns[0], turns[1]]
         assert at.session(session).has_reward
         for wrong, wanted in (({"lineage": "nobody"}, 409), ({"lineage": turns[0], "call": turns[0]}, 400)):
             status, refused = await at.post(f"{path}/reward", {"reward": 1.0, **wrong})
@@ -496,7 +496,7 @@ def test_a_repeated_call_extends_no_lineage() -> None:
         return SessionCall(session="s", call=name, at=1.0, continues=continues, prompt=[7], choices=choices, **fields)
 
     calls = [call("a"), call("lost", "a"), call("b", "a", supersedes="lost"), call("c", "b"), call("d", "a")]
-    assert [(one.calls, one.parent, one.tokens) for one in lineages_of(calls, {"lost"})] == [
+    assert [(lineage.calls, lineage.parent, lineage.tokens) for lineage in lineages_of(calls, {"lost"})] == [
         (["a", "b", "c"], None, 9),
         (["lost"], "a", 6),
         (["d"], "a", 6),

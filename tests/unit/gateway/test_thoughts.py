@@ -294,7 +294,9 @@ def test_thoughts_of_earlier_answers() -> None:
         {"type": "reasoning", "encrypted_content": seal_thoughts("end")},
     ]
     messages = ResponsesProtocol().request({"input": items}).body["messages"]
-    assert [(one["role"], one.get("reasoning_content"), len(one.get("tool_calls", ()))) for one in messages] == [
+    assert [
+        (message["role"], message.get("reasoning_content"), len(message.get("tool_calls", ()))) for message in messages
+    ] == [
         ("assistant", None, 0),
         ("assistant", "b", 2),
         ("tool", None, 0),

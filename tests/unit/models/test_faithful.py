@@ -33,6 +33,7 @@ from tests.faithful import (
     user,
 )
 from tests.golden.families.makers import SOURCES, tokenizer_of, vocabulary_of
+from tests.golden.families.proofs import TOOL_PROOFS
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from tests.unit.models.conftest import built
 from trinity_mq.config import ModelConfig
@@ -48,11 +49,6 @@ from trinity_mq.workflows.sessions.assembly import session_experiences
 CUTTING = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
 """A template that leaves out the thoughts of earlier turns."""
 MERGES, SHARED = ("renderer", "prefix", "per_call"), ("first", "last", "mean")
-NO_TOOLS = {
-    *("deepseek-r1", "deepseek-r1-distill", "deepseek-v3.1", "gemma3", "llama3", "phi3", "phi3.5", "smollm2"),
-    "kimi-k2",  # transformers refuses what its template does with calls
-}
-"""Templates that write no tools."""
 REWRITE_THOUGHTS = {
     *("deepseek-r1", "deepseek-r1-distill", "glm4.5", "glm4.6", "glm4.7", "gpt-oss", "minimax-m2", "nemotron-3"),
     *("qwen3", "qwen3-thinking-2507", "qwen3.5", "qwen3.6"),
@@ -155,7 +151,7 @@ async def prove(generator: Any, plan: Sequence[Step], *, merge: str, shared_pref
         agent = Agent(at, names, witness.renew)
         await agent.do(plan)
         for name in names:
-            sampled = [one for one in witness.sampled if agent.session_of[one.tag] == name]
+            sampled = [answer for answer in witness.sampled if agent.session_of[answer.tag] == name]
             compare(at, name, sampled, agent, merge=merge, shared_prefix=shared_prefix)
     return at, agent
 
@@ -256,11 +252,14 @@ class Turns:
         return written(self._codec, message, prompt)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tools", "thoughts"])
-@pytest.mark.parametrize("family", SOURCES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *itertools.product(SOURCES, ("plain", "thoughts")),
+        *((proof.template, "tools") for proof in TOOL_PROOFS),
+    ],
+)
 async def test_ten_sub_agents_and_a_compaction_break_nothing(family: str, kind: str) -> None:
-    if kind == "tools" and family in NO_TOOLS:
-        pytest.skip("the maker's template writes no tools")
     codec = codec_of(family)
     generator = ScriptedGenerator(Turns(codec, kind), codec=codec)
     async with serving((), server=lambda _: engine(generator)) as at:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
 from trinity_mq.operations.validate import GREEDY_WORKFLOWS
 from trinity_mq.testing.scripted import byte_codec
@@ -432,3 +433,20 @@ def test_layers_that_the_model_does_not_have_are_refused(
     assert main(["validate", write(tmp_path, f"{text}{names}}}}}")]) == 2
     assert "the model has no layer 'v_prj'; did you mean 'v_proj'?" in capsys.readouterr().err
     assert main(["validate", write(tmp_path, f"{text}[q_proj, v_proj]}}}}")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "rendering", "has_row"),
+    [("qwen3", "family hermes; renderers: qwen3", True), ("smollm2", "family hermes; chat template, because", False)],
+)
+@pytest.mark.parametrize("command", ["validate", "doctor"])
+def test_the_renderer_of_a_model_is_shown(
+    command: str, template: str, rendering: str, has_row: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    tokenizer_of(template).save_pretrained(folder)
+    (folder / "config.json").write_text("{}")
+    assert main([command, write(tmp_path, f"model: {{model_path: '{folder}'}}")]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert rendering in output
+    assert ("name its family with model.family" in output) is not has_row

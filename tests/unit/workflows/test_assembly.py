@@ -39,7 +39,7 @@ def assembled(calls: list[SessionCall], *, reward: float | None = R, **options: 
 
 def rewards(calls: list[SessionCall], **options: Any) -> dict[int, float]:
     """Return the reward of each experience of its own by its last token."""
-    return {int(one.tokens[-1]): float(one.reward or 0.0) for one in assembled(calls, **options)}
+    return {int(experience.tokens[-1]): float(experience.reward or 0.0) for experience in assembled(calls, **options)}
 
 
 def trained(experience: Experience) -> list[int]:
@@ -64,7 +64,7 @@ def test_sub_agents_are_experiences_of_their_own() -> None:
     assert parent.tokens.tolist() == [1, 2, 3, 4]
     assert trained(parent) == [2, 4]
     assert parent.versions == [(0, 1, 1), (2, 1, 20)]
-    assert [one.tokens.tolist() for one in subs] == [[50, 60 + number] for number in range(10)]
+    assert [experience.tokens.tolist() for experience in subs] == [[50, 60 + number] for number in range(10)]
 
 
 def test_sub_agents_discount_their_caller_once_and_each_other_never() -> None:
@@ -104,36 +104,40 @@ def test_conversations_at_the_same_time_do_not_discount_each_other() -> None:
 def test_a_shared_prefix_is_trained_on_once(
     shared_prefix: str, tokens: list[list[int]], masks: list[list[int]]
 ) -> None:
-    found = assembled(BRANCHES, shared_prefix=shared_prefix)
-    assert [one.tokens.tolist() for one in found] == tokens
-    assert [trained(one) for one in found] == masks
+    experiences = assembled(BRANCHES, shared_prefix=shared_prefix)
+    assert [experience.tokens.tolist() for experience in experiences] == tokens
+    assert [trained(experience) for experience in experiences] == masks
 
 
 @pytest.mark.parametrize(("shared_prefix", "of_prefix"), [("first", 0.5), ("last", 0.125), ("mean", 0.3125)])
 def test_the_credit_of_a_shared_prefix(shared_prefix: str, of_prefix: float) -> None:
     options: Any = {"shared_prefix": shared_prefix, "turn_discount": 0.5, "merge": "per_call"}
-    found = rewards(BRANCHES, lineage_rewards={"b": 1.0, "c": 0.5}, **options)
-    assert found == {2: of_prefix, 4: 1.0, 5: 0.25, 7: 0.5}
+    rewarded = rewards(BRANCHES, lineage_rewards={"b": 1.0, "c": 0.5}, **options)
+    assert rewarded == {2: of_prefix, 4: 1.0, 5: 0.25, 7: 0.5}
 
 
 def test_a_branch_without_a_reward_has_no_say() -> None:
-    found = assembled(BRANCHES, reward=None, lineage_rewards={"c2": 2.0}, shared_prefix="mean")
-    assert [(one.tokens.tolist(), one.reward) for one in found] == [([1, 2, 3, 5, 6, 7], 2.0)]
+    experiences = assembled(BRANCHES, reward=None, lineage_rewards={"c2": 2.0}, shared_prefix="mean")
+    assert [(experience.tokens.tolist(), experience.reward) for experience in experiences] == [
+        ([1, 2, 3, 5, 6, 7], 2.0)
+    ]
 
 
 def test_a_call_is_rewarded_before_its_lineage_and_a_lineage_before_the_session() -> None:
     options: Any = {"merge": "per_call", "lineage_rewards": {"s3": 3.0, "p1": 4.0}}
-    found = rewards(PARENT, call_rewards={("s3", None): 5.0, ("p1", 0): 6.0}, **options)
-    assert found == {2: 6.0, 4: 4.0, 63: 5.0, **{60 + number: 4.0 for number in range(10) if number != 3}}
+    rewarded = rewards(PARENT, call_rewards={("s3", None): 5.0, ("p1", 0): 6.0}, **options)
+    assert rewarded == {2: 6.0, 4: 4.0, 63: 5.0, **{60 + number: 4.0 for number in range(10) if number != 3}}
     assert rewards(PARENT, **options)[63] == 3.0
 
 
 def test_choices_that_nothing_continues_are_left_out_unless_a_reward_names_them() -> None:
     calls = [call("a", [1], [2], [3], [4], at=1.0), call("b", [5], [6], at=2.0, continues="a", choice=1)]
-    assert [one.tokens.tolist() for one in assembled(calls)] == [[1, 3, 5, 6]]
+    assert [experience.tokens.tolist() for experience in assembled(calls)] == [[1, 3, 5, 6]]
     assert rewards(calls, call_rewards={("a", 2): 2.0}) == {4: 2.0, 6: R}
     last = [call("a", [1], [2], at=1.0), call("b", [3], [4], [5], at=2.0, continues="a")]
-    assert [trained(one) for one in assembled(last)] == [[2, 4], [5]], "alternatives at the end are branches"
+    assert [trained(experience) for experience in assembled(last)] == [[2, 4], [5]], (
+        "alternatives at the end are branches"
+    )
 
 
 def test_a_repeated_answer_in_the_middle_is_context() -> None:
@@ -143,11 +147,11 @@ def test_a_repeated_answer_in_the_middle_is_context() -> None:
         call("c", [3], [4], at=3.0, continues="a", supersedes="b"),
         call("d", [5], [6], at=4.0, continues="b"),
     ]
-    found = assembled(calls)
-    assert sorted(token for one in found for token in trained(one)) == [2, 4, 6]
+    experiences = assembled(calls)
+    assert sorted(token for experience in experiences for token in trained(experience)) == [2, 4, 6]
     lonely = [*calls[:2], call("c", [9], [7], at=3.0, continues="a", supersedes="b"), calls[3]]
-    found = assembled(lonely)
-    assert [(one.tokens.tolist(), trained(one)) for one in found] == [
+    experiences = assembled(lonely)
+    assert [(experience.tokens.tolist(), trained(experience)) for experience in experiences] == [
         ([1, 2, 9, 7], [2, 7]),
         ([1, 2, 3, 4, 5, 6], [6]),
     ]
@@ -166,7 +170,7 @@ def test_an_answer_of_another_gateway_is_found_by_its_tokens() -> None:
 
 def test_an_answer_without_tokens_is_skipped() -> None:
     calls = [call("a", [1], [2], [], at=1.0), call("b", [3], [4], at=2.0, continues="a", choice=1)]
-    assert [one.tokens.tolist() for one in assembled(calls)] == [[1, 2], [1, 3, 4]]
+    assert [experience.tokens.tolist() for experience in assembled(calls)] == [[1, 2], [1, 3, 4]]
 
 
 def test_a_call_that_continues_a_missing_call_is_an_error() -> None:

@@ -146,9 +146,9 @@ async def run(script: Model, model: ModelWrapper, task: Task, conversations: int
     assert [experience.reward for experience in experiences] == [1.0] * conversations
     turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
     assert sorted(turns) == sorted(script.texts)
-    known = torch.tensor([logprob(position) for position in range(8)])
+    logprobs = torch.tensor([logprob(position) for position in range(8)])
     for experience in experiences:
-        assert torch.isin(experience.logprobs[experience.action_mask], known).all()
+        assert torch.isin(experience.logprobs[experience.action_mask], logprobs).all()
     metrics = experiences[-1].metrics
     assert metrics["session_calls"] == len(script.texts)
     assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from tests.golden.families.makers import template_of, vocabulary_of
-from tests.golden.families.proofs import PROOFS, Proof
+from tests.golden.families.proofs import TOOL_PROOFS, Proof
 from tests.unit.workflows.test_command_sandbox import NEEDS_BWRAP
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
@@ -53,12 +53,10 @@ async def answer_of(rollout):
 
 rollouts.serve(lambda rollout: float(asyncio.run(answer_of(rollout)) == "done"))
 """
-WITH_TOOLS = [proof for proof in PROOFS if proof.writes_tools and "one call" not in proof.refused]
-"""Templates of makers that write tools and calls. Those of DeepSeek R1, Gemma 3, Phi 3 and SmolLM2 do not."""
-THINKING = [proof for proof in WITH_TOOLS if proof.thoughts and proof.template != "qwen3.5-small"]
+THINKING = [proof for proof in TOOL_PROOFS if proof.thoughts and proof.template != "qwen3.5-small"]
 """Templates with thoughts. The prompts of the small Qwen3.5 close them."""
-BEGIN_WITH_RESULT = [proof for proof in WITH_TOOLS if proof.template != "mistral-nemo"]
-BY_TEMPLATE = pytest.mark.parametrize("proof", WITH_TOOLS, ids=lambda proof: proof.template)
+BEGIN_WITH_RESULT = [proof for proof in TOOL_PROOFS if proof.template != "mistral-nemo"]
+BY_TEMPLATE = pytest.mark.parametrize("proof", TOOL_PROOFS, ids=lambda proof: proof.template)
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -98,7 +96,6 @@ class Rollout:
         metrics = self.experiences[-1].metrics
         assert metrics["session_calls"] == sum(lineages)
         assert metrics["session_experiences"] == len(lineages)
-
         assert {name: value for name, value in metrics.items() if "break" in name and value} == {}
         assert metrics.get("session_malformed_calls", 0) == 0
 
@@ -203,12 +200,12 @@ class TestMiniSweAgent:
         async with scripted_server([]) as (engine, _):
             model = ModelWrapper(engine)
             try:
-                await ProgramWorkflow(task=task, model=model).run_async()
-            except SandboxFailed as error:
-                failed = error
+                with pytest.raises(
+                    SandboxFailed, match="no command can run in bubblewrap: bubblewrap is not installed"
+                ):
+                    await ProgramWorkflow(task=task, model=model).run_async()
             finally:
                 await model.aclose()
-        assert "no command can run in bubblewrap: bubblewrap is not installed" in str(failed)
 
 
 @NEEDS_HARNESSES
