@@ -282,7 +282,7 @@ async def main(options: argparse.Namespace) -> dict[str, float]:
         gateways = [await stack.enter_async_context(gateway_of(*row, url)) for row in rows]
         await measure(http, url, gateways, options)
     now, prefix, *others = gateways
-    ratios = {}
+    ratios: dict[str, float] = {}
     for what in now.seen:
         print(f"{what:30}" + "".join(f"   {gateway.name} {gateway.median(what):9.2f}" for gateway in gateways))
         for other in others:

@@ -118,7 +118,7 @@ class ModelConfig(Section):
     Without this, near ties in a router choose other experts in the trainer, and the logprobs of trainer and engine
     differ. Each token then takes a byte for each layer and expert, as prompt and as response. Streamed answers and
     sessions of the gateway do not carry experts; the trainer's own routers choose for such tokens."""
-    chat_template_kwargs: ChatTemplateKwargs
+    chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
     everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a
     taskset and requests override them, name by name. A name that the template does not read is an error."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 SWITCHES, ENABLE_THINKING, EFFORT = "chat_template_kwargs", "enable_thinking", "reasoning_effort"
 """Fields of a request and of ``rollout_args`` with switches: any switches by name, and two switches by themselves."""
@@ -117,4 +117,4 @@ def check_switch_fields(fields: Mapping[str, Any]) -> None:
         check_effort(effort)
 
 
-ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(checked_switches), Field(default_factory=dict)]
+ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(checked_switches)]

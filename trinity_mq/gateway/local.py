@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,16 @@ class LocalSession:
         return session
 
 
+@contextlib.contextmanager
+def _short(socket: Path) -> Iterator[str]:
+    """Give a short path of a socket: the address of a Unix socket has at most 107 bytes on Linux."""
+    folder = os.open(socket.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{socket.name}"
+    finally:
+        os.close(folder)
+
+
 @contextlib.asynccontextmanager
 async def local_session(
     model: InferenceModel,
@@ -119,12 +130,12 @@ async def local_session(
         app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS
     )
     await runner.setup()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        address = None if socket is None else stack.enter_context(_short(socket))
+        stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        if socket is not None:
-            await web.UnixSite(runner, socket).start()
+        if address is not None:
+            await web.UnixSite(runner, address).start()
         url = f"http://127.0.0.1:{site.port}/s/{name}"
         yield LocalSession(name, url, f"{url}/v1", site.port, key, store, engine)
-    finally:
-        await runner.cleanup()

@@ -51,10 +51,14 @@ class Agent(SandboxedAgentWorkflow):
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the sandboxes; it is empty once their agents have ended."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    yield tmp_path
-    assert not list(tmp_path.iterdir())
+    """The folder of the sandboxes; it is empty once their agents have ended. Its path is longer than the address of a
+    Unix socket may be.
+    """
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    assert not list(folder.iterdir())
 
 
 async def run(script: str, **arguments: Any) -> tuple[Agent, list[Experience]]:
