@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from trinity_mq.rewards.ground_truth import truth_text
@@ -16,18 +17,23 @@ from trinity_mq.runtime.threads import await_in_thread
 
 REWARDS = Registry(
     {
-        "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
+        "accuracy_reward": "trinity_mq.rewards.trinity_rewards:AccuracyReward",
         "char_match": "trinity_mq.rewards.text:char_match",
-        "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
+        "countdown": "trinity_mq.rewards.countdown:countdown_reward",
+        "countdown_reward": "trinity_mq.rewards.trinity_rewards:CountDownRewardFn",
         "exact_match": "trinity_mq.rewards.text:exact_match",
-        "format_reward": "trinity_mq.rewards.text:format_reward",
+        "format_reward": "trinity_mq.rewards.trinity_rewards:FormatReward",
         "gsm8k": "trinity_mq.rewards.math.math_answer:math_answer",
         "math_answer": "trinity_mq.rewards.math.math_answer:math_answer",
         "math_boxed": "trinity_mq.rewards.math.rewards:math_boxed",
-        "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
-        "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
-        "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
+        "math_boxed_reward": "trinity_mq.rewards.trinity_rewards:MathBoxedRewardFn",
+        "math_dapo": "trinity_mq.rewards.math.rewards:MathDapoReward",
+        "math_dapo_reward": "trinity_mq.rewards.trinity_rewards:MathDAPORewardFn",
+        "math_equal": "trinity_mq.rewards.math.rewards:accuracy_reward",
+        "math_equal_format": "trinity_mq.rewards.math.rewards:math_reward",
+        "math_reward": "trinity_mq.rewards.trinity_rewards:MathRewardFn",
         "reasoning_gym_reward": "trinity_mq.rewards.reasoning_gym_scores:reasoning_gym_reward",
+        "text_format": "trinity_mq.rewards.text:format_reward",
         "tool_call": "trinity_mq.rewards.tool_call:tool_call",
     },
     "REWARD_FUNCTIONS",
@@ -49,6 +55,9 @@ MESSAGES = "messages"
 
 EXTRAS = frozenset({"tokens", "record", "prompt_end"})
 """Optional parameters of a reward function, in addition to the parameters of :class:`RewardFn`."""
+NAMED = frozenset({"response_token", "info", "with_think", "format_score_coef"})
+"""Parameters that Trinity-RFT's boxed math workflow gives by name. A function that takes any keyword gets them too."""
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class RewardFn(Protocol):
@@ -74,7 +83,9 @@ class RewardFn(Protocol):
           ``reward(experience, messages, ground_truth=truth)``. The workflow ``math_rm_workflow`` does this.
 
         A function that takes its arguments by name, as in Trinity-RFT (``response``, ``prompt``, ``truth``, or
-        ``**kwargs``), is called with these names. The prompt is not known here, so ``prompt`` is None.
+        ``**kwargs``), is called with these names. The prompt is not known here, so ``prompt`` is None. Single-turn
+        workflows also give ``response_token``, the tokens of the response, and ``info``, a mapping that goes into the
+        experience; boxed math workflows give ``with_think`` and ``format_score_coef``.
         """
         ...
 
@@ -146,21 +157,25 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
         ValueError: The object has no signature.
     """
     signature = inspect.signature(fn)
-    extras = EXTRAS & signature.parameters.keys()
+    extras, named = EXTRAS & signature.parameters.keys(), NAMED & signature.parameters.keys()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if MESSAGES in signature.parameters:
         signature.bind("experience", [], ground_truth="truth")
         return frozenset(), (MESSAGES,)
+    optional = dict.fromkeys(extras | named)
+    names = ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
     try:
-        signature.bind("response", "truth", finished=True, **dict.fromkeys(extras))
+        signature.bind("response", "truth", finished=True, **optional)
     except TypeError:
-        by_name = dict.fromkeys(("response", "prompt", "truth", "finished"))
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-            by_name = {name: None for name in by_name if name in signature.parameters}
-            if "prompt" not in by_name:
+        names = ("response", "prompt", "truth", "finished")
+        if not takes_any:
+            names = tuple(name for name in names if name in signature.parameters)
+            if "prompt" not in names and not named:
                 raise
-        signature.bind(**by_name, **dict.fromkeys(extras))
-        return extras, tuple(by_name)
-    return extras, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
+        signature.bind(**dict.fromkeys(names), **optional)
+    if takes_any and (named or names):
+        named = NAMED
+    return extras | named, names
 
 
 class _Reward:
@@ -179,6 +194,7 @@ class _Reward:
         tokens: int | None = None,
         record: Mapping[str, Any] | None = None,
         prompt_end: str | None = None,
+        named: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> Mapping[str, float]:
         parts: Mapping[str, float]
         if self.judges_conversation:
@@ -186,8 +202,8 @@ class _Reward:
                 f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
                 "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
             )
-        optional = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
-        more = {name: optional[name] for name in self.extras}
+        optional = {**named, "tokens": tokens, "record": record, "prompt_end": prompt_end}
+        more = {name: optional[name] for name in self.extras & optional.keys()}
         if self._names:
             arguments = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
             parts = self.function(**{name: arguments[name] for name in self._names}, **more)
@@ -233,6 +249,7 @@ def parts_of(
     tokens: int | None = None,
     record: Mapping[str, Any] | None = None,
     prompt_end: str | None = None,
+    named: Mapping[str, Any] = NO_ARGUMENTS,
 ) -> dict[str, float]:
     """Call ``reward_fn``, which :func:`create_reward` made, in the way that :class:`RewardFn` describes, and return its
     parts.
@@ -245,11 +262,12 @@ def parts_of(
         tokens: Number of response tokens. None: unknown.
         record: The task's record. None: unknown.
         prompt_end: The prompt, or its last characters. None: unknown.
+        named: Values of :data:`NAMED` parameters.
 
     Raises:
         RewardError: The function did not return numbers by name.
     """
-    extras = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
+    extras = {"tokens": tokens, "record": record, "prompt_end": prompt_end, "named": named}
     more: dict[str, Any] = extras if isinstance(reward_fn, _Reward) else {}
     return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
 
