@@ -175,7 +175,8 @@ class MathBoxedRewardFn:
 
 
 class MathDAPORewardFn:
-    """Parts ``accuracy`` (1 or -1) and ``format_score``, the penalty for long responses (arXiv 2503.14476, section 3.4).
+    """Parts ``accuracy`` (1 or -1) and ``format_score``, the penalty for long responses (arXiv 2503.14476, section
+    3.4).
 
     Args:
         enable_overlong_penalty: Whether long responses are penalised. The other arguments are then required.

@@ -47,9 +47,7 @@ TRUTHS = {"countdown": '{"target": 1, "numbers": [1]}', "tool_call": '[{"name": 
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: text[:12])
-@pytest.mark.parametrize(
-    "name", ["text_format", "math_boxed", "countdown", "tool_call", "math_dapo", "math_answer"]
-)
+@pytest.mark.parametrize("name", ["text_format", "math_boxed", "countdown", "tool_call", "math_dapo", "math_answer"])
 def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) -> None:
     assert parts_of(create_reward(name, {}), hostile, TRUTHS.get(name, "5"), finished=True).get("accuracy", 0.0) == 0.0
 

@@ -42,168 +42,33 @@ class Comparison(NamedTuple):
 
 # -- units and words, as data
 
-UNITS = [
-    "east",
-    "degree",
-    "mph",
-    "kmph",
-    "ft",
-    "m sqaure",
-    " m east",
-    "sq m",
-    "deg",
-    "mile",
-    "q .",
-    "monkey",
-    "prime",
-    "ratio",
-    "profit of rs",
-    "rd",
-    "o",
-    "gm",
-    "p . m",
-    "lb",
-    "tile",
-    "per",
-    "dm",
-    "lt",
-    "gain",
-    "ab",
-    "way",
-    "west",
-    "a .",
-    "b .",
-    "c .",
-    "d .",
-    "e .",
-    "f .",
-    "g .",
-    "h .",
-    "t",
-    "a",
-    "h",
-    "no change",
-    "men",
-    "soldier",
-    "pie",
-    "bc",
-    "excess",
-    "st",
-    "inches",
-    "noon",
-    "percent",
-    "by",
-    "gal",
-    "kmh",
-    "c",
-    "acre",
-    "rise",
-    "a . m",
-    "th",
-    "π r 2",
-    "sq",
-    "mark",
-    "l",
-    "toy",
-    "coin",
-    "sq . m",
-    "gallon",
-    "° f",
-    "profit",
-    "minw",
-    "yr",
-    "women",
-    "feet",
-    "am",
-    "pm",
-    "hr",
-    "cu cm",
-    "square",
-    "v â € ™",
-    "are",
-    "rupee",
-    "rounds",
-    "cubic",
-    "cc",
-    "mtr",
-    "s",
-    "ohm",
-    "number",
-    "kmph",
-    "day",
-    "hour",
-    "minute",
-    "min",
-    "second",
-    "man",
-    "woman",
-    "sec",
-    "cube",
-    "mt",
-    "sq inch",
-    "mp",
-    "∏ cm ³",
-    "hectare",
-    "more",
-    "sec",
-    "unit",
-    "cu . m",
-    "cm 2",
-    "rs .",
-    "rs",
-    "kg",
-    "g",
-    "month",
-    "km",
-    "m",
-    "cm",
-    "mm",
-    "apple",
-    "liter",
-    "loss",
-    "yard",
-    "pure",
-    "year",
-    "increase",
-    "decrease",
-    "d",
-    "less",
-    "Surface",
-    "litre",
-    "pi sq m",
-    "s .",
-    "metre",
-    "meter",
-    "inch",
-]
-"""Words that Qwen2.5-Math (Apache-2.0) removes from an answer, in its order. They are patterns: a dot is any character."""
+
+def _listed(text: str, mark: str = " ") -> list[str]:
+    return text.split(mark)
+
+
+UNITS = _listed(
+    "east|degree|mph|kmph|ft|m sqaure| m east|sq m|deg|mile|q .|monkey|prime|ratio|profit of rs|rd|o|gm|p . m|lb|"
+    "tile|per|dm|lt|gain|ab|way|west|a .|b .|c .|d .|e .|f .|g .|h .|t|a|h|no change|men|soldier|pie|bc|excess|st|"
+    "inches|noon|percent|by|gal|kmh|c|acre|rise|a . m|th|\u03c0 r 2|sq|mark|l|toy|coin|sq . m|gallon|\xb0 f|profit|"
+    "minw|yr|women|feet|am|pm|hr|cu cm|square|v \xe2 \u20ac \u2122|are|rupee|rounds|cubic|cc|mtr|s|ohm|number|kmph|"
+    "day|hour|minute|min|second|man|woman|sec|cube|mt|sq inch|mp|\u220f cm \xb3|hectare|more|sec|unit|cu . m|cm 2|"
+    "rs .|rs|kg|g|month|km|m|cm|mm|apple|liter|loss|yard|pure|year|increase|decrease|d|less|Surface|litre|pi sq m|"
+    "s .|metre|meter|inch",
+    "|",
+)
+"""Words that Qwen2.5-Math (Apache-2.0) removes from an answer, in its order. They are patterns: a dot matches any
+character.
+"""
 
 _UNIT_PATTERNS = [
     re.compile(rf"(^|\W){unit}($|\W)") for unit in [*UNITS, *(f"{unit}s" for unit in UNITS if unit[-1] != "s")]
 ]
-_SMALL = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_SMALL = _listed(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen"
+)
+_TENS = _listed("twenty thirty forty fifty sixty seventy eighty ninety")
 _SCALES = {"billion": 10**9, "million": 10**6, "thousand": 10**3}
 _WORDS = {
     **{word: number for number, word in enumerate(_SMALL)},
@@ -253,14 +118,17 @@ def _whole_number(words: list[str]) -> int:
         raise NotANumberError("the scales are out of order")
     if len(words) < 2:
         return _WORDS[words[0]] if words else 0
-    total, start, last = 0, 0, -1
+    total, start = 0, 0
     for place, scale in zip(places, _SCALES.values(), strict=True):
         if place > -1:
             total += _small_number(words[start:place]) * scale
-            start, last = place + 1, place
-    if last != len(words) - 1:
-        total += _small_number(words[last + 1 :])
-    return total
+            start = place + 1
+    if start == 0:
+        return _small_number(words)
+    # As in word2number: what follows the last scale that does not end the number, even if it holds another scale.
+    rests = (words[place + 1 :] for place in (thousand, million, billion) if place > -1)
+    rest = next(filter(None, rests), None)
+    return total + (_small_number(rest) if rest else 0)
 
 
 def _small_number(words: list[str]) -> int:
@@ -514,52 +382,11 @@ def _same_matrix(answer: str, wanted: str) -> bool:
 # -- sympy
 
 _FUNCTIONS = frozenset(
-    [
-        "sqrt",
-        "cbrt",
-        "root",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "acot",
-        "asec",
-        "acsc",
-        "atan2",
-        "sinh",
-        "cosh",
-        "tanh",
-        "exp",
-        "log",
-        "ln",
-        "Abs",
-        "abs",
-        "sign",
-        "floor",
-        "ceiling",
-        "factorial",
-        "binomial",
-        "gcd",
-        "lcm",
-        "Max",
-        "Min",
-        "max",
-        "min",
-        "Rational",
-        "Integer",
-        "Float",
-        "pi",
-        "oo",
-        "re",
-        "im",
-        "conjugate",
-        "gamma",
-    ]
+    _listed(
+        "sqrt cbrt root sin cos tan cot sec csc asin acos atan acot asec acsc atan2 sinh cosh tanh exp log ln Abs abs "
+        "sign floor ceiling factorial binomial gcd lcm Max Min max min Rational Integer Float pi oo re im conjugate "
+        "gamma"
+    )
 )
 """Names of sympy, of more than one letter, that an answer may use."""
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -624,26 +451,8 @@ _MATHD = (
 _MULTIPLES = (("million", "*10^6"), ("billion", "*10^9"), ("trillion", "*10^12"))
 _DAPO_UNITS = tuple(
     (re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?"), "")
-    for unit in (
-        [
-            "degree",
-            "cm",
-            "centimeter",
-            "meter",
-            "mile",
-            "second",
-            "minute",
-            "hour",
-            "day",
-            "week",
-            "month",
-            "year",
-            "foot",
-            "feet",
-            "inch",
-            "yard",
-            "liter",
-        ]
+    for unit in _listed(
+        "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter"
     )
 )
 _DAPO = (
@@ -844,9 +653,9 @@ def _prime_same(answer: str, truth: str) -> bool:
         return True
     parts, wanted_parts = given[1:-1].split(","), wanted[1:-1].split(",")
     ends = given[:1] + given[-1:]
-    if ends == wanted[:1] + wanted[-1:] and ends[:1] in ("(", "[") and ends[1:] in (")", "]"):
-        if len(parts) == len(wanted_parts) and all(map(_prime_same, parts, wanted_parts)):
-            return True
+    same_ends = ends == wanted[:1] + wanted[-1:] and ends[:1] in ("(", "[") and ends[1:] in (")", "]")
+    if same_ends and len(parts) == len(wanted_parts) and all(map(_prime_same, parts, wanted_parts)):
+        return True
     if "," in given and "," in wanted:
         parts, wanted_parts = ([part.strip() for part in text.split(",")] for text in (given, wanted))
         if len(parts) == len(wanted_parts):

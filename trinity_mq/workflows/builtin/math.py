@@ -154,8 +154,8 @@ class MathEvalWorkflow(SimpleWorkflow):
         """
         if not task.is_eval:
             raise TaskError(
-                f"{type(self).__name__} only measures; name it in buffer.eval_tasksets and train with math_answer_workflow or "
-                "boxed_answer_workflow"
+                f"{type(self).__name__} only measures; name it in buffer.eval_tasksets and train with "
+                "math_answer_workflow or boxed_answer_workflow"
             )
         self.task = task
         self.reward_fn = create_reward(self._default_reward_fn, {})

@@ -180,8 +180,8 @@ class MathEvalWorkflow(SimpleWorkflow):
         self.task = task
         if not isinstance(task.raw_task.get("question"), str):
             raise TaskError(
-                f"the record has the keys {', '.join(map(str, task.raw_task))}; {type(self).__name__} needs the problem "
-                "as question"
+                f"the record has the keys {', '.join(map(str, task.raw_task))}; {type(self).__name__} needs the "
+                "problem as question"
             )
 
     def format_messages(self) -> list[dict[str, Any]]:
@@ -349,8 +349,8 @@ def _parsed(text: str) -> Any:
 
 
 def compute_toolcall_reward(solution_str: str, ground_truth: Any) -> float:
-    """Return 1.0 if the last ``<tool_call>`` of a text holds the wanted calls, in any order, behind thoughts in one pair
-    of ``<think>`` tags, else 0.0.
+    """Return 1.0 if the last ``<tool_call>`` of a text holds the wanted calls, in any order, and thoughts in one pair
+    of ``<think>`` tags precede it, else 0.0.
 
     Args:
         solution_str: The text of the response.

@@ -222,8 +222,8 @@ class AsyncMathRULERWorkflow(MathRULERWorkflow):
 class MathTrainableRULERWorkflow(SimpleWorkflow):
     """:class:`MathRULERWorkflow` with the policy as judge.
 
-    For a fifth of the tasks the answers get the rule reward, and as many verdicts as answers are sampled and rewarded by
-    their closeness to the rule rewards: these experiences have the task id with ``-ruler``. For the other tasks one
+    For a fifth of the tasks the answers get the rule reward. As many verdicts as answers are then sampled and rewarded
+    by their closeness to the rule rewards: these experiences have the task id with ``-ruler``. For the other tasks one
     verdict gives the rewards.
     """
 
