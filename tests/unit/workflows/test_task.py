@@ -273,7 +273,7 @@ NAMES_OF_USERS = (
     "boxed_answer distill frozen_lake gymnasium math math_answer math_answer_ruler math_benchmark math_boxed "
     "math_distill math_eval math_rm math_ruler math_trainable_ruler on_policy_distill on_policy_distill_math program "
     "reward_model rubric rubric_judge rubric_judge_openai ruler self_ruler simple sudoku sudoku_game tool_agent "
-    "tool_call tool_choice toolcall verifiers"
+    "thinking_budget tool_call tool_choice toolcall verifiers"
 )
 
 
