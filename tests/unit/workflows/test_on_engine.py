@@ -297,7 +297,8 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
         response = one.tokens[one.prompt_length :].tolist()
         forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]
         if budget + len(end) > (limit or 30):
-            assert (forced, len(response)) == ([], budget)
+            assert forced == [], "the answer ends before the end of the thoughts fits in it"
+            assert len(response) <= budget
             continue
         assert forced == list(range(budget, budget + len(end)))
         assert generator.codec.decode([response[budget : budget + len(end)]]) == [end]
