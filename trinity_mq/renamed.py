@@ -389,14 +389,29 @@ NAMES = {
         "Move=SettingsTransfer is_ours=is_config_key known=resolve_environment"
     ),
     "trinity_mq.workflows.auxiliary": "asking=auxiliary_errors auxiliary_place=auxiliary_index",
+    "trinity_mq.workflows.builtin.distill": (
+        "AsyncOnPolicyDistillMathWorkflow=AsyncMathDistillWorkflow "
+        "AsyncOnPolicyDistillWorkflow=AsyncDistillWorkflow OnPolicyDistillMathWorkflow=MathDistillWorkflow "
+        "OnPolicyDistillWorkflow=DistillWorkflow"
+    ),
     "trinity_mq.workflows.builtin.judging": (
         "Verdict=JudgeScores ending=answer_format_instruction judgeable=has_answer keep_gold=record_rule_rewards "
         "key_of=delimiter_of quoted=delimited"
     ),
-    "trinity_mq.workflows.builtin.rubric": "settle=assign_rubric_rewards",
+    "trinity_mq.workflows.builtin.math": (
+        "AsyncMathBoxedWorkflow=AsyncBoxedAnswerWorkflow AsyncMathEvalWorkflow=AsyncMathBenchmarkWorkflow "
+        "AsyncMathWorkflow=AsyncMathAnswerWorkflow MathBoxedWorkflow=BoxedAnswerWorkflow "
+        "MathEvalWorkflow=MathBenchmarkWorkflow MathWorkflow=MathAnswerWorkflow"
+    ),
+    "trinity_mq.workflows.builtin.rubric": (
+        "settle=assign_rubric_rewards AsyncRubricJudgeWorkflow=AsyncRubricWorkflow RubricJudgeWorkflow=RubricWorkflow"
+    ),
     "trinity_mq.workflows.builtin.ruler": "settle=assign_ruler_rewards",
     "trinity_mq.workflows.builtin.simple": "give_reward=set_reward",
     "trinity_mq.workflows.builtin.tool_agent": ".take_calls=append_message",
+    "trinity_mq.workflows.builtin.tool_call": (
+        "AsyncToolCallWorkflow=AsyncToolChoiceWorkflow ToolCallWorkflow=ToolChoiceWorkflow"
+    ),
     "trinity_mq.workflows.builtin.tools": ".need_synchronous=check_synchronous",
     "trinity_mq.workflows.builtin.trainable_ruler": ".knows_truth=uses_truth",
     "trinity_mq.workflows.environments.workflow": "Actions=ActionParser",
@@ -460,14 +475,14 @@ def changed_meanings(settings: Any, place: str = "") -> list[str]:
         place: Key of ``settings``, with a dot behind it.
 
     >>> changed_meanings({"taskset": {"reward_fn": "countdown_reward"}}, "buffer.")
-    ["buffer.taskset.reward_fn: countdown_reward is now that of Trinity-RFT; release 0.2's is named countdown"]
+    ["buffer.taskset.reward_fn: countdown_reward is now Trinity-RFT's; release 0.2's is named countdown"]
     """
     lines: list[str] = []
     items = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
     for key, value in items:
         new = own_name(str(key), value) if isinstance(value, str) else None
         if new is not None:
-            lines.append(f"{place}{key}: {value} is now that of Trinity-RFT; release 0.2's is named {new}")
+            lines.append(f"{place}{key}: {value} is now Trinity-RFT's; release 0.2's is named {new}")
         elif isinstance(value, Mapping | list | tuple):
             lines += changed_meanings(value, f"{place}{key}.")
     return lines

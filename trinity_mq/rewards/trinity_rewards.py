@@ -2,7 +2,7 @@
 
 The classes can be called and derived from as there: ``MathRewardFn()(response=..., truth=...)`` returns the parts. They
 differ from the rewards of this project in what counts as an answer (:mod:`trinity_mq.rewards.math.trinity_answers`) and
-in the format; :data:`trinity_mq.renamed.OWN_REWARDS` lists the project's own rewards beside them.
+in the format; :data:`trinity_mq.renamed.CHANGED_NAMES` lists the project's own rewards.
 
 Differences to Trinity-RFT 0.6.0: a comparison that needs too much time is a wrong answer and not an error, an absent
 ground truth is a wrong answer, and a ground truth that is a number is read as its text.

@@ -20,7 +20,7 @@ from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_ov
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
 NAMES_FILE = "names"
-"""File of a run whose names of workflows and rewards mean what they mean since 0.3; a folder of 0.2 has none."""
+"""File that a run of 0.2 does not have: names of workflows and rewards had other meanings then."""
 NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
 """Keys and key prefixes that determine the checkpoint, the schedule and the order of the tasks. A run cannot be resumed
 with other values. All other settings may change between starts.
@@ -158,7 +158,7 @@ class RunFolder(LockedFolder):
 
     def write_configuration(self) -> list[str]:
         """Write the configuration into the folder. Return one line for each setting that changed since the last start,
-        and for each name that meant something else at the last start. The errors are those of :meth:`changes`.
+        and for each name that meant something else at the last start. Errors as for :meth:`changes`.
         """
         changes = self.changes()
         names = self.path / NAMES_FILE

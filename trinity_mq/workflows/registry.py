@@ -8,15 +8,15 @@ from trinity_mq.runtime.plugins import Registry, resolve
 
 _BUILTIN = "trinity_mq.workflows.builtin"
 _SYNCHRONOUS = {
-    "boxed_answer_workflow": f"{_BUILTIN}.math:MathBoxedWorkflow",
-    "distill_workflow": f"{_BUILTIN}.distill:OnPolicyDistillWorkflow",
+    "boxed_answer_workflow": f"{_BUILTIN}.math:BoxedAnswerWorkflow",
+    "distill_workflow": f"{_BUILTIN}.distill:DistillWorkflow",
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
     "gymnasium_workflow": "trinity_mq.workflows.environments.workflow:GymnasiumWorkflow",
-    "math_answer_workflow": f"{_BUILTIN}.math:MathWorkflow",
+    "math_answer_workflow": f"{_BUILTIN}.math:MathAnswerWorkflow",
     "math_answer_ruler_workflow": f"{_BUILTIN}.ruler:MathRulerWorkflow",
-    "math_benchmark_workflow": f"{_BUILTIN}.math:MathEvalWorkflow",
+    "math_benchmark_workflow": f"{_BUILTIN}.math:MathBenchmarkWorkflow",
     "math_boxed_workflow": f"{_BUILTIN}.trinity:MathBoxedWorkflow",
-    "math_distill_workflow": f"{_BUILTIN}.distill:OnPolicyDistillMathWorkflow",
+    "math_distill_workflow": f"{_BUILTIN}.distill:MathDistillWorkflow",
     "math_eval_workflow": f"{_BUILTIN}.trinity:MathEvalWorkflow",
     "math_rm_workflow": f"{_BUILTIN}.trinity:MathRMWorkflow",
     "math_ruler_workflow": f"{_BUILTIN}.trinity_judges:MathRULERWorkflow",
@@ -25,7 +25,7 @@ _SYNCHRONOUS = {
     "reward_model_workflow": f"{_BUILTIN}.math:MathRmWorkflow",
     "rubric_judge_openai_workflow": f"{_BUILTIN}.trinity_judges:RubricJudgeWorkflowWithAPI",
     "rubric_judge_workflow": f"{_BUILTIN}.trinity_judges:RubricJudgeWorkflow",
-    "rubric_workflow": f"{_BUILTIN}.rubric:RubricJudgeWorkflow",
+    "rubric_workflow": f"{_BUILTIN}.rubric:RubricWorkflow",
     "ruler_workflow": f"{_BUILTIN}.ruler:RulerWorkflow",
     "self_ruler_workflow": f"{_BUILTIN}.trainable_ruler:MathTrainableRulerWorkflow",
     "simple_workflow": f"{_BUILTIN}.simple:SimpleWorkflow",
@@ -33,7 +33,7 @@ _SYNCHRONOUS = {
     "sudoku_workflow": "trinity_mq.workflows.games.sudoku_moves:SudokuMovesWorkflow",
     "thinking_budget_workflow": f"{_BUILTIN}.trinity_thinking:ThinkingBudgetWorkflow",
     "tool_agent_workflow": f"{_BUILTIN}.tool_agent:ToolAgentWorkflow",
-    "tool_choice_workflow": f"{_BUILTIN}.tool_call:ToolCallWorkflow",
+    "tool_choice_workflow": f"{_BUILTIN}.tool_call:ToolChoiceWorkflow",
 }
 _ASYNCHRONOUS = {
     "on_policy_distill_math_workflow": f"{_BUILTIN}.trinity:OnPolicyDistillMathWorkflow",

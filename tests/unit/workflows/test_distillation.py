@@ -11,16 +11,16 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.distill import (
-    AsyncOnPolicyDistillMathWorkflow,
-    AsyncOnPolicyDistillWorkflow,
-    OnPolicyDistillMathWorkflow,
-    OnPolicyDistillWorkflow,
+    AsyncDistillWorkflow,
+    AsyncMathDistillWorkflow,
+    DistillWorkflow,
+    MathDistillWorkflow,
     add_teacher_logprobs,
     add_teacher_logprobs_async,
 )
 
-BOTH = pytest.mark.parametrize("kind", [OnPolicyDistillWorkflow, AsyncOnPolicyDistillWorkflow])
-BOTH_MATH = pytest.mark.parametrize("kind", [OnPolicyDistillMathWorkflow, AsyncOnPolicyDistillMathWorkflow])
+BOTH = pytest.mark.parametrize("kind", [DistillWorkflow, AsyncDistillWorkflow])
+BOTH_MATH = pytest.mark.parametrize("kind", [MathDistillWorkflow, AsyncMathDistillWorkflow])
 CHARACTERS = "0123456789+-=,"
 
 

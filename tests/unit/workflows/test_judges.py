@@ -14,7 +14,7 @@ from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.rewards.text import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.builtin.rubric import AsyncRubricJudgeWorkflow, Criterion, RubricJudgeWorkflow, rubric_score
+from trinity_mq.workflows.builtin.rubric import AsyncRubricWorkflow, Criterion, RubricWorkflow, rubric_score
 from trinity_mq.workflows.builtin.ruler import (
     AsyncMathRulerWorkflow,
     AsyncRulerWorkflow,
@@ -23,7 +23,7 @@ from trinity_mq.workflows.builtin.ruler import (
 )
 from trinity_mq.workflows.builtin.trainable_ruler import AsyncMathTrainableRulerWorkflow, MathTrainableRulerWorkflow
 
-RULERS, RUBRIC_JUDGES = [RulerWorkflow, AsyncRulerWorkflow], [RubricJudgeWorkflow, AsyncRubricJudgeWorkflow]
+RULERS, RUBRIC_JUDGES = [RulerWorkflow, AsyncRulerWorkflow], [RubricWorkflow, AsyncRubricWorkflow]
 RULER = pytest.mark.parametrize("kind", RULERS)
 MATH_RULER = pytest.mark.parametrize("kind", [MathRulerWorkflow, AsyncMathRulerWorkflow])
 RUBRIC_JUDGE = pytest.mark.parametrize("kind", RUBRIC_JUDGES)

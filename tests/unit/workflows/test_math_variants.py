@@ -10,16 +10,16 @@ from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.builtin.math import (
     SYSTEM_PROMPT,
-    AsyncMathBoxedWorkflow,
-    AsyncMathEvalWorkflow,
+    AsyncBoxedAnswerWorkflow,
+    AsyncMathBenchmarkWorkflow,
     AsyncMathRmWorkflow,
-    MathBoxedWorkflow,
-    MathEvalWorkflow,
+    BoxedAnswerWorkflow,
+    MathBenchmarkWorkflow,
     MathRmWorkflow,
 )
 
-BOXED = pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
-EVAL = pytest.mark.parametrize("kind", [MathEvalWorkflow, AsyncMathEvalWorkflow])
+BOXED = pytest.mark.parametrize("kind", [BoxedAnswerWorkflow, AsyncBoxedAnswerWorkflow])
+EVAL = pytest.mark.parametrize("kind", [MathBenchmarkWorkflow, AsyncMathBenchmarkWorkflow])
 RIGHT = "It is \\boxed{12}."
 THOUGHT = "<think>3*4</think> It is \\boxed{12}."
 

@@ -13,10 +13,10 @@ from trinity_mq.workflows import (
     TaskError,
     execute,
 )
-from trinity_mq.workflows.builtin.math import AsyncMathWorkflow, MathBoxedWorkflow, MathWorkflow
+from trinity_mq.workflows.builtin.math import AsyncMathAnswerWorkflow, BoxedAnswerWorkflow, MathAnswerWorkflow
 
 BOTH = pytest.mark.parametrize("kind", [SimpleWorkflow, AsyncSimpleWorkflow])
-BOTH_MATH = pytest.mark.parametrize("kind", [MathWorkflow, AsyncMathWorkflow])
+BOTH_MATH = pytest.mark.parametrize("kind", [MathAnswerWorkflow, AsyncMathAnswerWorkflow])
 
 
 def task(kind, **keys):
@@ -107,12 +107,12 @@ async def test_a_prompt_that_is_too_long_is_a_failure_and_is_not_judged(kind, st
     def never(response, truth, *, finished):
         raise AssertionError("judged")
 
-    for workflow in (kind, MathBoxedWorkflow):
+    for workflow in (kind, BoxedAnswerWorkflow):
         made = task(workflow, reward_fn=never).to_workflow(stub_model([("2", "prompt_truncated")] * 2))
         made.set_repeat_times(2, 0)
         with pytest.raises(PromptTooLong, match=r"more than 2 tokens, the limit of model\.max_prompt_tokens"):
             await run(made)
-    base = task(MathBoxedWorkflow, workflow_args={"use_base": True}, reward_fn=never)
+    base = task(BoxedAnswerWorkflow, workflow_args={"use_base": True}, reward_fn=never)
     with pytest.raises(PromptTooLong):
         await run(base.to_workflow(stub_model([("2", "prompt_truncated")])))
 

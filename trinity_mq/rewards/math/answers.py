@@ -36,7 +36,7 @@ import structlog
 
 from trinity_mq.rewards.ground_truth import BOOLEANS, accept_any_truth_type
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
-from trinity_mq.rewards.math.trinity_answers import Comparison
+from trinity_mq.rewards.math.trinity_answers import RuleResult
 from trinity_mq.rewards.registry import RewardError
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.runtime.processes.children import ChildEndedError, ChildNotStartedError, ChildServer
@@ -350,7 +350,7 @@ class AnswerComparer:
         """
         return self.compare("latex", answer, truth).right
 
-    def compare(self, rule: str, response: str, truth: str) -> Comparison:
+    def compare(self, rule: str, response: str, truth: str) -> RuleResult:
         """Return the result of ``latex`` or of another rule of :data:`trinity_answers.RULES`. A pair that exceeds a
         limit is wrong.
 
@@ -364,23 +364,23 @@ class AnswerComparer:
         finally:
             idle.put(child)
 
-    def _ask(self, child: ChildServer, *question: str) -> Comparison:
+    def _ask(self, child: ChildServer, *question: str) -> RuleResult:
         request = json.dumps(question).encode()
         shown = question[1][-80:]
         for _ in range(2):
             try:
-                return Comparison(*json.loads(child.ask(request)))
+                return RuleResult(*json.loads(child.ask(request)))
             except ChildEndedError as error:
                 if error.exitcode == -signal.SIGPROF:
                     log.info("comparison_over_cpu_limit", answer=shown, limit=self._cpu_seconds)
-                    return Comparison(False)
+                    return RuleResult(False)
             except ChildNotStartedError as error:
                 raise RewardError(
                     f"the process that compares answers cannot start: {error}. Check that `python -c 'import "
                     "math_verify'` works there, and that the process may allocate 2 GiB"
                 ) from error
         log.warning("comparison_process_killed", answer=shown)
-        return Comparison(False)
+        return RuleResult(False)
 
     def close(self) -> None:
         """End the children."""
@@ -405,12 +405,12 @@ def same(truth: str, answer: str) -> bool:
     return _judge.same(truth, answer)
 
 
-def compare(rule: str, response: str, truth: str) -> Comparison:
+def compare(rule: str, response: str, truth: str) -> RuleResult:
     """Return :meth:`AnswerComparer.compare` of this process's judge. A response that is too long to read is wrong.
 
     Raises:
         ChildTimeoutError, RewardError: See :meth:`AnswerComparer.same`.
     """
     if len(response) > LONGEST_RESPONSE or len(truth) > LONGEST_RESPONSE:
-        return Comparison(False)
+        return RuleResult(False)
     return _judge.compare(rule, response, truth)

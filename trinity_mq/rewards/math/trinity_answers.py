@@ -32,7 +32,7 @@ SHOWN_UNBOXED = 20
 """Characters of a response without a box that the rule ``dapo`` compares."""
 
 
-class Comparison(NamedTuple):
+class RuleResult(NamedTuple):
     """The result of a rule."""
 
     right: bool
@@ -125,7 +125,7 @@ def _whole_number(words: list[str]) -> int:
             start = place + 1
     if start == 0:
         return _small_number(words)
-    # As in word2number: what follows the last scale that does not end the number, even if it holds another scale.
+    # word2number adds the words after the last scale that does not end the number, even if they hold a scale
     rests = (words[place + 1 :] for place in (thousand, million, billion) if place > -1)
     rest = next(filter(None, rests), None)
     return total + (_small_number(rest) if rest else 0)
@@ -175,7 +175,7 @@ def _replaced(text: str, replacements: tuple[tuple[str | re.Pattern[str], str], 
 
 
 def normalised(answer: str | None) -> str | None:
-    """Return an answer in the form in which Qwen2.5-Math compares it; None if nothing remains.
+    """Return the normal form of an answer for Qwen2.5-Math's comparison; None if nothing remains.
 
     Raises:
         LookupError: The words of a number do not form a number.
@@ -226,22 +226,22 @@ def _slash_to_fraction(text: str, *, roots: bool) -> str:
 # -- the rule "boxed"
 
 
-def boxed_equal(response: str, truth: str) -> Comparison:
+def boxed_equal(response: str, truth: str) -> RuleResult:
     r"""Return whether the content of the last ``\boxed{}`` has the normal form of ``truth``, which may itself have a
     box.
     """
     box = _last_box(response)
     answer = _content(box)
     if answer is None:
-        return Comparison(False)
+        return RuleResult(False)
     marked = _last_box(truth)
     wanted = truth if marked is None else _content(marked)
     if wanted is None or len(answer) > LONGEST_ANSWER:
-        return Comparison(False, answer)
+        return RuleResult(False, answer)
     try:
-        return Comparison(normalised(answer) == normalised(wanted), answer)
+        return RuleResult(normalised(answer) == normalised(wanted), answer)
     except LookupError:
-        return Comparison(answer == wanted, answer)
+        return RuleResult(answer == wanted, answer)
 
 
 def _last_box(text: str) -> str | None:
@@ -306,15 +306,15 @@ def qwen_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def qwen_equal(response: str, truth: str) -> Comparison:
+def qwen_equal(response: str, truth: str) -> RuleResult:
     """Return whether two texts state equal answers by the evaluation of Qwen2.5-Math."""
     try:
         answer, wanted = qwen_answer(response), qwen_answer(truth)
     except LookupError:
-        return Comparison(False)
+        return RuleResult(False)
     if answer is None or wanted is None or len(answer) > LONGEST_ANSWER:
-        return Comparison(False, answer)
-    return Comparison(_qwen_same(answer, wanted), answer)
+        return RuleResult(False, answer)
+    return RuleResult(_qwen_same(answer, wanted), answer)
 
 
 def _qwen_same(answer: str, wanted: str) -> bool:
@@ -408,7 +408,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _expression(text: str) -> Any:
-    """Return the text as an expression, or the text if it is none."""
+    """Return the text as an expression, or the text itself if sympy cannot read it."""
     import sympy
 
     text = text.replace("\\\\", "\\")
@@ -416,7 +416,7 @@ def _expression(text: str) -> Any:
         return text
     try:
         return sympy.sympify(text, evaluate=True)
-    except Exception:  # sympy's parser raises many kinds of errors for text that is no formula
+    except Exception:  # sympy's parser raises many kinds of errors for other text
         return text
 
 
@@ -455,7 +455,7 @@ _DAPO_UNITS = tuple(
         "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard liter"
     )
 )
-_DAPO = (
+_DAPO: tuple[tuple[str | re.Pattern[str], str], ...] = (
     ("\\%", "%"), ("\\$", "$"), ("$", ""), ("%", ""), (" or ", " , "), (" and ", " , "), *_MULTIPLES, *_DAPO_UNITS,
     (re.compile("\\^ *\\\\circ"), ""),
 )  # fmt: skip
@@ -473,7 +473,7 @@ _HARD = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)\s*|\\(.)")
 
 
-def dapo_equal(response: str, truth: str) -> Comparison:
+def dapo_equal(response: str, truth: str) -> RuleResult:
     r"""Return whether the last box after ``</think>``, or the text without a box, equals ``truth``."""
     text = response.rpartition("</think>")[2]
     place = max(text.rfind("\\boxed"), -1)
@@ -485,14 +485,14 @@ def dapo_equal(response: str, truth: str) -> Comparison:
     if not answer:
         answer = text if len(text) <= SHOWN_UNBOXED else f"{text[:SHOWN_UNBOXED]}(... output is truncated.)"
     if len(answer) > LONGEST_ANSWER:
-        return Comparison(False, answer[:LONGEST_ANSWER])
+        return RuleResult(False, answer[:LONGEST_ANSWER])
     right = _mathd(answer) == _mathd(truth) or _graded(answer, truth)
     if not right and "\\pi" not in answer and "\\pi" not in truth:
         try:
             right = _prime_same(answer, truth)
         except (ValueError, LookupError, OverflowError):
             right = False
-    return Comparison(right, answer)
+    return RuleResult(right, answer)
 
 
 def _mathd(answer: str) -> str:
@@ -529,23 +529,23 @@ def _mathd_steps(text: str) -> str:
 
 
 def _graded(answer: str, truth: str) -> bool:
-    given, wanted = _dapo_form(answer), _dapo_form(truth)
-    if given == wanted:
+    answered, wanted = _dapo_form(answer), _dapo_form(truth)
+    if answered == wanted:
         return True
-    if not given:
+    if not answered:
         return False
-    parts, wanted_parts = _tuple_parts(given), _tuple_parts(wanted)
-    if len(wanted_parts) > 1 and (wanted[0] != given[0] or wanted[-1] != given[-1]):
+    parts, wanted_parts = _tuple_parts(answered), _tuple_parts(wanted)
+    if len(wanted_parts) > 1 and (wanted[0] != answered[0] or wanted[-1] != answered[-1]):
         return False
     return len(parts) == len(wanted_parts) and all(map(_same_element, parts, wanted_parts))
 
 
-def _same_element(given: str, wanted: str) -> bool:
-    if _FRACTION.search(wanted) and _FRACTION.search(given):
-        return wanted == given  # a fraction must be reduced as in the truth
-    if _is_whole(wanted) != _is_whole(given):
+def _same_element(answered: str, wanted: str) -> bool:
+    if _FRACTION.search(wanted) and _FRACTION.search(answered):
+        return wanted == answered  # a fraction must be reduced as in the truth
+    if _is_whole(wanted) != _is_whole(answered):
         return False
-    difference = f"({wanted})-({given})"
+    difference = f"({wanted})-({answered})"
     letters = {letter for letter in difference.replace("sqrt", "").replace("frac", "") if letter.isalpha()}
     return len(letters) <= 2 and not _HARD.search(difference) and _is_zero(difference)
 
@@ -640,27 +640,27 @@ def _prime_same(answer: str, truth: str) -> bool:
     Raises:
         ValueError, OverflowError: A number in another base does not begin with a number.
     """
-    given, wanted = _prime_form(answer)[:1000], _prime_form(truth)
-    if given.strip().lower() == wanted.strip().lower() or given.replace(" ", "") == wanted.replace(" ", ""):
+    answered, wanted = _prime_form(answer)[:1000], _prime_form(truth)
+    if answered.strip().lower() == wanted.strip().lower() or answered.replace(" ", "") == wanted.replace(" ", ""):
         return True
-    numbers = [_number(text.replace("{,}", "")) for text in (given, wanted)]
+    numbers = [_number(text.replace("{,}", "")) for text in (answered, wanted)]
     if numbers[0] is not None and numbers[1] is not None:
         return _near(numbers[0], numbers[1], percentages=True)
-    if not given:
+    if not answered:
         return False
-    given, wanted = _as_interval(given.strip()), wanted.strip()
-    if _without_brackets(given, wanted) == _without_brackets(wanted, given, other=True):
+    answered, wanted = _as_interval(answered.strip()), wanted.strip()
+    if _without_brackets(answered, wanted) == _without_brackets(wanted, answered, other=True):
         return True
-    parts, wanted_parts = given[1:-1].split(","), wanted[1:-1].split(",")
-    ends = given[:1] + given[-1:]
+    parts, wanted_parts = answered[1:-1].split(","), wanted[1:-1].split(",")
+    ends = answered[:1] + answered[-1:]
     same_ends = ends == wanted[:1] + wanted[-1:] and ends[:1] in ("(", "[") and ends[1:] in (")", "]")
     if same_ends and len(parts) == len(wanted_parts) and all(map(_prime_same, parts, wanted_parts)):
         return True
-    if "," in given and "," in wanted:
-        parts, wanted_parts = ([part.strip() for part in text.split(",")] for text in (given, wanted))
+    if "," in answered and "," in wanted:
+        parts, wanted_parts = ([part.strip() for part in text.split(",")] for text in (answered, wanted))
         if len(parts) == len(wanted_parts):
             return all(map(_prime_same, parts, wanted_parts))
-    return _same_by_sympy(given, wanted, _plain_expression)
+    return _same_by_sympy(answered, wanted, _plain_expression)
 
 
 def _prime_form(answer: str) -> str:
@@ -686,9 +686,9 @@ def _without_brackets(text: str, partner: str, *, other: bool = False) -> str:
         partner: The answer that it is compared with.
         other: Whether ``text`` is the truth.
     """
-    given, wanted = (partner, text) if other else (text, partner)
-    square = given.startswith("[") and given.endswith("]") and not wanted.startswith("(")
-    round_ = given.startswith("(") and given.endswith(")") and not wanted.startswith("[")
+    answered, wanted = (partner, text) if other else (text, partner)
+    square = answered.startswith("[") and answered.endswith("]") and not wanted.startswith("(")
+    round_ = answered.startswith("(") and answered.endswith(")") and not wanted.startswith("[")
     return re.sub(r"[{}()]", "", text.strip("[]()") if square or round_ else text)
 
 
@@ -699,7 +699,7 @@ def _plain_expression(text: str) -> Any:
         return text
     try:
         return parse_expr(text)
-    except Exception:  # sympy's parser raises many kinds of errors for text that is no formula
+    except Exception:  # sympy's parser raises many kinds of errors for other text
         return text
 
 
@@ -709,7 +709,7 @@ def _plain_expression(text: str) -> Any:
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")
 
 
-def parsed_equal(response: str, truth: str) -> Comparison:
+def parsed_equal(response: str, truth: str) -> RuleResult:
     """Return whether math-verify reads equal answers in two texts, in the first ``<answer></answer>`` of a text if a
     line has one.
     """
@@ -717,10 +717,10 @@ def parsed_equal(response: str, truth: str) -> Comparison:
 
     texts = [match[1] if (match := _ANSWER.search(text)) else text for text in (response, truth)]
     answers = [parse(text, parsing_timeout=None) for text in texts]
-    return Comparison(bool(verify(*answers, timeout_seconds=None)))
+    return RuleResult(bool(verify(*answers, timeout_seconds=None)))
 
 
-def marked_equal(response: str, truth: str) -> Comparison:
+def marked_equal(response: str, truth: str) -> RuleResult:
     """Return whether math-verify reads equal answers in the marked formulas of two texts, a box before others. A truth
     without a formula is compared as text.
     """
@@ -733,10 +733,10 @@ def marked_equal(response: str, truth: str) -> Comparison:
     )
     reader = LatexExtractionConfig(normalization_config=form, boxed_match_priority=0, try_extract_without_anchor=False)
     answer = parse(response, [reader], extraction_mode="first_match", parsing_timeout=None)
-    return Comparison(bool(verify(answer, wanted or truth, timeout_seconds=None)))
+    return RuleResult(bool(verify(answer, wanted or truth, timeout_seconds=None)))
 
 
-RULES: dict[str, Callable[[str, str], Comparison]] = {
+RULES: dict[str, Callable[[str, str], RuleResult]] = {
     "boxed": boxed_equal,
     "dapo": dapo_equal,
     "marked": marked_equal,

@@ -114,7 +114,7 @@ ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
 """A minimal request. Its explicit seed keeps it from using a seed of the run's own sequence."""
 
 
-class OnPolicyDistillWorkflow(SimpleWorkflow):
+class DistillWorkflow(SimpleWorkflow):
     """One request for all runs of a single-turn task; the teacher scores each response token by token.
 
     The reward is the rule reward of the task, if it has one, minus ``kl_reward`` times the estimated divergence.
@@ -186,20 +186,20 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         _matching_tokenizers.add(pair)
 
 
-class AsyncOnPolicyDistillWorkflow(OnPolicyDistillWorkflow):
-    """:class:`OnPolicyDistillWorkflow` on the event loop; the teacher scores all responses concurrently."""
+class AsyncDistillWorkflow(DistillWorkflow):
+    """:class:`DistillWorkflow` on the event loop; the teacher scores all responses concurrently."""
 
     is_async = True
 
 
-class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow):
-    """:class:`OnPolicyDistillWorkflow` that asks for a boxed number and compares it."""
+class MathDistillWorkflow(DistillWorkflow):
+    """:class:`DistillWorkflow` that asks for a boxed number and compares it."""
 
     _default_system_prompt = SYSTEM_PROMPT
     _default_reward_fn = "math_answer"
 
 
-class AsyncOnPolicyDistillMathWorkflow(OnPolicyDistillMathWorkflow):
-    """:class:`OnPolicyDistillMathWorkflow` on the event loop."""
+class AsyncMathDistillWorkflow(MathDistillWorkflow):
+    """:class:`MathDistillWorkflow` on the event loop."""
 
     is_async = True

@@ -30,22 +30,22 @@ THOUGHTS_PROMPT = (
 EVALUATION_PROMPT = "Think through the problem in steps and write what you find at the end as \\boxed{answer}."
 
 
-class MathWorkflow(SimpleWorkflow):
+class MathAnswerWorkflow(SimpleWorkflow):
     """:class:`SimpleWorkflow` that asks for a boxed number and compares it exactly."""
 
-    _default_system_prompt = SYSTEM_PROMPT
+    _default_system_prompt: ClassVar[str | None] = SYSTEM_PROMPT
     _default_reward_fn = "math_answer"
 
 
-class AsyncMathWorkflow(MathWorkflow):
-    """:class:`MathWorkflow` on the event loop."""
+class AsyncMathAnswerWorkflow(MathAnswerWorkflow):
+    """:class:`MathAnswerWorkflow` on the event loop."""
 
     is_async = True
 
 
-class MathRmWorkflow(MathWorkflow):
-    """:class:`MathWorkflow` with a reward called as ``reward(experience, messages, ground_truth=truth)``, which may ask
-    your own reward model.
+class MathRmWorkflow(MathAnswerWorkflow):
+    """:class:`MathAnswerWorkflow` with a reward called as ``reward(experience, messages, ground_truth=truth)``, which
+    may ask your own reward model.
     """
 
     def reset(self, task: Task) -> None:
@@ -82,7 +82,7 @@ class BoxedArguments(SimpleArguments):
     """Penalty for a response without the expected format."""
 
 
-class MathBoxedWorkflow(SimpleWorkflow):
+class BoxedAnswerWorkflow(SimpleWorkflow):
     """Boxed math: one request for all runs of a task. A response that was cut at a limit gets a reward, but is not
     trained on, because its final answer is unknown.
     """
@@ -131,13 +131,13 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return check_asked(responses)
 
 
-class AsyncMathBoxedWorkflow(MathBoxedWorkflow):
-    """:class:`MathBoxedWorkflow` on the event loop."""
+class AsyncBoxedAnswerWorkflow(BoxedAnswerWorkflow):
+    """:class:`BoxedAnswerWorkflow` on the event loop."""
 
     is_async = True
 
 
-class MathEvalWorkflow(SimpleWorkflow):
+class MathBenchmarkWorkflow(SimpleWorkflow):
     """Math problems as an evaluation, all samples of a task in one request. The taskset's system prompt and reward
     function are ignored, so that runs trained with different prompts and rewards can be compared.
 
@@ -170,7 +170,7 @@ class MathEvalWorkflow(SimpleWorkflow):
         return responses
 
 
-class AsyncMathEvalWorkflow(MathEvalWorkflow):
-    """:class:`MathEvalWorkflow` on the event loop."""
+class AsyncMathBenchmarkWorkflow(MathBenchmarkWorkflow):
+    """:class:`MathBenchmarkWorkflow` on the event loop."""
 
     is_async = True

@@ -122,7 +122,7 @@ def assign_rubric_rewards(
             response.info["rubric_met"] = list(verdicts[text].scores or ())
 
 
-class RubricJudgeWorkflow(SimpleWorkflow):
+class RubricWorkflow(SimpleWorkflow):
     """One request for all runs of a single-turn task; each response is judged by the task's rubric.
 
     The judge is the auxiliary model ``workflow_args.judge``.
@@ -152,7 +152,7 @@ class RubricJudgeWorkflow(SimpleWorkflow):
         return responses
 
 
-class AsyncRubricJudgeWorkflow(RubricJudgeWorkflow):
-    """:class:`RubricJudgeWorkflow` on the event loop; all responses are judged concurrently."""
+class AsyncRubricWorkflow(RubricWorkflow):
+    """:class:`RubricWorkflow` on the event loop; all responses are judged concurrently."""
 
     is_async = True

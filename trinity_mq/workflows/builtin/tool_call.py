@@ -20,7 +20,7 @@ class ToolCallArguments(SimpleArguments):
     """Tools of records that do not define tools."""
 
 
-class ToolCallWorkflow(SimpleWorkflow):
+class ToolChoiceWorkflow(SimpleWorkflow):
     """Tool selection, all runs of a task in one request. The ground truth is a JSON list of calls ``{"name",
     "arguments"}``; no tool is executed.
     """
@@ -42,8 +42,8 @@ class ToolCallWorkflow(SimpleWorkflow):
         return responses
 
 
-class AsyncToolCallWorkflow(ToolCallWorkflow):
-    """:class:`ToolCallWorkflow` on the event loop."""
+class AsyncToolChoiceWorkflow(ToolChoiceWorkflow):
+    """:class:`ToolChoiceWorkflow` on the event loop."""
 
     is_async = True
 

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, delimiter_of, has_answer, read_scores
-from trinity_mq.workflows.builtin.math import MathWorkflow
+from trinity_mq.workflows.builtin.math import MathAnswerWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
 from trinity_mq.workflows.builtin.simple import question_of
 from trinity_mq.workflows.sync_async import call, run_in_thread_if_async
@@ -47,8 +47,8 @@ class TrainableRulerArguments(Arguments):
         return self
 
 
-class MathTrainableRulerWorkflow(MathWorkflow):
-    """:class:`MathWorkflow` whose answers are compared by the policy itself, for all runs of a task at once."""
+class MathTrainableRulerWorkflow(MathAnswerWorkflow):
+    """:class:`MathAnswerWorkflow` whose answers are compared by the policy itself, for all runs of a task at once."""
 
     arguments_kind = TrainableRulerArguments
     _arguments: TrainableRulerArguments

@@ -20,11 +20,8 @@ from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
 from trinity_mq.rewards.trinity_rewards import MathRewardFn
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.builtin.distill import DistillationArguments
-from trinity_mq.workflows.builtin.distill import OnPolicyDistillWorkflow as _OwnDistillWorkflow
-from trinity_mq.workflows.builtin.math import BoxedArguments
-from trinity_mq.workflows.builtin.math import MathBoxedWorkflow as _OwnBoxedWorkflow
-from trinity_mq.workflows.builtin.math import MathRmWorkflow as _OwnRmWorkflow
+from trinity_mq.workflows.builtin.distill import DistillationArguments, DistillWorkflow
+from trinity_mq.workflows.builtin.math import BoxedAnswerWorkflow, BoxedArguments, MathRmWorkflow
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task, TaskError
@@ -98,7 +95,7 @@ class BoxedWorkflowArguments(BoxedArguments):
     format_score_coef: float = 0.1
 
 
-class MathBoxedWorkflow(_OwnBoxedWorkflow):
+class MathBoxedWorkflow(BoxedAnswerWorkflow):
     r"""Math problems with the answer in ``\boxed{}``: ``math_boxed_reward``, unless the task has another reward. A
     response that was cut at a limit is not trained on.
     """
@@ -132,9 +129,9 @@ class AsyncMathBoxedWorkflow(MathBoxedWorkflow):
     is_async = True
 
 
-class MathRMWorkflow(_OwnRmWorkflow):
+class MathRMWorkflow(MathRmWorkflow):
     """Problems whose reward is called as ``reward(experience, messages, ground_truth=truth)``, such as a reward model.
-    There is no default system prompt.
+    It has no default system prompt.
     """
 
     _default_system_prompt = None
@@ -220,7 +217,7 @@ class TeacherArguments(DistillationArguments):
     """Temperature of the teacher's log-probabilities."""
 
 
-class OnPolicyDistillWorkflow(_OwnDistillWorkflow):
+class OnPolicyDistillWorkflow(DistillWorkflow):
     """A teacher scores each token of the answers. The reward is 0; the metric ``kl_divergence`` is the sum over the
     tokens of a response of log p - log q.
     """
@@ -337,7 +334,7 @@ def _json_list(record: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of a JSON text; None if it is none."""
+    """Return the value of a JSON text; None for other texts."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -103,7 +103,7 @@ def ruler_messages(question: str, answers: Sequence[str], between: str) -> Messa
 
 def ruler_scores(verdict: str, count: int) -> list[float] | None:
     """Return the last list of a verdict, as ``count`` scores from 0 to 1; a number outside becomes the nearest of both.
-    None if there is no such list.
+    None without such a list.
     """
     text = verdict[-MAX_VERDICT:]
     start, end = text.rfind("["), text.rfind("]")
@@ -136,7 +136,7 @@ def rubric_messages(question: str, response: str, rubric: Sequence[Any]) -> Mess
 
 
 def rubric_rating(verdict: str) -> float | None:
-    """Return the rating in the first block of code of a verdict, from 0.1 to 1; None if there is none."""
+    """Return the rating in the first block of code of a verdict, from 0.1 to 1; None without a rating."""
     mark = "```json" if "```json" in verdict else "```"
     _, opened, rest = verdict.partition(mark)
     block, closed, _ = rest.partition("```")
@@ -353,17 +353,17 @@ class RubricJudgeWorkflowWithAPI(RubricJudgeWorkflow):
         import openai
 
         arguments = self._judge_arguments
-        access = {"base_url": self._judge_address, "api_key": os.environ.get(arguments.judge_api_key_env, "")}
+        address, key = self._judge_address, os.environ.get(arguments.judge_api_key_env, "")
         request = {"model": arguments.judge_model_name, "messages": messages, **self._judge_sampling}
         try:
             if self.is_async:
-                async with openai.AsyncOpenAI(**access) as asynchronous:
+                async with openai.AsyncOpenAI(base_url=address, api_key=key) as asynchronous:
                     return completion_text(await asynchronous.chat.completions.create(**request))
-            with openai.OpenAI(**access) as client:
+            with openai.OpenAI(base_url=address, api_key=key) as client:
                 return completion_text(client.chat.completions.create(**request))
         except openai.OpenAIError as error:
             raise AuxiliaryError(
-                f"the judge {arguments.judge_model_name!r} at {self._judge_address} cannot be asked: "
+                f"the judge {arguments.judge_model_name!r} at {address} cannot be asked: "
                 f"{type(error).__name__}: {error}"
             ) from None
 

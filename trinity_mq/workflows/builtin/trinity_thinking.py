@@ -78,20 +78,20 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
     async def _continued(self, answer: Experience, end: list[int], limit: int | None) -> Experience:
         """Return the whole answer that begins with ``answer``."""
         tokens = answer.tokens.tolist()
-        said = tokens[answer.prompt_length :]
+        begun_tokens = tokens[answer.prompt_length :]
         budget = self._arguments.thinking_token_budget
-        has_ended = _place(said, end) is not None
+        has_ended = _place(begun_tokens, end) is not None
         if budget and answer.truncate_status != RESPONSE_TRUNCATED:
             return answer
-        said = said[:budget]
+        begun_tokens = begun_tokens[:budget]
         forced = [] if has_ended and budget else end
-        rest = None if limit is None else limit - len(said) - len(forced)
+        rest = None if limit is None else limit - len(begun_tokens) - len(forced)
         if rest is not None and rest < 1:
             return answer
-        prefix = [*tokens[: answer.prompt_length], *said, *forced]
+        prefix = [*tokens[: answer.prompt_length], *begun_tokens, *forced]
         sampling = {**self._request_sampling(), "n": 1} | ({} if rest is None else {"max_tokens": rest})
         [tail] = check_asked(await call(self.is_async, self.model, "generate", [prefix], **sampling))
-        return _joined(answer, len(said), forced, tail, self._arguments.reasoning_end_str)
+        return _joined(answer, len(begun_tokens), forced, tail, self._arguments.reasoning_end_str)
 
     async def _end_tokens(self) -> list[int]:
         """Return the tokens of the text that ends thoughts, as the engine's tokenizer has them.
@@ -139,8 +139,8 @@ def _joined(answer: Experience, kept: int, forced: Sequence[int], tail: Experien
         for mask, length in ((answer.action_mask, answer.response_length), (tail.action_mask, count))
     ]
     logprobs = [
-        torch.zeros(length) if known is None else known
-        for known, length in ((answer.logprobs, answer.response_length), (tail.logprobs, count))
+        torch.zeros(length) if values is None else values
+        for values, length in ((answer.logprobs, answer.response_length), (tail.logprobs, count))
     ]
     zeros = torch.zeros(len(forced))
     return Experience(
