@@ -117,6 +117,8 @@ class ModelWrapper(RecordedModel):
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation. The call blocks: it is for workflows in a thread.
 
+        If the last message is the assistant's, the answers continue its text, which is a part of their prompt.
+
         ``sampling`` takes the parameters of the OpenAI API, and ``chat_template_kwargs`` for the chat template, such as
         ``{"enable_thinking": False}``.
 
@@ -125,11 +127,11 @@ class ModelWrapper(RecordedModel):
             EngineLost: The engine did not answer.
             EngineRefused: The engine refused the request.
         """
-        return self._complete("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return self._complete("/v1/chat/completions", self._call(_chat_prompt(messages), sampling))
 
     async def chat_async(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation; errors as :meth:`chat`."""
-        return await self._complete_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return await self._complete_async("/v1/chat/completions", self._call(_chat_prompt(messages), sampling))
 
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
@@ -349,3 +351,11 @@ class ModelWrapper(RecordedModel):
 
     def _temperature(self, temperature: float | None) -> float:
         return float(self.sampling["temperature"] if temperature is None else temperature)
+
+
+def _chat_prompt(messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the fields of a chat request for a conversation. A last message of the assistant is continued."""
+    last = messages[-1] if messages else {}
+    continues = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    flags = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}
+    return {"messages": list(messages), **flags}
