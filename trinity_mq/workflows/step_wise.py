@@ -87,7 +87,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
             too_long = True
         experiences = self.model.extract_experience_from_history()
         if step_num == 0:
-            check_asked(experiences)
+            check_asked(experiences, None if too_long else self.model)
         for experience in experiences:
             experience.eid.step = step_num
         truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)

@@ -549,6 +549,21 @@ async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: Text
         await model.convert_messages_to_experience_async(conversation[:1])
 
 
+async def test_a_conversation_whose_prompt_is_too_long_is_masked_where_that_is_wanted(wrap: Wrap) -> None:
+    conversation = [{"role": "user", "content": "+12="}, {"role": "assistant", "content": "22"}]
+    for limit, status in ((4, None), (3, "prompt_truncated")):
+        model = wrap(max_prompt_tokens=limit, enable_prompt_truncation=True)
+        experience = await model.convert_messages_to_experience_async(conversation)
+        assert experience == _with_eid(
+            experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation)
+        )
+        assert (experience.truncate_status, experience.messages) == (status, conversation)
+    assert experience.action_mask is not None
+    assert (experience.prompt_length, len(experience.tokens), experience.action_mask.tolist()) == (3, 4, [False])
+    whole = await wrap(max_prompt_tokens=3).convert_messages_to_experience_async(conversation)
+    assert whole.truncate_status is None
+
+
 def _with_eid(source: Experience, target: Experience) -> Experience:
     target.eid = source.eid
     return target

@@ -409,6 +409,13 @@ def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, caps
     )
     said = capsys.readouterr().out
     assert "the prompts of 2 of 4 records have more than 64 tokens, and these tasks will fail" in said
+    file = write(tmp_path, f"model: {{tiny: {{}}, max_response_tokens: 64, {limits}}}\n{taskset}")
+    assert (
+        main(["validate", file, "model.enable_prompt_truncation=true", "buffer.taskset.format.reply_prefix='11'"]) == 0
+    )
+    assert "the prompts of 3 of 4 records have more than 64 tokens, and these tasks will not" in capsys.readouterr().out
+    assert main(["validate", file, "model.enable_prompt_truncation=false"]) == 0
+    assert "tokens" not in capsys.readouterr().out, "the longest fits into max_model_len"
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
