@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trinity_mq.config.agents import ExplorerConfig
+from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
 from trinity_mq.trinity_rft.migration.transfer import (
     LeftOut,
     SettingsTransfer,
@@ -18,18 +18,25 @@ from trinity_mq.trinity_rft.migration.transfer import (
 ENGINE = "explorer.rollout_model."
 """Section of the rollout engine."""
 THINKING = "model.chat_template_kwargs.enable_thinking"
-MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
+MODES = {name: name for name in ("both", "train", "explore", "bench", "serve")} | {"colocate": "both"}
 """Modes of Trinity-RFT, and the corresponding modes here."""
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
 """Length limits: the total, the prompt and the response."""
-TIMEOUT = 1800
-"""Trinity-RFT's default of ``max_timeout``, in seconds."""
 SWITCHES = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enable_auto_tool_choice": False}
 """Switches of vLLM's server that have no setting here, with their defaults."""
+TINY_TOKENS = 4096
+"""Context of the small model that stands in for the policy of an evaluation of another service, in tokens."""
+LAYERS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+"""Names of the layers that Tinker switches as attention and as feed-forward layers, in models of the Llama form."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
 API_JUDGE = "rubric_judge_openai_workflow"
 """Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
+ROLES_OF_VERL = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+"""Sections of veRL's own configuration that have a strategy."""
 OF_MACHINES = ("micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len")
 """Parts of key names in veRL's own configuration that affect how a step is distributed, not its result."""
 
@@ -68,10 +75,74 @@ def model(move: SettingsTransfer) -> None:
     _lengths(move, "model.")
     top_p = move.settings.get("explorer", {}).get("rollout_model", {}).get("top_p")
     if (number(top_p) or 1.0) < 1:
-        _allow_truncated_sampling(move)
-    for kind in ("tinker", "external_model"):
-        if not move.peek(f"model.{kind}.enable"):
-            move.take(f"model.{kind}")
+        allow_truncated_sampling(move)
+    _tinker(move)
+    _external_policy(move)
+
+
+def _tinker(move: SettingsTransfer) -> None:
+    """Move the adapter that the service Tinker trains; here the same adapter is trained on the machine's own GPUs."""
+    tinker = move.take_mapping("model.tinker")
+    if not resolve_environment(tinker.get("enable")):
+        return
+    item = move.item(tinker, ("model", "lora"), "model.tinker")
+    move.put("model.lora", item.settings)
+    item.take("enable")
+    item.put("r", item.take("rank", 16), "was model.tinker: the adapter is trained here, without the service")
+    item.put("alpha", 32)
+    trained = {part: resolve_environment(item.take(f"train_{part}", True)) for part in ("attn", "mlp", "unembed")}
+    names = [name for part, layers in LAYERS.items() if trained[part] for name in layers]
+    item.put("target_modules", "all-linear" if trained["attn"] and trained["mlp"] else names)
+    if trained["unembed"]:
+        item.lost(LeftOut("model.tinker.train_unembed", True, "the output layer gets no adapter", matters=True))
+    item.leave_out("base_url", "no service takes part", matters=False)
+    item.leave_out("seed", "it follows from the run's `seed`", matters=False)
+    item.give_up("no counterpart here")
+
+
+def _external_policy(move: SettingsTransfer) -> None:
+    """Move a model of a service that is evaluated. As a policy it could not be trained."""
+    model = {**move.take_mapping(ENGINE + "external_model_config"), **move.take_mapping("model.external_model")}
+    if not resolve_environment(model.get("enable")) and move.resolved(ENGINE + "engine_type") != "external":
+        return
+    move.take(ENGINE + "engine_type")
+    if move.resolved("mode") != "bench":
+        move.refuse(
+            "model.external_model.enable", True,
+            "a model of another service cannot be trained or give rollouts to train on; it can be evaluated (mode "
+            "bench) and be an auxiliary model",
+        )  # fmt: skip
+        return
+    served = str(model.get("model_name") or move.peek("model.model_path"))
+    name = _model_name(served)
+    address = {"url": f"${{oc.env:{model.get('base_url_env') or 'OPENAI_BASE_URL'}}}"}
+    address["api_key_env"] = str(model.get("api_key_env") or "OPENAI_API_KEY")
+    move.put(
+        "explorer.auxiliary_models", [{"name": name, "engine": "external", **address, "served_name": served}],
+        "was model.external_model", origin="model.external_model",
+    )  # fmt: skip
+    move.take("model.model_path")
+    move.settings.get("model", {}).pop("model_path", None)
+    total = whole(move.settings.get("model", {}).get("max_model_len")) or TINY_TOKENS
+    move.put(
+        "model.tiny", {"characters": "".join(map(chr, range(32, 127))) + "\n", "max_position_embeddings": total},
+        f"only {name} is evaluated: a run has a policy of its own too, and this small one answers nothing",
+    )  # fmt: skip
+    move.put("bench.checkpoints", [0], "the answers of another service follow from no checkpoint")
+    move.put(ENGINE + "engine", "transformers")
+
+
+def external_evaluation(move: SettingsTransfer) -> None:
+    """Let the model of another service answer the evaluations, where it is all that is evaluated."""
+    models = move.settings.get("explorer", {}).get("auxiliary_models") or []
+    if move.resolved("mode") == "bench" and move.has("model.tiny"):
+        for taskset in move.settings.get("buffer", {}).get("eval_tasksets", ()):
+            taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "model": models[0]["name"]}
+
+
+def _model_name(text: str) -> str:
+    """Return a valid name of an auxiliary model made from ``text``."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "model"
 
 
 def thinking(move: SettingsTransfer) -> None:
@@ -94,17 +165,8 @@ def sampling(move: SettingsTransfer) -> dict[str, Any]:
         engine_value, model_value = move.take(ENGINE + name), move.take(f"model.{name}")
         if (value := model_value if engine_value is None else engine_value) is not None:
             parameters[name] = value
-            _allow_truncated_sampling(move)
+            allow_truncated_sampling(move)
     return parameters
-
-
-def _allow_truncated_sampling(move: SettingsTransfer) -> None:
-    if not move.has("algorithm.allow_truncated_sampling"):
-        move.put(
-            "algorithm.allow_truncated_sampling", True,
-            "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
-            "Trinity-RFT trains on them without a warning; better sample without them",
-        )  # fmt: skip
 
 
 def _lengths(move: SettingsTransfer, there: str) -> None:
@@ -183,8 +245,10 @@ def explorer(move: SettingsTransfer) -> None:
         move.put("runner.concurrent_mode", "sequential", "Trinity-RFT's default; `asynchronous` is faster")
     if variables := move.take_mapping("explorer.env_vars"):
         move.put("runner.env", {str(key): _text(value) for key, value in variables.items()}, "was explorer.env_vars")
-    kind = resolve_environment(move.take(ENGINE + "engine_type")) or "vllm"
-    if str(kind).startswith("vllm"):
+    kind = str(resolve_environment(move.take(ENGINE + "engine_type")) or "vllm")
+    if move.has(ENGINE + "engine"):  # of a model of another service, which computes nothing here
+        move.take(ENGINE + "tensor_parallel_size")
+    elif kind.startswith("vllm") or kind == "tinker":
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
         move.keep(ENGINE + "tensor_parallel_size")
     else:
@@ -211,25 +275,9 @@ def engine_options(move: SettingsTransfer) -> None:
         move.put(f"{ENGINE}vllm.extra_args", options, "options of vLLM's server that have no setting here")
 
 
-def timeouts(move: SettingsTransfer) -> None:
-    """Move the time limit of a run of a task, and raise the limits of a batch that must not be shorter."""
-    if move.resolved("mode") == "train":
-        return
-    move.keep_or_default("explorer.max_timeout", TIMEOUT, "Trinity-RFT's default; here it is 360 s")
-    tries = whole(move.peek("explorer.max_retry_times", ExplorerConfig.model_fields["max_retry_times"].default))
-    run_timeout = number(move.settings["explorer"]["max_timeout"])
-    if run_timeout is None or tries is None:
-        return
-    limit = run_timeout * (tries + 1)
-    for name in ("batch_timeout", "stall_timeout"):
-        default = ExplorerConfig.model_fields[name].default
-        if limit > default:
-            move.put(f"explorer.{name}", limit, f"as long as {tries + 1} tries of max_timeout; usually {default:g}")
-
-
 def auxiliary_models(move: SettingsTransfer) -> None:
     """Move the auxiliary models, and add the judges that a workflow of Trinity-RFT asks as a service."""
-    models = []
+    models = list(move.settings.get("explorer", {}).get("auxiliary_models") or [])
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
         place = ("explorer", "auxiliary_models", number_)
         item = move.item(model_settings, place, f"explorer.auxiliary_models.{number_}")
@@ -280,12 +328,46 @@ def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:
         served = str(workflow_args.pop("judge_model_name", "judge"))
         url = workflow_args.pop("judge_api_base_url_env", "OPENAI_BASE_URL")
         key = workflow_args.pop("judge_api_key_env", "") or "OPENAI_API_KEY"
-        name = re.sub(r"[^a-z0-9]+", "-", served.lower()).strip("-")[:40] or "judge"
+        name = _model_name(served)
         taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**workflow_args, "judge": name}}
         if name not in judges:
             judges.add(name)
             address = {"url": f"${{oc.env:{url}}}", "api_key_env": key}
             yield {"name": name, "engine": "external", **address, "served_name": served}
+
+
+def gateway(move: SettingsTransfer) -> None:
+    """Move the address of mode serve."""
+    if move.resolved("mode") != "serve":
+        return
+    move.put("gateway.port", move.take("explorer.proxy_port", 8010), "was explorer.proxy_port")
+    address = move.take("explorer.listen_address", "0.0.0.0")
+    move.put(
+        "gateway.host", "127.0.0.1",
+        f"was explorer.listen_address {address}; others can reach the gateway if gateway.key_file and TLS are set",
+    )  # fmt: skip
+    for name in ("service_status_check_interval", "min_running_model_num"):
+        move.leave_out(f"explorer.{name}", "engines report by heartbeats, and a gateway waits for one", matters=False)
+    move.leave_out("explorer.db_url", "sessions and their calls are in a stream of the broker", matters=False)
+
+
+def megatron(move: SettingsTransfer) -> None:
+    """Refuse a trainer that splits a model in another way than the trainer here."""
+    config = "trainer.trainer_config."
+    strategies = ["trainer.trainer_strategy", *(f"{config}{role}.strategy" for role in ROLES_OF_VERL)]
+    used = [key for key in strategies if move.resolved(key) == "megatron"]
+    if used:
+        move.refuse(
+            used[0], "megatron",
+            "the trainer has no Megatron (tensor, pipeline and expert parallelism); it splits a model with FSDP2, "
+            "`trainer.nproc`",
+        )  # fmt: skip
+    for key in [key for key, _ in move.rest() if key.startswith("trainer.megatron.")]:
+        move.leave_out(key, "it has no effect unless the trainer's strategy is megatron", matters=False)
+    for key in strategies[1:]:
+        move.leave_out(key, "several processes share a step with `trainer.nproc` (FSDP2)", matters=False)
+    for key in [key for key, _ in move.rest() if key.startswith(config) and ".megatron." in key]:
+        move.take(key)
 
 
 def checkpoints(move: SettingsTransfer) -> None:
