@@ -105,7 +105,7 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
 
 def _answers_once(move: SettingsTransfer) -> bool:
     """Return whether each run of the training tasks has one experience, as far as the names tell."""
-    if move.resolved("algorithm.algorithm_type") in STEP_WISE:
+    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in STEP_WISE:
         return False
     there = "buffer.explorer_input."
     default = move.peek(there + "default_workflow_type")

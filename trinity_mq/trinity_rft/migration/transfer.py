@@ -208,7 +208,8 @@ class SettingsTransfer:
     def item(self, source: Mapping[str, Any], new: Path, old: str) -> SettingsTransfer:
         """Return a transfer of a nested mapping, such as an item of a list."""
         place = (*self._place, *new)
-        self._comments.origins[place] = f"{self._prefix}{old}"
+        if new:
+            self._comments.origins[place] = f"{self._prefix}{old}"
         return SettingsTransfer(source, self._comments, place, f"{self._prefix}{old}.")
 
     def rest(self) -> Iterator[tuple[str, Any]]:
