@@ -105,6 +105,11 @@ class ModelConfig(Section):
     """Maximum length of prompt and response together, in tokens."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Maximum length of the prompt, in tokens."""
+    enable_prompt_truncation: bool | None = None
+    """Treatment of a prompt with more than ``max_prompt_tokens`` tokens. Null: its task fails. True: the model is not
+    asked; each run has an experience with the cut prompt, which is not trained on (``prompt_truncated``), and reward
+    functions judge a placeholder for its answer. False: ``max_prompt_tokens`` limits no prompt; a prompt that does not
+    fit ``max_model_len`` fails its task."""
     max_response_tokens: int = Field(default=2048, ge=1)
     """Maximum length of the response, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -505,6 +505,18 @@ class Config(Section):
         return self
 
     @_section_check
+    def _answer_lengths(self) -> Config:
+        default = self.explorer.rollout_model.min_response_tokens
+        places = [("explorer.rollout_model.min_response_tokens", default, self.model.max_response_tokens)]
+        for taskset in (*self.buffer.training_tasksets, *self.buffer.eval_tasksets):
+            sampling = {"min_tokens": default, "max_tokens": self.model.max_response_tokens, **taskset.rollout_args}
+            places.append((f"min_tokens of taskset {taskset.name!r}", sampling["min_tokens"], sampling["max_tokens"]))
+        for name, least, most in places:
+            if isinstance(least, int) and isinstance(most, int) and least > most:
+                raise ValueError(f"{name} is {least}, more than the {most} tokens that an answer may have; lower it")
+        return self
+
+    @_section_check
     def _algorithm(self) -> Config:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
         replay = self.buffer.trainer_input.replay

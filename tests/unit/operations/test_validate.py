@@ -176,6 +176,25 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "own workflow without its module": (queue("workflow: Mine"), "(in plugin_dirs there is 'validated_own.Mine')"),
     "unknown workflow": (queue("workflow: math_workflw"), "did you mean 'math_workflow'"),
+    "unknown workflow of records": (
+        queue("format: {workflow_key: wf}, allowed_workflows: [math_workflow, math_workflw]"),
+        "did you mean 'math_workflow'",
+    ),
+    "argument of a workflow of records": (
+        queue(f"{BOXED}: {{with_think: true}}, format: {{workflow_key: wf}}, allowed_workflows: [math_workflow]"),
+        "workflow_args.with_think does not exist; there are greedy_baseline",
+    ),
+    "unknown reward of records": (
+        queue("format: {reward_fn_key: rf}, allowed_reward_fns: [char_mach]"),
+        "did you mean 'char_match'",
+    ),
+    "workflow of a record": (
+        {
+            "taskset": "storage_type: synthetic, path: max3, format: {workflow_key: question}, "
+            "allowed_workflows: [simple_workflow]"
+        },
+        "taskset 't': record 0 of max3: '",
+    ),
     "history": (queue("workflow: validated_own.Steps"), "set explorer.rollout_model.enable_history: true"),
     "plain operator": (operator("validated_own.Plain"), "Plain.process is a plain function"),
     "async operator": (operator("validated_own.Awaited"), "Awaited.process is an async function"),
@@ -390,6 +409,13 @@ def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, caps
     )
     said = capsys.readouterr().out
     assert "the prompts of 2 of 4 records have more than 64 tokens, and these tasks will fail" in said
+    file = write(tmp_path, f"model: {{tiny: {{}}, max_response_tokens: 64, {limits}}}\n{taskset}")
+    assert (
+        main(["validate", file, "model.enable_prompt_truncation=true", "buffer.taskset.format.reply_prefix='11'"]) == 0
+    )
+    assert "the prompts of 3 of 4 records have more than 64 tokens, and these tasks will not" in capsys.readouterr().out
+    assert main(["validate", file, "model.enable_prompt_truncation=false"]) == 0
+    assert "tokens" not in capsys.readouterr().out, "the longest fits into max_model_len"
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

@@ -29,7 +29,7 @@ from trinity_mq.families.messages import (
 )
 from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
-from trinity_mq.families.thoughts import opens_thoughts
+from trinity_mq.families.thoughts import ThoughtFormat, opens_thoughts
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -297,6 +297,7 @@ class TextCodec:
         *,
         before: Sequence[int] = (),
         messages_before: int = 0,
+        beginning: str = "",
         limit: int,
     ) -> Prompt:
         """Return the prompt of a conversation.
@@ -309,6 +310,7 @@ class TextCodec:
                 allows it.
             messages_before: Number of leading messages that ``before`` holds; the last of them is the answer. 0:
                 unknown; then the prompt begins with these tokens if their text is the beginning of its text.
+            beginning: Text with which the answer begins, the end of the prompt.
             limit: Tokens that are allowed. Of a much longer prompt only the beginning is returned.
 
         Raises:
@@ -319,10 +321,12 @@ class TextCodec:
             if bridged is not None:
                 return Prompt(self.decode([bridged])[0], bridged, is_continued=True)
         written = self.messages_for_template(messages, tools, switches)
-        renderer = self._renderer(switches, tools).library
+        renderer = None if beginning else self._renderer(switches, tools).library
         if renderer is not None and (ids := _library_tokens(renderer, written, tools, limit)) is not None:
             return Prompt(self.decode([ids])[0], ids)
         text: str = self._apply(written, tools, switches, tokenize=False, add_generation_prompt=True)
+        if beginning:
+            text = _begun(text, beginning, self.family.thoughts)
         if before and not messages_before:
             ids = self.encode_after(before, text, limit)
             return Prompt(text, ids, is_continued=ids[: len(before)] == list(before))
@@ -684,6 +688,15 @@ def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int)
     except Exception:  # the package asserts and raises many classes; the chat template decides
         return None
     return ids
+
+
+def _begun(prompt: str, beginning: str, thoughts: ThoughtFormat | None) -> str:
+    """Return a prompt that ends with the beginning of the answer. If both have the tag that opens thoughts, the tag
+    stands there once.
+    """
+    if thoughts is not None and opens_thoughts(prompt, thoughts) and beginning.lstrip().startswith(thoughts.opening):
+        prompt = prompt[: prompt.rindex(thoughts.opening.rstrip())]
+    return prompt + beginning
 
 
 def _is_plain(shape: Sequence[MessageOutline], family: Family) -> bool:
