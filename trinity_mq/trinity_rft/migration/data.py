@@ -107,10 +107,8 @@ def _answers_once(move: SettingsTransfer) -> bool:
     """Return whether each run of the training tasks has one experience, as far as the names tell."""
     if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in STEP_WISE:
         return False
-    there = "buffer.explorer_input."
-    default = move.peek(there + "default_workflow_type")
-    tasksets = [move.peek(there + "taskset"), *(move.peek(there + "tasksets") or [])]
-    names = {taskset.get("default_workflow_type") or default for taskset in tasksets if isinstance(taskset, Mapping)}
+    buffer = move.settings.get("buffer", {})
+    names = {taskset.get("workflow") for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()))}
     return names <= ONE_ANSWER
 
 
@@ -242,6 +240,7 @@ def trainer_input(move: SettingsTransfer) -> None:
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
         move.put(".".join(place), item.settings)
+        item.leave_out("total_epochs", "experts are read again from the beginning after the last", matters=False)
         _records(item, "sft")
 
 

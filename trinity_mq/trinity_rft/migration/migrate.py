@@ -16,7 +16,7 @@ from trinity_mq.config.loading.load import STAGES, ConfigError
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
-from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules
+from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules, verl
 from trinity_mq.trinity_rft.migration.transfer import Comments, LeftOut, Path, SettingsTransfer, is_config_key
 
 RULES = {
@@ -40,12 +40,12 @@ RULES = {
         rules.thinking,
         rules.external_evaluation,
         rules.gateway,
-        rules.megatron,
         limits.truncated_sampling,
         limits.timeouts,
         limits.lookahead,
         limits.retention,
         data.trainer_input,
+        verl.verl,
     )
 }
 """Rules of the table of names."""

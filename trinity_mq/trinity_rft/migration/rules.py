@@ -35,10 +35,6 @@ OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
 API_JUDGE = "rubric_judge_openai_workflow"
 """Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
-ROLES_OF_VERL = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-"""Sections of veRL's own configuration that have a strategy."""
-OF_MACHINES = ("micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len")
-"""Parts of key names in veRL's own configuration that affect how a step is distributed, not its result."""
 
 
 def names(move: SettingsTransfer) -> None:
@@ -263,16 +259,21 @@ def _text(value: Any) -> str:
 
 def engine_options(move: SettingsTransfer) -> None:
     """Move the options of vLLM's server."""
+    _server_options(move, ENGINE)
+
+
+def _server_options(move: SettingsTransfer, section: str) -> None:
+    """Move the options of the vLLM servers of a model, whose settings are in ``section``."""
     options = []
     for name, default in SWITCHES.items():
-        value = resolve_environment(move.take(ENGINE + name))
+        value = resolve_environment(move.take(section + name))
         if isinstance(value, bool) and value != default:
             options.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
-    extra = move.take_mapping(ENGINE + "extra_engine_args")
-    named = {name: move.take(ENGINE + name) for name in OPTIONS} | dict(extra)
+    extra = move.take_mapping(section + "extra_engine_args")
+    named = {name: move.take(section + name) for name in OPTIONS} | dict(extra)
     options += [f"--{name.replace('_', '-')}={_text(value)}" for name, value in named.items() if value is not None]
     if options:
-        move.put(f"{ENGINE}vllm.extra_args", options, "options of vLLM's server that have no setting here")
+        move.put(f"{section}vllm.extra_args", options, "options of vLLM's server that have no setting here")
 
 
 def auxiliary_models(move: SettingsTransfer) -> None:
@@ -282,7 +283,9 @@ def auxiliary_models(move: SettingsTransfer) -> None:
         place = ("explorer", "auxiliary_models", number_)
         item = move.item(model_settings, place, f"explorer.auxiliary_models.{number_}")
         models.append(item.settings)
-        item.keep_or_default("name", f"model-{number_}", "")
+        name = item.take("name")
+        valid = f"model-{number_}" if name is None else _model_name(str(resolve_environment(name) or name))
+        item.put("name", valid, *([] if name in {None, valid} else [f"was {name}"]), origin="name")
         external = item.take_mapping("external_model_config")
         if external.get("enable"):
             url = f"${{oc.env:{external.get('base_url_env', 'OPENAI_BASE_URL')}}}"
@@ -296,6 +299,8 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             if (value := item.take("enable_thinking")) is not None:
                 item.put(THINKING, value)
             item.keep("engine_num")
+            item.move("dtype", "model.dtype")
+            item.leave_out("seed", "it follows from the run's `seed`", matters=False)
             _lengths(item, "")
         item.give_up("no counterpart here")
     if move.resolved("mode") != "train":
@@ -312,9 +317,10 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
         item.keep("tensor_parallel_size")
         for name in options:
             item.move(name, f"vllm.{name}")
+        _server_options(item, "")
         return
     item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
-    for name in ("tensor_parallel_size", *options):
+    for name in ("tensor_parallel_size", *options, *SWITCHES, *OPTIONS):
         item.leave_out(name, "only the engine vllm has this", matters=False)
 
 
@@ -351,27 +357,8 @@ def gateway(move: SettingsTransfer) -> None:
     move.leave_out("explorer.db_url", "sessions and their calls are in a stream of the broker", matters=False)
 
 
-def megatron(move: SettingsTransfer) -> None:
-    """Refuse a trainer that splits a model in another way than the trainer here."""
-    config = "trainer.trainer_config."
-    strategies = ["trainer.trainer_strategy", *(f"{config}{role}.strategy" for role in ROLES_OF_VERL)]
-    used = [key for key in strategies if move.resolved(key) == "megatron"]
-    if used:
-        move.refuse(
-            used[0], "megatron",
-            "the trainer has no Megatron (tensor, pipeline and expert parallelism); it splits a model with FSDP2, "
-            "`trainer.nproc`",
-        )  # fmt: skip
-    for key in [key for key, _ in move.rest() if key.startswith("trainer.megatron.")]:
-        move.leave_out(key, "it has no effect unless the trainer's strategy is megatron", matters=False)
-    for key in strategies[1:]:
-        move.leave_out(key, "several processes share a step with `trainer.nproc` (FSDP2)", matters=False)
-    for key in [key for key, _ in move.rest() if key.startswith(config) and ".megatron." in key]:
-        move.take(key)
-
-
 def checkpoints(move: SettingsTransfer) -> None:
-    """Move the settings of checkpoints, whose defaults differ, and the settings of veRL."""
+    """Move the settings of checkpoints, whose defaults differ."""
     if whole(move.peek("trainer.save_interval")) == 0:
         move.leave_out("trainer.save_interval", "checkpoints are always written, every 50 batches", matters=False)
     exported = resolve_environment(move.take("trainer.save_hf_checkpoint"))
@@ -383,9 +370,6 @@ def checkpoints(move: SettingsTransfer) -> None:
         move.take("trainer.max_checkpoints_to_keep")
         if interval := whole(move.peek("trainer.save_interval")):
             move.put("trainer.keep_every", interval, "every checkpoint stays, as in Trinity-RFT")
-    for key in [key for key, _ in move.rest() if key.startswith("trainer.trainer_config.")]:
-        if any(part in key for part in OF_MACHINES):
-            move.leave_out(key, "a step is filled up to `trainer.max_tokens_per_micro_batch`", matters=False)
 
 
 def synchronizer(move: SettingsTransfer) -> None:

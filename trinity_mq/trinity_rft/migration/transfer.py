@@ -91,6 +91,15 @@ class SettingsTransfer:
         value = here.pop(last, None) if isinstance(here, dict) else None
         return default if value is None else value
 
+    def fill(self, key: str, value: Any) -> None:
+        """Set an old key that another old key stands for."""
+        *parents, last = key.split(".")
+        here = self._source
+        for part in parents:
+            section = here.get(part)
+            here[part] = here = section if isinstance(section, dict) else {}
+        here[last] = value
+
     def take_mapping(self, key: str) -> Mapping[str, Any]:
         """Remove an old key and return its value, a mapping; empty if it has none.
 
