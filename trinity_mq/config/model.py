@@ -127,12 +127,23 @@ class ModelConfig(Section):
     """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
     everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a
     taskset and requests override them, name by name. A name that the template does not read is an error."""
+    custom_chat_template: str | None = None
+    """Chat template, as Jinja text, instead of the template of the model's folder. Engines, SFT, DPO and the exported
+    model use it. Null: the template of the folder."""
+    chat_template_path: str | None = None
+    """File with a chat template, instead of ``custom_chat_template``. All machines of the run need the file."""
     family: str | None = None
     """The row of the table of model families that reads the model's answers and writes its messages, such as
     ``qwen3.5``; or your own: a name that an installed package adds, or a dotted path ``my_file.MINE``. Null: by the
     chat template. Only a fine-tuned model whose template names another family needs this."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""
+
+    @model_validator(mode="after")
+    def _one_template(self) -> ModelConfig:
+        if self.custom_chat_template and self.chat_template_path:
+            raise ValueError("custom_chat_template and chat_template_path are both given: remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -30,7 +30,12 @@ from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
+from trinity_mq.models.model_folder import (
+    configured_template,
+    has_chat_template,
+    local_model_folder,
+    read_chat_template,
+)
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
@@ -44,6 +49,8 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
 """Built-in workflows that can make a greedy run."""
+RECORDS = "buffer.trainer_input"
+"""Key of the training data among the names of models, which have no dots."""
 WARNING = ": warning: "
 """Part of the lines about something that a run may need and this machine does not have."""
 
@@ -362,9 +369,9 @@ def check_models(config: Config) -> list[str]:
         folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
-        elif model is config.model and not has_chat_template(folder):
+        elif model is config.model and configured_template(model) is None and not has_chat_template(folder):
             lines += _check_without_template(config, f"model {model.model_path}")
-    if config.model.tiny is not None and not config.model.tiny.chat_template:
+    if config.model.tiny is not None and not (configured_template(config.model) or config.model.tiny.chat_template):
         lines += _check_without_template(config, "model.tiny")
     return lines
 
@@ -385,9 +392,14 @@ def check_switches(config: Config) -> list[str]:
         (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.task_rollout_args)
         for taskset in tasksets(config)
     ]
+    templates = {name: "" if model is None else _chat_template(model) for name, model in models.items()}
+    if config.mode == "train":
+        data = config.buffer.trainer_input.experience_buffer
+        uses.append((f"format of the training data {data.name!r}", RECORDS, data.format.switches))
+        models[RECORDS] = config.model
+        templates[RECORDS] = data.format.chat_template or templates[""]
     for setting, name, fields in uses:
-        model = models.get(name)
-        template = "" if model is None else _chat_template(model)
+        model, template = models.get(name), templates.get(name)
         if model is None or not template:
             continue
         merged = merge_switch_fields({SWITCHES: model.chat_template_kwargs}, fields)
@@ -407,9 +419,11 @@ def _family(model: ModelConfig, template: str) -> Family:
 
 
 def _chat_template(model: ModelConfig) -> str:
-    if model.tiny is not None:
-        return model.tiny.chat_template
     try:
+        if (template := configured_template(model)) is not None:
+            return template
+        if model.tiny is not None:
+            return model.tiny.chat_template
         folder = local_model_folder(str(model.model_path))
     except ModelError:  # check_models reports this error
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -31,6 +32,7 @@ from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
 from trinity_mq.families.thoughts import ThoughtFormat, opens_thoughts
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import configured_template
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Jinja comments, and the tag before the assistant's text in a chat template, with any white-space control."""
@@ -124,6 +126,7 @@ class TextCodec:
         trust_remote_code: bool = False,
         family: Family | None = None,
         switches: Switches = None,
+        template: str | None = None,
     ) -> TextCodec:
         """Return the codec of a Hugging Face folder.
 
@@ -132,6 +135,7 @@ class TextCodec:
             trust_remote_code: Allow code from the folder to run.
             family: Family of the model. None: by its chat template.
             switches: Defaults of every rendering, ``model.chat_template_kwargs``.
+            template: Chat template. None: the template of the folder.
 
         Raises:
             ModelError: The folder has no tokenizer that can be loaded, or its chat template does not read a switch.
@@ -142,6 +146,8 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
+        if template is not None:
+            tokenizer.chat_template = template
         codec = cls(tokenizer, _stop_ids(tokenizer, folder), family=family, switches=switches)
         try:
             codec.switches({})
@@ -154,6 +160,7 @@ class TextCodec:
         """Return the codec of a model of the configuration from its folder; errors as :meth:`load`.
 
         Raises:
+            ModelError: The file of the configured chat template cannot be read.
             UnknownNameError: ``config.family`` does not exist.
         """
         return cls.load(
@@ -161,7 +168,25 @@ class TextCodec:
             trust_remote_code=config.trust_remote_code,
             family=None if config.family is None else find_family(config.family),
             switches=config.chat_template_kwargs,
+            template=configured_template(config),
         )
+
+    def rendering_as(self, template: str | None, switch_fields: Mapping[str, Any]) -> TextCodec:
+        """Return a codec of the same tokenizer that renders in another way.
+
+        Args:
+            template: Chat template. None: that of this codec.
+            switch_fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``, over the defaults of
+                this codec.
+
+        Raises:
+            SwitchError: The template has no such switch, or a field has another form.
+        """
+        tokenizer = copy.copy(self._tokenizer)
+        tokenizer.chat_template = template or self._tokenizer.chat_template
+        codec = TextCodec(tokenizer, self.stop_ids, family=self._chosen_family, switches=self._default_switches)
+        codec._default_switches = codec.switches(switch_fields)
+        return codec
 
     def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
         """Return the variables of the chat template for a request, with the codec's defaults.
