@@ -392,8 +392,8 @@ def test_switches_are_compared_with_the_chat_template(tmp_path: Path, capsys: py
             "rollout_args of taskset 'mine': thinking cannot be switched on",
         ),
         (
-            "mode=train algorithm.algorithm_type=sft buffer.total_steps=1 buffer.trainer_input.experience_buffer={storage_type: synthetic, path: "
-            "ops3, schema_type: sft, format: {chat_template: x, enable_thinking: true}}",
+            "mode=train algorithm.algorithm_type=sft buffer.total_steps=1 buffer.trainer_input.experience_buffer={"
+            "storage_type: synthetic, path: ops3, schema_type: sft, format: {chat_template: x, enable_thinking: true}}",
             "format of the training data 'train': thinking cannot be switched on",
         ),
     ):
