@@ -24,6 +24,7 @@ _random_state = threading.Lock()
 """Guards torch's global random state, from which the weights are drawn."""
 
 CONFIG_FILE = "config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096
 """Names of the number of layers in ``config.json``, and its maximum. A damaged file with more layers would fill the
 host memory of each process that reads it.
@@ -236,6 +237,20 @@ def local_folder(model_path: str) -> Path | None:
     return None
 
 
+def configured_template(config: ModelConfig) -> str | None:
+    """Return the chat template that the configuration gives, None if it gives none.
+
+    Raises:
+        ModelError: ``chat_template_path`` cannot be read.
+    """
+    if config.chat_template_path is None:
+        return config.custom_chat_template or None
+    try:
+        return Path(config.chat_template_path).expanduser().read_text(encoding="utf-8") or None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.chat_template_path {config.chat_template_path} cannot be read: {error}") from error
+
+
 def has_chat_template(folder: Path) -> bool:
     """Return whether the tokenizer in ``folder`` has a chat template, as transformers stores it; loads nothing."""
     if any(folder.glob("chat_template*")):
@@ -249,7 +264,7 @@ def has_chat_template(folder: Path) -> bool:
 def read_chat_template(folder: Path) -> str:
     """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: it has none, or several."""
     try:
-        if (file := folder / "chat_template.jinja").is_file():
+        if (file := folder / CHAT_TEMPLATE_FILE).is_file():
             return file.read_text(encoding="utf-8")
         template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -30,7 +30,12 @@ from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
+from trinity_mq.models.model_folder import (
+    configured_template,
+    has_chat_template,
+    local_model_folder,
+    read_chat_template,
+)
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
@@ -44,6 +49,8 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
 """Built-in workflows that can make a greedy run."""
+RECORDS = "buffer.trainer_input"
+"""Key of the training data among the names of models, which have no dots."""
 WARNING = ": warning: "
 """Part of the lines about something that a run may need and this machine does not have."""
 
@@ -128,7 +135,8 @@ def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
-    return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+    names = {name.removeprefix("async_") for name in taskset.workflows}
+    return names <= PLAIN_WORKFLOWS and not taskset.workflow_args
 
 
 def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
@@ -167,9 +175,9 @@ def check_tasksets(config: Config) -> list[str]:
 
 def _check_reward(_config: Config, taskset: TasksetConfig) -> list[str]:
     try:
-        if taskset.reward_fn:  # if empty, the workflow brings its own reward function
-            with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
-                create_reward(taskset.reward_fn, taskset.reward_fn_args)
+        for name in filter(None, taskset.reward_fns):  # if empty, the workflow brings its own reward function
+            with _user_code_errors(f"taskset {taskset.name!r}: reward function {name!r}", RewardError):
+                create_reward(name, taskset.reward_fn_args)
     except (UnknownNameError, RewardError) as error:
         raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
     return []
@@ -217,10 +225,11 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
     estimator = config.algorithm.estimator
     is_made = bool(taskset.workflow_args.get("greedy_baseline"))
     is_wanted = getattr(estimator, "baseline", None) == "greedy"
-    if is_wanted and not is_made and taskset.workflow.removeprefix("async_") in GREEDY_WORKFLOWS:
+    able = [name for name in taskset.workflows if name.removeprefix("async_") in GREEDY_WORKFLOWS]
+    if is_wanted and not is_made and able:
         raise ConfigError(
             f"algorithm {config.algorithm.algorithm_type} compares the runs of a task with a greedy one, and workflow "
-            f"{taskset.workflow!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
+            f"{able[0]!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
         )
     if is_made and not is_wanted:
         raise ConfigError(
@@ -238,21 +247,24 @@ def check_workflows(config: Config) -> list[str]:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
             while recording is disabled.
     """
-    return _collect(functools.partial(_check_workflow, config, taskset) for taskset in tasksets(config))
+    return _collect(
+        functools.partial(_check_workflow, config, taskset, name)
+        for taskset in tasksets(config)
+        if not _is_plain(taskset)
+        for name in taskset.workflows
+    )
 
 
-def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
-    if _is_plain(taskset):
-        return []
+def _check_workflow(config: Config, taskset: TasksetConfig, name: str) -> list[str]:
     from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
     from trinity_mq.workflows.builtin.simple import SimpleArguments
     from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
     from trinity_mq.workflows.builtin.tools import Toolbox
 
     try:
-        with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
-            kind = load_workflow(taskset.workflow)
-            takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
+        with _user_code_errors(f"taskset {taskset.name!r}: workflow {name!r}", TaskError):
+            kind = load_workflow(name)
+            takes = kind.arguments_kind or (SimpleArguments if name in WORKFLOWS else None)
             if takes is not None:
                 check_arguments(taskset.workflow_args, takes)
             if takes is not None and issubclass(takes, ToolAgentArguments):
@@ -261,11 +273,11 @@ def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
         raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
     if kind.needs_history and not config.explorer.rollout_model.enable_history:
         raise ConfigError(
-            f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
+            f"taskset {taskset.name!r}: workflow {name!r} makes its experiences from recorded calls; "
             "set explorer.rollout_model.enable_history: true"
         )
     lines = _missing(taskset, takes)
-    if taskset.workflow not in WORKFLOWS:
+    if name not in WORKFLOWS:
         lines.insert(0, f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
     return lines
 
@@ -357,9 +369,9 @@ def check_models(config: Config) -> list[str]:
         folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
-        elif model is config.model and not has_chat_template(folder):
+        elif model is config.model and configured_template(model) is None and not has_chat_template(folder):
             lines += _check_without_template(config, f"model {model.model_path}")
-    if config.model.tiny is not None and not config.model.tiny.chat_template:
+    if config.model.tiny is not None and not (configured_template(config.model) or config.model.tiny.chat_template):
         lines += _check_without_template(config, "model.tiny")
     return lines
 
@@ -377,12 +389,17 @@ def check_switches(config: Config) -> list[str]:
         for name in models
     ]
     uses += [
-        (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.rollout_args)
+        (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.task_rollout_args)
         for taskset in tasksets(config)
     ]
+    templates = {name: "" if model is None else _chat_template(model) for name, model in models.items()}
+    if config.mode == "train":
+        data = config.buffer.trainer_input.experience_buffer
+        uses.append((f"format of the training data {data.name!r}", RECORDS, data.format.switches))
+        models[RECORDS] = config.model
+        templates[RECORDS] = data.format.chat_template or templates[""]
     for setting, name, fields in uses:
-        model = models.get(name)
-        template = "" if model is None else _chat_template(model)
+        model, template = models.get(name), templates.get(name)
         if model is None or not template:
             continue
         merged = merge_switch_fields({SWITCHES: model.chat_template_kwargs}, fields)
@@ -402,9 +419,11 @@ def _family(model: ModelConfig, template: str) -> Family:
 
 
 def _chat_template(model: ModelConfig) -> str:
-    if model.tiny is not None:
-        return model.tiny.chat_template
     try:
+        if (template := configured_template(model)) is not None:
+            return template
+        if model.tiny is not None:
+            return model.tiny.chat_template
         folder = local_model_folder(str(model.model_path))
     except ModelError:  # check_models reports this error
         return ""
@@ -416,9 +435,10 @@ def _check_without_template(config: Config, model: str) -> list[str]:
 
     remark = f"{model} has no chat template, so it answers no chat requests"
     for taskset in tasksets(config):
-        if taskset.storage.holds_records and taskset.workflow in WORKFLOWS:
+        name = next((name for name in taskset.workflows if name in WORKFLOWS), None)
+        if taskset.storage.holds_records and name is not None:
             raise ConfigError(
-                f"{remark}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
+                f"{remark}, and workflow {name!r} makes them: use an instruction-tuned model, or put a "
                 "chat_template.jinja into its folder"
             )
     return [remark]

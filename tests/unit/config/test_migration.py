@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
+from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 
@@ -173,3 +174,151 @@ def leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         migrate(source)
+
+
+REFUSED = {
+    "megatron": ({"trainer": {"trainer_strategy": "megatron"}}, "trainer.trainer_strategy", "no Megatron"),
+    "megatron-of-verl": (
+        {"trainer": {"trainer_config": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}}},
+        "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
+    ),
+    "external-policy": (
+        {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
+        "model.external_model.enable", "cannot be trained",
+    ),
+    "task-pipeline": (
+        {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
+        "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
+    ),
+    "images": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": {"image_key": "images"}}}}},
+        "buffer.explorer_input.taskset.format.image_key", "read text only",
+    ),
+    "images-to-imitate": (
+        {
+            "mode": "train", "algorithm": {"algorithm_type": "sft"},
+            "buffer": {"trainer_input": {"experience_buffer": {
+                "path": "t.jsonl", "storage_type": "file", "format": {"image_key": "images"},
+            }}},
+        },
+        "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
+    ),
+    "experience-pipeline": (
+        {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
+        "data_processor.experience_pipeline.operators", "Data-Juicer server",
+    ),
+}  # fmt: skip
+"""Settings without which a run would lose its purpose, their key and a word of the reason."""
+
+
+def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Return the exit code of ``trinity-mq migrate`` and the lines on standard error."""
+    code = main(["migrate", str(path), "-o", str(path.with_suffix(".ours")), "--force"])
+    return code, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_that_would_lose_its_purpose_is_refused_in_a_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, key, word = REFUSED[name]
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump({**LEAST, **settings}))
+    code, lines = migrated(path, capsys)
+    assert (code, len(lines)) == (1, 1), lines
+    last = key.split(".")[-1]
+    numbers = [number for number, text in enumerate(path.read_text().splitlines(), 1) if f"{last}:" in text]
+    assert f"{key} (theirs.yaml line {numbers[0]}): " in lines[0]
+    assert word in lines[0]
+
+
+def test_names_in_records_need_a_list_of_what_is_allowed() -> None:
+    format_ = {"workflow_key": "wf", "reward_fn_key": "rf"}
+    found, config = checked(
+        {**LEAST, "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": format_}}}}
+    )
+    assert important(found) == {f"buffer.explorer_input.taskset.format.{name}" for name in format_}
+    assert all("of the taskset lists" in left.reason for left in found.left_out if left.matters)
+    assert config.buffer.taskset is not None
+    assert (config.buffer.taskset.format.workflow_key, config.buffer.taskset.format.reward_fn_key) == ("wf", "rf")
+
+
+def test_what_records_to_imitate_keep_of_their_format() -> None:
+    format_ = {"prompt_type": "messages", "messages_key": "m", "chat_template": "x", "enable_thinking": False}
+    data = {"path": "t.jsonl", "storage_type": "file", "format": format_}
+    buffer = {"trainer_input": {"experience_buffer": data}}
+    found, config = checked({**LEAST, "mode": "train", "algorithm": {"algorithm_type": "sft"}, "buffer": buffer})
+    kept = config.buffer.trainer_input.experience_buffer.format
+    assert (kept.messages_key, kept.chat_template, kept.enable_thinking) == ("m", "x", False)
+    assert not important(found)
+
+
+def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        "model:\n  model_path: m\n"
+        "algorithm:\n  algorithm_type: grpo\n  optimizer:\n    lr: fast\n"
+        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: bfloat16\n"
+        "buffer:\n  explorer_input:\n    eval_tasksets:\n"
+        "    - name: held_out\n      path: p\n      repeat_times: none\n"
+    )
+    code, lines = migrated(path, capsys)
+    assert code == 1
+    text = "\n".join(lines)
+    for key, line in (
+        ("algorithm.optimizer.lr", 6),
+        ("explorer.rollout_model.gpu_memory_utilization", 9),
+        ("explorer.rollout_model.dtype", 10),
+        ("buffer.explorer_input.eval_tasksets.0.repeat_times", 16),
+    ):
+        assert f"{key} (theirs.yaml line {line})" in text, (key, text)
+
+
+EXPLORER: dict[str, Any] = {
+    "project": "p", "name": "async", "mode": "explore", "checkpoint_root_dir": "/c",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 8},
+    "model": {"model_path": "m", "max_model_len": 512},
+    "buffer": {
+        "batch_size": 16,
+        "explorer_input": {"taskset": {"name": "t", "path": "t.jsonl"}},
+        "trainer_input": {"experience_buffer": {"name": "q", "storage_type": "queue"}},
+    },
+    "explorer": {"eval_interval": 7},
+    "synchronizer": {"sync_method": "checkpoint", "sync_interval": 10},
+}  # fmt: skip
+TRAINER: dict[str, Any] = {
+    **EXPLORER, "mode": "train",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 8, "optimizer": {"lr": 2e-6}},
+    "buffer": {"train_batch_size": 128, "trainer_input": EXPLORER["buffer"]["trainer_input"]},
+    "explorer": {"eval_interval": 9},
+    "trainer": {"grad_clip": 0.5},
+}  # fmt: skip
+
+
+def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, settings in (("explorer", EXPLORER), ("trainer", TRAINER), ("other", {**TRAINER, "name": "other"})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "notes.yaml").write_text("- no configuration")
+    found = []
+    for name, other in (("explorer", "trainer"), ("trainer", "explorer")):
+        code, lines = migrated(tmp_path / f"{name}.yaml", capsys)
+        assert code == 0, lines
+        assert f"{name}.yaml and {other}.yaml are the explorer and the trainer of one run" in lines[0]
+        assert any(line.startswith("no counterpart: explorer.eval_interval") and "9" in line for line in lines)
+        found.append(load_config(tmp_path / f"{name}.ours"))
+    assert found[0] == found[1]
+    config = found[0]
+    assert (config.name, config.mode, config.run_dir) == ("async", "both", "/c/p/async")
+    assert (config.buffer.batch_size, config.explorer.eval_interval) == (16, 7)
+    assert (config.algorithm.optimizer.lr, config.algorithm.optimizer.clip_grad) == (2e-6, 0.5)
+    assert (config.trainer.batches_per_step, config.synchronizer.sync_interval) == (1, 10)
+    code, (line,) = migrated(tmp_path / "other.yaml", capsys)
+    assert code == 2
+    assert "the explorer's file" in line
+
+
+def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
+    config = checked(EXPLORER)[1]
+    assert (config.mode, config.buffer.batch_size) == ("explore", 16)

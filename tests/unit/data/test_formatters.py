@@ -11,6 +11,7 @@ import pytest
 
 from tests.chat_codec import codec_of
 from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
+from trinity_mq.config.switches import SwitchError
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
@@ -58,6 +59,27 @@ def shown(reader: Reader, one: Experience) -> tuple[str, str]:
 
 def sft(reader: Reader, record: dict[str, Any]) -> tuple[str, str]:
     return shown(reader, FORMATTERS["sft"](reader, record))
+
+
+THINKS = (
+    "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_records_may_have_their_own_template_and_no_thoughts(reader_of: ReaderOf) -> None:
+    own = reader_of(chat_template="{% for message in messages %}{{ message['content'] }};{% endfor %}")
+    assert sft(own, {"question": "1+1=", "answer": "2"}) == ("1+1=;", "2;<eos>")
+    assert sft(reader_of(), {"question": "1+1=", "answer": "2"})[0] == "[u]1+1=[a]", (
+        "the codec of the model is the same"
+    )
+    pair = FORMATTERS["dpo"](own, {"question": "q", "chosen": "a", "rejected": "b"})
+    assert own.codec.decode([pair.tokens.tolist()]) == ["q;"]
+    silent = reader_of(template=THINKS, enable_thinking=False)
+    assert silent.codec.decode([silent.prompt_tokens([ASK], None)]) == ["[u]q[a]<think></think>"]
+    assert codec(THINKS).render([ASK]) == "[u]q[a]"
+    with pytest.raises(SwitchError, match="cannot be switched on"):
+        reader_of(enable_thinking=True)
 
 
 def test_plain_text_goes_through_the_chat_template_and_ends_as_an_engine_would(reader_of: ReaderOf) -> None:

@@ -351,6 +351,47 @@ async def test_a_prompt_that_is_too_long_is_a_failure_of_the_task(runner, engine
     assert len(engine.requests) == (1 if kind == "async_simple_workflow" else 2), "not tried again"
 
 
+def with_model(config, **model):
+    """Return the configuration with other settings of the model and of the engine."""
+    rollout = model.pop("rollout_model", {})
+    settings = config.model_dump(include={"model", "explorer"}, exclude_unset=True)
+    settings["model"] |= model
+    settings["explorer"]["rollout_model"] |= rollout
+    return Config.model_validate(settings)
+
+
+@pytest.mark.parametrize("kind", ["Asks", "Blocking", "async_simple_workflow"])
+async def test_a_prompt_that_is_too_long_gives_masked_runs_where_that_is_configured(config, engine, kind):
+    runner = WorkflowRunner(with_model(config, enable_prompt_truncation=True))
+    engine.script = too_long
+    outcome = await runner.run_slice(task_slice(kind, runs=2), lambda: engine.model)
+    await runner.close()
+    assert (outcome.runs, outcome.message) == ([0, 1], None)
+    for experience in outcome.experiences:
+        assert (experience.truncate_status, experience.tokens.tolist()) == ("prompt_truncated", [1, 2, 3])
+        assert (experience.reward, experience.action_mask.tolist()) == (0.0, [False])
+    counts = [metrics.get("prompt_truncated:sum") for metrics in outcome.metrics]
+    assert counts == ([None, None] if kind == "Asks" else [1.0, 1.0]), "Asks removes its metrics"
+
+
+@pytest.mark.parametrize(
+    ("truncation", "limit"),
+    [({}, 30), ({"enable_prompt_truncation": True}, 30), ({"enable_prompt_truncation": False}, None)],
+)
+async def test_the_limits_of_prompts_and_answers_reach_the_engine(config, engine, truncation, limit):
+    ending = {"min_response_tokens": 3, "ignore_eos": True}
+    runner = WorkflowRunner(with_model(config, **truncation, rollout_model=ending))
+    await runner.run_slice(task_slice("async_simple_workflow", runs=1), lambda: engine.model)
+    overridden = {"rollout_args": {"min_tokens": 2, "ignore_eos": False}, "format_args": {"reply_prefix": "So"}}
+    await runner.run_slice(task_slice("async_simple_workflow", runs=1, task=overridden), lambda: engine.model)
+    await runner.close()
+    first, second = engine.requests
+    assert (first["min_tokens"], first["ignore_eos"], first.get("max_prompt_tokens")) == (3, True, limit)
+    assert (second["min_tokens"], second["ignore_eos"]) == (2, False)
+    assert (second["messages"][-1], second["continue_final_message"]) == ({"role": "assistant", "content": "So"}, True)
+    assert "continue_final_message" not in first
+
+
 class AsksOnceTooLong(AsyncSimpleWorkflow):
     """Repeatable; the prompt of its first run is too long."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer.replay import ReplayConfig
 from trinity_mq.config.buffer.storages import StorageRow, TrainingStorage, check_source, storage_row
+from trinity_mq.config.switches import ENABLE_THINKING
 
 Schema = Literal["experience", "sft", "dpo", "cpt"]
 
@@ -37,6 +38,16 @@ class RecordFormatConfig(Section):
     """``dpo``: key of the preferred answer, a text or a list of messages."""
     rejected_key: str = "rejected"
     """``dpo``: key of the rejected answer."""
+    chat_template: str | None = None
+    """Chat template of these records, as Jinja text. None: the template of the model."""
+    enable_thinking: bool | None = None
+    """Whether the chat template writes these records as answers with thoughts. None: ``model.chat_template_kwargs``
+    decides."""
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Switches of the chat template, as in a request."""
+        return {} if self.enable_thinking is None else {ENABLE_THINKING: self.enable_thinking}
 
 
 class ExperienceBufferConfig(Section):

@@ -21,6 +21,7 @@ from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselin
 from trinity_mq.config.agents import TrainerConfig
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import CHAT_TEMPLATE_FILE, configured_template
 from trinity_mq.models.routers import Routers, RouterShape
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import apply_umask
@@ -116,6 +117,7 @@ class Policy:
             LearnerError: The device does not exist, or the model does not support the ``trainer`` settings.
         """
         self.ranks = ranks or Ranks()
+        self._chat_template = configured_template(config)
         self.device = select_device(config.device, self.ranks.world)
         self._dtype = getattr(torch, config.dtype)
         self._files: DeferredWeights | None = None
@@ -365,6 +367,8 @@ class Policy:
             for source in tokenizer.glob(pattern):
                 if source.is_file():
                     shutil.copyfile(source, folder / source.name)
+        if self._chat_template is not None:
+            (folder / CHAT_TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
         apply_umask(folder)
 
 
