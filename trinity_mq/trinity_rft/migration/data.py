@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.trinity_names import TASKSET, trinity_key_advice, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import replay
@@ -19,6 +17,10 @@ FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of file names that ``storage_type: file`` reads."""
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
 """Schema of the records of a training data source, by the algorithm that trains on them."""
+MIXING = frozenset({"mix", "mix_chord"})
+"""Algorithms whose train steps have experts in addition to rollouts."""
+EXPERT_RATIO = 0.5
+"""Trinity-RFT's default share of experts."""
 STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
 """Algorithms of workflows whose runs have an experience for each step."""
 ONE_ANSWER = frozenset(
@@ -54,22 +56,11 @@ def batch_sizes(move: SettingsTransfer) -> None:
         return
     tasks = 1 if batch is None else batch
     move.put("buffer.batch_size", tasks, *(["Trinity-RFT's default; here it is 32"] if batch is None else []))
-    runs = whole(move.peek("algorithm.repeat_times"))
-    if runs is None and mode in {None, "both", "colocate", "explore"} and _needs_one_run(move):
-        runs = 1
-        move.put("algorithm.repeat_times", runs, "Trinity-RFT's default; here it is 8")
+    algorithm = move.settings.get("algorithm", {})
+    runs = whole(algorithm.get("repeat_times") or move.peek("algorithm.repeat_times"))
     rolled_out = (whole(tasks) or 0) * (runs or 0)
     if experiences > 0 and rolled_out and mode not in {"bench", "explore"}:
         _step_size(move, experiences, rolled_out)
-
-
-def _needs_one_run(move: SettingsTransfer) -> bool:
-    """Return whether the algorithm does not compare the runs of a task."""
-    try:
-        AlgorithmConfig(algorithm_type=move.settings["algorithm"]["algorithm_type"], repeat_times=1)
-    except ValidationError:
-        return False
-    return True
 
 
 def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> None:
@@ -81,11 +72,10 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         rolled_out: Number of runs of a batch.
     """
     comment = f"was buffer.train_batch_size {experiences}"
-    shown, mixed = experiences, number(move.peek("algorithm.sample_strategy_args.expert_data_ratio"))
-    if mixed is None and move.has("buffer.trainer_input.expert_data_ratio"):
-        mixed = number(move.settings["buffer"]["trainer_input"]["expert_data_ratio"])
-    if mixed is not None and 0 < mixed < 1:
-        experiences -= round(experiences * mixed)  # expert experiences come in addition to a batch
+    shown = experiences
+    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in MIXING:
+        ratio = move.settings["buffer"].get("trainer_input", {}).get("expert_data_ratio")
+        experiences -= math.ceil(experiences * (EXPERT_RATIO if number(ratio) is None else number(ratio) or 0.0))
     if experiences == rolled_out:
         return
     if not _answers_once(move):

@@ -19,9 +19,9 @@ SAME = {
 }
 """Keys of Trinity-RFT with the same meaning as a key of veRL. Their own values count."""
 OF_MACHINES = (
-    "micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len", "tiled_mlp",
-    "hybrid_engine", "use_remove_padding", "fused_kernel", "entropy_from_logits_with_chunking", "entropy_checkpointing",
-    "fsdp_config", "external_lib", "wrap_policy",
+    "micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len",
+    "tiled_mlp", "hybrid_engine", "use_remove_padding", "fused_kernel",
+    "entropy_from_logits_with_chunking", "entropy_checkpointing", "fsdp_config", "external_lib", "wrap_policy",
 )  # fmt: skip
 """Parts of keys that affect how a step is computed, not its result."""
 OF_FILES = (
