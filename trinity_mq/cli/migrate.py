@@ -18,6 +18,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.terminal import write_output
 from trinity_mq.trinity_rft.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
 from trinity_mq.trinity_rft.migration.pairs import join_halves, other_half, waits_for_explorer
+from trinity_mq.trinity_rft.migration.verl import with_trainer_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
     try:
-        settings = read_file(source)
+        settings = with_trainer_config(source, read_file(source))
         other = other_half(source, settings)
         if other is None and waits_for_explorer(settings):
             raise ConfigError(
@@ -128,10 +129,10 @@ def _report(migration: Migration, settings: dict[str, Any], out: Path | None, pl
     try:
         load_stages(settings) if STAGES in settings else load_config(settings)
     except ConfigError as error:
-        print(f"{name} needs an edit:", file=sys.stderr)
-        lines = [problem.text for problem in error.problems] or str(error).split("\n")
-        for line in lines:
-            print(f"  {_with_origin(line.removeprefix('configuration: '), migration, places)}", file=sys.stderr)
+        texts = [problem.text for problem in error.problems] or str(error).split("\n")
+        lines = [_with_origin(text.removeprefix("configuration: "), migration, places) for text in texts]
+        shown = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        print(f"{name} needs an edit:{shown}", file=sys.stderr)
         return 1
     following = (
         f"trinity-mq validate {out}" if out is not None else "write it with -o FILE, then trinity-mq validate it"

@@ -225,7 +225,10 @@ def trainer_input(move: SettingsTransfer) -> None:
                 item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
             replay(move, item.take_mapping("replay_buffer"))
             _give_up(item, "rollouts reach the trainer through the broker")
-    experts = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
+    buffers = dict(move.take_mapping(there + "auxiliary_buffers"))
+    if kind in MIXING and (warmup := move.take_mapping(there + "sft_warmup_dataset")):
+        buffers.setdefault("sft_dataset", warmup)  # its name until Trinity-RFT 0.3
+    experts = move.item(buffers, (), there + "auxiliary_buffers")
     for name in experts.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")

@@ -84,6 +84,10 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     Raises:
         ConfigError: ``source`` is not a configuration of Trinity-RFT, or contains a dangling reference.
     """
+    if "actor_rollout_ref" in source:
+        raise ConfigError(
+            "is veRL's own configuration: give the file of Trinity-RFT whose trainer.trainer_config_path names it"
+        )
     if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
         raise ConfigError(
             f"is not a configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted "

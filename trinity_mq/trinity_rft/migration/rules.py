@@ -55,7 +55,10 @@ def slug(text: str) -> str:
 
 
 def mode(move: SettingsTransfer) -> None:
-    """Move the mode."""
+    """Move the mode. Refuse the first form of Trinity-RFT's configurations."""
+    if isinstance(data := move.peek("data"), Mapping):
+        keys = ", ".join(map(str, data))
+        move.refuse("data", keys, "configurations of Trinity-RFT before 0.2 are not read; write the section buffer")
     old_mode = move.take("mode")
     new_mode = MODES.get(str(resolve_environment(old_mode))) if old_mode is not None else None
     if new_mode is not None:
