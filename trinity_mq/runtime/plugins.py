@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from trinity_mq.config.plugin_files import plugin_files, registered_paths, statements
+from trinity_mq.config.trinity_imports import is_old_line, required_imports, rewritten
 from trinity_mq.errors import suggest
 from trinity_mq.runtime.errors import FatalError, describe_error, display_path
 
@@ -260,6 +261,7 @@ def _describe_import_error(error: BaseException) -> str:
 
 def _at_path(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
+    _check_imports(kind, name, module)
     try:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
@@ -278,6 +280,27 @@ def _at_path(kind: str, name: str) -> Any:
         near = difflib.get_close_matches(attribute, dir(holder), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"{kind} {name!r}: module {module!r} has no {attribute!r}{hint}") from None
+
+
+def _check_imports(kind: str, name: str, module: str) -> None:
+    """Refuse a module in a plug-in folder that imports names of Trinity-RFT.
+
+    Raises:
+        UnknownNameError: It does; the message has the line, and the line to write.
+    """
+    if module in sys.modules:
+        return
+    for file in (folder / f"{module}.py" for folder in _added):
+        for node in required_imports(ast.Module(statements(file), [])) if file.is_file() else ():
+            result = rewritten(node)
+            reasons = "; ".join(f"{old} has no counterpart: {reason}" for old, reason in result.missing)
+            lines = "; ".join(line for line in result.lines if not is_old_line(line))
+            advice = f"write `{lines}`" if lines else ""
+            raise UnknownNameError(
+                f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
+                f"`{ast.unparse(node)}`: {'; '.join(filter(None, (advice, reasons)))}. `trinity-mq migrate "
+                f"{file.name} -o new.py` rewrites all such lines"
+            )
 
 
 def name_of(kind: str, obj: Any, table: Mapping[str, str]) -> str:

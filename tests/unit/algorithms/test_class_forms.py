@@ -186,7 +186,7 @@ IS_EXPERT = torch.tensor([False] * 3 + [True] * 5 + [False] * 2)
 
 
 def padded(values: Tensor) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(torch.split(values, LENGTHS)), batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(values, list(LENGTHS))), batch_first=True)
 
 
 def direct_inputs(view: TokenView) -> tuple[Tensor, dict[str, Tensor]]:
