@@ -16,6 +16,7 @@ from torch import Tensor
 from trinity_mq.algorithms.masked import aggregate_loss, masked_mean
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.plugins import Registry
+from trinity_mq.telemetry import aggregate_metrics
 
 POLICY_LOSS_FN = Registry({}, "POLICY_LOSS_FN")
 """Losses, by the value of ``algorithm.policy_loss_fn``; see :class:`PolicyLossFn`."""
@@ -224,19 +225,10 @@ class GroupAdvantage(AdvantageFn):
 
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """Return the experiences of all groups, and means, maxima and minima of the groups' metrics."""
-        staying: list[Experience] = []
-        by_name: dict[str, list[float]] = {}
-        for group_id, group in (self.group_experiences(exps) if exps else {}).items():
-            _, metrics = self.calculate_group_advantage(group_id, group)
-            staying += group
-            for name, value in metrics.items():
-                if isinstance(value, int | float):
-                    by_name.setdefault(name, []).append(float(value))
-        result: dict[str, Any] = {}
-        for name, values in by_name.items():
-            result[f"group_advantages/{name}/mean"] = sum(values) / len(values)
-            result[f"group_advantages/{name}/max"], result[f"group_advantages/{name}/min"] = max(values), min(values)
-        return staying, result
+        groups = self.group_experiences(exps) if exps else {}
+        metrics = [self.calculate_group_advantage(group_id, group)[1] for group_id, group in groups.items()]
+        staying = [experience for group in groups.values() for experience in group]
+        return staying, dict(aggregate_metrics(metrics, prefix="group_advantages"))
 
     @classmethod
     def compute_in_trainer(cls) -> bool:

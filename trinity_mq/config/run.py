@@ -240,12 +240,12 @@ class Config(Section):
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
             )
-        needed_components = SCHEMAS[data.schema_type]
+        needed_components = SCHEMAS.get(data.schema_type, {"ce", "pair"})
         if self.mode == "train" and not needed_components & components(self.algorithm):
             raise ValueError(
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(needed_components))}. Fitting presets: "
-                f"{', '.join(FITTING[data.schema_type])}"
+                f"{', '.join(FITTING.get(data.schema_type, FITTING['sft']))}"
             )
         return self
 
