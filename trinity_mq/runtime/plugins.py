@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from trinity_mq.config.plugin_files import plugin_files, registered_paths, statements
-from trinity_mq.config.trinity_imports import is_old_line, required_imports, rewritten
+from trinity_mq.config.trinity_imports import TRINITY, is_old_line, old_imports, required_imports, rewritten
 from trinity_mq.errors import suggest
 from trinity_mq.runtime.errors import FatalError, describe_error, display_path
 
@@ -265,6 +266,8 @@ def _at_path(kind: str, name: str) -> Any:
     try:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
+        if (failed := _failed_import(kind, name, error)) is not None:
+            raise failed from error
         is_absent = (
             isinstance(error, ModuleNotFoundError) and module.partition(".")[0] == (error.name or "").partition(".")[0]
         )
@@ -292,15 +295,29 @@ def _check_imports(kind: str, name: str, module: str) -> None:
         return
     for file in (folder / f"{module}.py" for folder in _added):
         for node in required_imports(ast.Module(statements(file), [])) if file.is_file() else ():
-            result = rewritten(node)
-            reasons = "; ".join(f"{old} has no counterpart: {reason}" for old, reason in result.missing)
-            lines = "; ".join(line for line in result.lines if not is_old_line(line))
-            advice = f"write `{lines}`" if lines else ""
-            raise UnknownNameError(
-                f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
-                f"`{ast.unparse(node)}`: {'; '.join(filter(None, (advice, reasons)))}. `trinity-mq migrate "
-                f"{file.name} -o new.py` rewrites all such lines"
-            )
+            raise _old_import(kind, name, file, node)
+
+
+def _failed_import(kind: str, name: str, error: BaseException) -> UnknownNameError | None:
+    """Return the error about the import of Trinity-RFT that failed in a module, None if it was another import."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != TRINITY:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    for node in old_imports(ast.Module(statements(Path(frame.filename)), [])):
+        if node.lineno == frame.lineno:
+            return _old_import(kind, name, Path(frame.filename), node)
+    return None
+
+
+def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Import) -> UnknownNameError:
+    result = rewritten(node)
+    lines = "; ".join(line for line in result.lines if not is_old_line(line))
+    advice = [f"write `{lines}`"] if lines else []
+    advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
+    return UnknownNameError(
+        f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
+        f"`{ast.unparse(node)}`: {'; '.join(advice)}. `trinity-mq migrate {file.name} -o new.py` rewrites all such lines"
+    )
 
 
 def name_of(kind: str, obj: Any, table: Mapping[str, str]) -> str:

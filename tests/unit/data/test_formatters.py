@@ -284,8 +284,8 @@ def shout(tmp_path: Path, fresh_imports: None) -> tuple[TextCodec, Path]:
 
 def test_a_formatter_in_class_form_makes_what_a_direct_call_makes(shout: tuple[TextCodec, Path]) -> None:
     saved, folder = shout
-    data = {"storage_type": "file", "path": "x", "schema_type": "shout", "format": {"prompt_key": "q"}}
-    settings = {"plugin_dirs": [str(folder)], "mode": "train", "model": {"model_path": "m"}}
+    data: dict[str, Any] = {"storage_type": "file", "path": "x", "schema_type": "shout", "format": {"prompt_key": "q"}}
+    settings: dict[str, Any] = {"plugin_dirs": [str(folder)], "mode": "train", "model": {"model_path": "m"}}
     config = load_config(
         {**settings, "algorithm": {"algorithm_type": "sft"}, "buffer": {"trainer_input": {"experience_buffer": data}}}
     )

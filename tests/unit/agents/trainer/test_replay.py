@@ -103,9 +103,7 @@ def test_a_priority_in_class_form_decides_order_and_end(even_first: ReplayConfig
 
 
 def test_a_priority_in_class_form_that_gives_no_priority_is_one_error(even_first: ReplayConfig) -> None:
-    with pytest.raises(
-        PriorityError, match=r"EvenFirst cannot be made with .*\{'boost': 1\}: TypeError"
-    ):
+    with pytest.raises(PriorityError, match=r"EvenFirst cannot be made with .*\{'boost': 1\}: TypeError"):
         ReplayIndex(even_first.model_copy(update={"priority_fn_args": {"boost": 1}}), seed=0)
     known = ReplayIndex(even_first.model_copy(update={"priority_fn_args": {"bonus": "x"}}), seed=0)
     known.add(["a"], "t", [1], 1)
