@@ -316,7 +316,8 @@ def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Imp
     advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
     return UnknownNameError(
         f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
-        f"`{ast.unparse(node)}`: {'; '.join(advice)}. `trinity-mq migrate {file.name} -o new.py` rewrites all such lines"
+        f"`{ast.unparse(node)}`: {'; '.join(advice)}. `trinity-mq migrate {file.name} -o new.py` rewrites all such "
+        "lines"
     )
 
 
