@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
@@ -33,8 +33,6 @@ LAYERS = {
 """Names of the layers that Tinker switches as attention and as feed-forward layers, in models of the Llama form."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
-API_JUDGE = "rubric_judge_openai_workflow"
-"""Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
 
 
 def names(move: SettingsTransfer) -> None:
@@ -280,7 +278,7 @@ def _server_options(move: SettingsTransfer, section: str) -> None:
 
 
 def auxiliary_models(move: SettingsTransfer) -> None:
-    """Move the auxiliary models, and add the judges that a workflow of Trinity-RFT asks as a service."""
+    """Move the auxiliary models."""
     models = list(move.settings.get("explorer", {}).get("auxiliary_models") or [])
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
         place = ("explorer", "auxiliary_models", number_)
@@ -306,8 +304,6 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.leave_out("seed", "it follows from the run's `seed`", matters=False)
             _lengths(item, "")
         item.give_up("no counterpart here")
-    if move.resolved("mode") != "train":
-        models += _api_judges(move)
     if models:
         move.put("explorer.auxiliary_models", models)
 
@@ -325,24 +321,6 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
     item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
     for name in ("tensor_parallel_size", *options, *SWITCHES, *OPTIONS):
         item.leave_out(name, "only the engine vllm has this", matters=False)
-
-
-def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:
-    """Yield the external judge models of the tasksets, and rewrite the tasksets' workflows to use these models."""
-    buffer, judges = move.settings.get("buffer", {}), set[str]()
-    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
-        if taskset.get("workflow") != API_JUDGE:
-            continue
-        workflow_args = dict(taskset.get("workflow_args") or {})
-        served = str(workflow_args.pop("judge_model_name", "judge"))
-        url = workflow_args.pop("judge_api_base_url_env", "OPENAI_BASE_URL")
-        key = workflow_args.pop("judge_api_key_env", "") or "OPENAI_API_KEY"
-        name = _model_name(served)
-        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**workflow_args, "judge": name}}
-        if name not in judges:
-            judges.add(name)
-            address = {"url": f"${{oc.env:{url}}}", "api_key_env": key}
-            yield {"name": name, "engine": "external", **address, "served_name": served}
 
 
 def gateway(move: SettingsTransfer) -> None:
