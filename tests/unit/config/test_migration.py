@@ -191,6 +191,19 @@ REFUSED = {
         {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
         "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
     ),
+    "images": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": {"image_key": "images"}}}}},
+        "buffer.explorer_input.taskset.format.image_key", "read text only",
+    ),
+    "images-to-imitate": (
+        {
+            "mode": "train", "algorithm": {"algorithm_type": "sft"},
+            "buffer": {"trainer_input": {"experience_buffer": {
+                "path": "t.jsonl", "storage_type": "file", "format": {"image_key": "images"},
+            }}},
+        },
+        "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
+    ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
         "data_processor.experience_pipeline.operators", "Data-Juicer server",
@@ -218,6 +231,27 @@ def test_a_run_that_would_lose_its_purpose_is_refused_in_a_line(
     numbers = [number for number, text in enumerate(path.read_text().splitlines(), 1) if f"{last}:" in text]
     assert f"{key} (theirs.yaml line {numbers[0]}): " in lines[0]
     assert word in lines[0]
+
+
+def test_names_in_records_need_a_list_of_what_is_allowed() -> None:
+    format_ = {"workflow_key": "wf", "reward_fn_key": "rf"}
+    found, config = checked(
+        {**LEAST, "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": format_}}}}
+    )
+    assert important(found) == {f"buffer.explorer_input.taskset.format.{name}" for name in format_}
+    assert all("of the taskset lists" in left.reason for left in found.left_out if left.matters)
+    assert config.buffer.taskset is not None
+    assert (config.buffer.taskset.format.workflow_key, config.buffer.taskset.format.reward_fn_key) == ("wf", "rf")
+
+
+def test_what_records_to_imitate_keep_of_their_format() -> None:
+    format_ = {"prompt_type": "messages", "messages_key": "m", "chat_template": "x", "enable_thinking": False}
+    data = {"path": "t.jsonl", "storage_type": "file", "format": format_}
+    buffer = {"trainer_input": {"experience_buffer": data}}
+    found, config = checked({**LEAST, "mode": "train", "algorithm": {"algorithm_type": "sft"}, "buffer": buffer})
+    kept = config.buffer.trainer_input.experience_buffer.format
+    assert (kept.messages_key, kept.chat_template, kept.enable_thinking) == ("m", "x", False)
+    assert not important(found)
 
 
 def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -392,9 +392,9 @@ def test_switches_are_compared_with_the_chat_template(tmp_path: Path, capsys: py
             "rollout_args of taskset 'mine': thinking cannot be switched on",
         ),
         (
-            "mode=train algorithm.algorithm_type=sft buffer.total_steps=1 buffer.trainer_input.experience_buffer={storage_type: synthetic, path: "
-            "ops3, schema_type: sft, format: {chat_template: x}}",
-            "format of the training data 'train': chat_template_kwargs.enable_thinking has no effect",
+            "mode=train algorithm.algorithm_type=sft buffer.total_steps=1 buffer.trainer_input.experience_buffer={"
+            "storage_type: synthetic, path: ops3, schema_type: sft, format: {chat_template: x, enable_thinking: true}}",
+            "format of the training data 'train': thinking cannot be switched on",
         ),
     ):
         overrides = re.split(r" (?=[a-z_.]+=)", override)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
-from trinity_mq.config.trinity_names import TASKSET, trinity_key_advice, trinity_names
+from trinity_mq.config.trinity_names import TASKSET, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import replay
-from trinity_mq.trinity_rft.migration.rules import sampling
+from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
 from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
 
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
@@ -141,7 +141,11 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
         item.keep("repeat_times")
     item.keep_or_default("format.prompt_key", "prompt")
     item.keep_or_default("format.response_key", "response")
-    item.keep("format.system_prompt")
+    item.keep(
+        "format.system_prompt", "format.system_prompt_key", "format.reply_prefix", "format.enable_thinking"
+    )  # fmt: skip
+    _refuse_images(item)
+    item.leave_out("format.chat_template", "tasks have the chat template of the model", matters=False)
     for name in ("chosen_key", "rejected_key", "messages_key", "tools_key", "prompt_type"):
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
     for old, new, default in (
@@ -152,10 +156,14 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
             item.put(new, chosen)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
-    for name in ("workflow_key", "reward_fn_key"):
-        if not item.peek(f"format.{name}"):
-            item.take(f"format.{name}")
-        item.leave_out(f"format.{name}", trinity_key_advice(["taskset", name]) or "")
+    for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
+        if key := item.peek(f"format.{name}"):
+            reason = (
+                f"records may name only what `{allowed}` of the taskset lists: write the names of your records there"
+            )
+            item.leave_out(f"format.{name}", reason)
+            item.put(f"format.{name}", key)
+        item.take(f"format.{name}")
     _give_up(item, "no counterpart here")
 
 
@@ -273,7 +281,16 @@ def _record_format(item: SettingsTransfer) -> None:
         "rejected_key", "enable_concatenated_multi_turn",
     ):  # fmt: skip
         item.keep(f"format.{name}")
-    item.leave_out("format.chat_template", "it is the model's: chat_template.jinja in its folder")
+    if (template := resolve_environment(item.take("format.chat_template"))) not in UNSET_TEMPLATES:
+        item.put("format.chat_template", template)
+    item.keep("format.enable_thinking")
+    _refuse_images(item)
+
+
+def _refuse_images(item: SettingsTransfer) -> None:
+    for name in ("image_key", "video_key"):
+        if (value := item.peek(f"format.{name}")) is not None:
+            item.refuse(f"format.{name}", value, "images and videos: engines and trainer read text only")
 
 
 def operators(move: SettingsTransfer) -> None:

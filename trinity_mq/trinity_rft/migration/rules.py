@@ -18,6 +18,9 @@ from trinity_mq.trinity_rft.migration.transfer import (
 ENGINE = "explorer.rollout_model."
 """Section of the rollout engine."""
 THINKING = "model.chat_template_kwargs.enable_thinking"
+CHAT_TEMPLATE, TEMPLATE_PATH = "model.custom_chat_template", "model.chat_template_path"
+UNSET_TEMPLATES = (None, "", "None")
+"""Values of a chat template that stand for none: Trinity-RFT's documentation writes the word None."""
 MODES = {name: name for name in ("both", "train", "explore", "bench", "serve")} | {"colocate": "both"}
 """Modes of Trinity-RFT, and the corresponding modes here."""
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
@@ -143,16 +146,36 @@ def _model_name(text: str) -> str:
 
 
 def thinking(move: SettingsTransfer) -> None:
-    """Move the switch of thinking. Trinity-RFT switches it off by default; here the chat template decides."""
-    value = move.take(ENGINE + "enable_thinking")
+    """Move the switch of thinking. Without it the chat template decides, in Trinity-RFT too."""
+    for old in (ENGINE + "enable_thinking", "model.enable_thinking"):
+        value = move.take(old)
+        is_used = old == "model.enable_thinking" or move.resolved("mode") != "train"
+        if value is not None and is_used and not move.has(THINKING):
+            move.put(THINKING, value, f"was {old}", origin=old)
+
+
+def template(move: SettingsTransfer) -> None:
+    """Move the chat template: that of the engine, else that of the model, else the file of the model."""
+    for old, new in (
+        (ENGINE + "chat_template", CHAT_TEMPLATE),
+        (CHAT_TEMPLATE, CHAT_TEMPLATE),
+        (TEMPLATE_PATH, TEMPLATE_PATH),
+    ):
+        value = resolve_environment(move.take(old))
+        if value not in UNSET_TEMPLATES and not move.has(CHAT_TEMPLATE):
+            move.put(new, value, *([] if old == new else [f"was {old}"]), origin=old)
+
+
+def truncation(move: SettingsTransfer) -> None:
+    """Move the treatment of prompts that are too long: in Trinity-RFT they give masked experiences by default."""
+    of_engine, of_model = (move.take(f"{section}enable_prompt_truncation") for section in (ENGINE, "model."))
+    value = of_model if of_engine is None else of_engine
     if move.resolved("mode") == "train":
         return
-    path = move.peek("model.model_path") or move.settings.get("model", {}).get("model_path")
-    model_name = str(resolve_environment(path)).lower()
-    if value is not None:
-        move.put(THINKING, value, "was explorer.rollout_model.enable_thinking")
-    elif "qwen3" in model_name and "thinking" not in model_name:
-        move.put(THINKING, False, "Trinity-RFT's default; here the chat template decides, and Qwen3's thinks")
+    if value is None:
+        move.put("model.enable_prompt_truncation", True, "Trinity-RFT's default; here the task of such a prompt fails")
+    else:
+        move.put("model.enable_prompt_truncation", value)
 
 
 def sampling(move: SettingsTransfer) -> dict[str, Any]:
@@ -299,6 +322,8 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.put("model.model_path", item.take("model_path"))
             if (value := item.take("enable_thinking")) is not None:
                 item.put(THINKING, value)
+            if (own_template := resolve_environment(item.take("chat_template"))) not in UNSET_TEMPLATES:
+                item.put(CHAT_TEMPLATE, own_template)
             item.keep("engine_num")
             item.move("dtype", "model.dtype")
             item.leave_out("seed", "it follows from the run's `seed`", matters=False)
