@@ -161,10 +161,12 @@ def _report(migration: Migration, settings: dict[str, Any], out: Path | None, pl
     is not valid without an edit, else 0.
     """
     name = str(out) if out is not None else "the result"
-    if lost := [entry for entry in migration.left_out if entry.is_purpose]:
-        reasons = "; ".join(f"{places.of(entry.key)}: {_short(entry.value)}: {entry.reason}" for entry in lost)
-        print(f"{name} cannot replace the run: {reasons}", file=sys.stderr)
+    if lost := {entry.reason: entry for entry in reversed(migration.left_out) if entry.is_purpose}:
+        reasons = [f"{places.of(entry.key)}: {_short(entry.value)}: {entry.reason}" for entry in lost.values()]
+        print(f"{name} cannot replace the run: {'; '.join(reversed(reasons))}", file=sys.stderr)
         return 1
+    for note in migration.notes:
+        print(f"note: {places.of(note.key)}: {_short(note.value)} - {note.reason}", file=sys.stderr)
     for entry in migration.left_out:
         if entry.matters:
             print(f"no counterpart: {places.of(entry.key)}: {_short(entry.value)} - {entry.reason}", file=sys.stderr)

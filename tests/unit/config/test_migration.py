@@ -187,6 +187,14 @@ REFUSED = {
         {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
         "model.external_model.enable", "cannot be trained",
     ),
+    "workflow": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "simple_mm_workflow"}}},
+        "buffer.explorer_input.default_workflow_type", "text only",
+    ),
+    "reward": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p", "default_reward_fn_type": "rm_gallery_reward"}}}},
+        "buffer.explorer_input.taskset.default_reward_fn_type", "RM-Gallery",
+    ),
     "task-pipeline": (
         {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
         "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
@@ -363,3 +371,24 @@ def test_the_file_of_verl_is_read_with_the_file_that_names_it(
     code, (line,) = migrated(tmp_path / "verl.yaml", capsys)
     assert code == 2
     assert "veRL's own configuration" in line
+
+
+def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    taskset = {"path": "p", "default_workflow_type": "toolcall_workflow"}
+    explorer_input = {
+        "taskset": taskset,
+        "eval_tasksets": [{"name": "a", "path": "p"}, {"name": "b", "path": "p"}],
+        "default_workflow_type": "webshop_workflow",
+    }
+    path.write_text(yaml.safe_dump({**LEAST, "buffer": {"explorer_input": explorer_input}}))
+    code, lines = migrated(path, capsys)
+    assert code == 0, lines
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert len(notes) == 1, "once for both sets"
+    assert "buffer.explorer_input.default_workflow_type (theirs.yaml line" in notes[0]
+    buffer = load_config(path.with_suffix(".ours")).buffer
+    assert buffer.taskset.workflow == "tool_call_workflow"
+    assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2

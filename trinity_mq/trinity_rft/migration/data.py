@@ -10,6 +10,7 @@ from typing import Any
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.trinity_names import TASKSET, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import replay
+from trinity_mq.trinity_rft.migration.names import put_name
 from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
 from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
 
@@ -148,12 +149,8 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
     item.leave_out("format.chat_template", "tasks have the chat template of the model", matters=False)
     for name in ("chosen_key", "rejected_key", "messages_key", "tools_key", "prompt_type"):
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
-    for old, new, default in (
-        ("default_workflow_type", "workflow", workflow),
-        ("default_reward_fn_type", "reward_fn", reward),
-    ):
-        if (chosen := item.take(old, default)) is not None:
-            item.put(new, chosen)
+    put_name(item, "workflow", workflow)
+    put_name(item, "reward", reward)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
     for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
