@@ -25,16 +25,13 @@ EXPERT_RATIO = 0.5
 STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
 """Algorithms of workflows whose runs have an experience for each step."""
 ONE_ANSWER = frozenset(
-    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "toolcall_workflow"}
+    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "tool_call_workflow"}
     | {
         f"{prefix}{name}_workflow"
         for prefix in ("", "async_")
-        for name in (
-            "simple", "simple_mm", "math", "math_boxed", "math_eval", "math_rm", "math_ruler",
-            "on_policy_distill_math",
-        )
+        for name in ("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "on_policy_distill_math")
     }
-)  # fmt: skip
+)
 """Workflows of Trinity-RFT whose runs have one experience each. None: its default workflow."""
 TASK_PIPELINE = "data_processor.task_pipeline"
 DATA_JUICER = "data_juicer"
