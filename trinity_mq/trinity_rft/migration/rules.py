@@ -389,6 +389,8 @@ def synchronizer(move: SettingsTransfer) -> None:
     if move.resolved("mode") == "train":
         for name in ("sync_method", "sync_style", "sync_interval", "sync_offset"):
             move.leave_out(f"synchronizer.{name}", "mode train sends no weights anywhere", matters=False)
+    elif move.has("model.tiny"):
+        move.leave_out("synchronizer.sync_method", "no weights of the evaluated model are sent", matters=False)
     elif move.peek("synchronizer.sync_method") is None:
         move.put("synchronizer.sync_method", "nccl", "Trinity-RFT's default; without GPUs: collective")
     if (offset := move.peek("synchronizer.sync_offset")) is not None and style != "fixed" and number(offset) == 0:
