@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.trinity_names import TASKSET, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import replay
-from trinity_mq.trinity_rft.migration.names import put_name
 from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
 from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
 
@@ -33,9 +36,38 @@ ONE_ANSWER = frozenset(
     }
 )
 """Workflows of Trinity-RFT whose runs have one experience each. None: its default workflow."""
+OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
+"""Keys of Trinity-RFT in a taskset, and of the default of all tasksets, by the kind of the name."""
+NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
+"""Keys here, by the kind of the name."""
+DEFAULTS = "buffer.explorer_input."
+"""Section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredName:
+    """A registered name of Trinity-RFT, a row of the table."""
+
+    kind: str
+    """``workflow`` or ``reward``."""
+    name: str
+    new_name: str
+    """Name here. Empty: the same."""
+    refused: str
+    """``yes`` if nothing here does its work."""
+    text: str
+    """The reason for another name or a refusal, or the needs of the name on this machine."""
+
+
+@cache
+def registered_names() -> Mapping[tuple[str, str], RegisteredName]:
+    """Return the rows of the table by kind and name."""
+    text = files("trinity_mq.trinity_rft").joinpath("registered_names.csv").read_text(encoding="utf-8")
+    rows = [RegisteredName(**row) for row in csv.DictReader(text.splitlines())]
+    return {(row.kind, row.name): row for row in rows}
 
 
 def batch_sizes(move: SettingsTransfer) -> None:
@@ -146,8 +178,8 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
     item.leave_out("format.chat_template", "tasks have the chat template of the model", matters=False)
     for name in ("chosen_key", "rejected_key", "messages_key", "tools_key", "prompt_type"):
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
-    put_name(item, "workflow", workflow)
-    put_name(item, "reward", reward)
+    _put_name(item, "workflow", workflow)
+    _put_name(item, "reward", reward)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
     for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
@@ -159,6 +191,31 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
             item.put(f"format.{name}", key)
         item.take(f"format.{name}")
     _give_up(item, "no counterpart here")
+
+
+def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
+    """Set the workflow or the reward of a taskset by its name here, with a note of its needs, or refuse it.
+
+    Args:
+        item: The transfer of the taskset.
+        kind: ``workflow`` or ``reward``.
+        default: The name if the taskset has none. None: no name is set.
+    """
+    old = OLD_KEYS[kind]
+    taskset_name = item.take(old)
+    value, key = (default, f"{DEFAULTS}{old}") if taskset_name is None else (taskset_name, item.old_key(old))
+    if value is None:
+        return
+    row = registered_names().get((kind, str(resolve_environment(value))))
+    if row is None:
+        item.put(NEW_KEYS[kind], value)
+    elif row.refused:
+        item.lost(LeftOut(key, value, row.text, matters=True, is_purpose=True))
+    elif row.new_name:
+        item.put(NEW_KEYS[kind], row.new_name, f"was {value}: {row.text}")
+    else:
+        item.put(NEW_KEYS[kind], value, row.text)
+        item.note(key, value, row.text)
 
 
 def _leave_out_unused(move: SettingsTransfer, section: str = "") -> None:

@@ -220,7 +220,7 @@ class SettingsTransfer:
             text: What it needs.
         """
         entry = LeftOut(key, value, text, matters=False)
-        if all((known.value, known.reason) != (value, text) for known in self._comments.notes):
+        if all((note.value, note.reason) != (value, text) for note in self._comments.notes):
             self._comments.notes.append(entry)
 
     def old_key(self, key: str) -> str:
