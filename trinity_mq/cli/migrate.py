@@ -1,4 +1,6 @@
-"""``trinity-mq migrate``: converts a Trinity-RFT configuration into a trinity_mq configuration."""
+"""``trinity-mq migrate``: converts a Trinity-RFT configuration into a trinity_mq configuration, and the import lines of
+a plug-in.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from trinity_mq.config.loading.problems import KeyLines, keys_in, location_of
 from trinity_mq.errors import CommandError
 from trinity_mq.terminal import write_output
 from trinity_mq.trinity_rft.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
+from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
 from trinity_mq.trinity_rft.migration.pairs import join_halves, other_half, waits_for_explorer
+from trinity_mq.trinity_rft.migration.verl import with_trainer_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq migrate``."""
-    parser.add_argument("source", type=Path, help="configuration of Trinity-RFT, YAML")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="configuration of Trinity-RFT, YAML, or a plug-in, .py, whose import lines are rewritten",
+    )
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where to write ours; default: standard output")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -30,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
+    if source.suffix == ".py":
+        return _migrate_plugin(source, out, force=arguments.force)
     try:
-        settings = read_file(source)
+        settings = with_trainer_config(source, read_file(source))
         other = other_half(source, settings)
         if other is None and waits_for_explorer(settings):
             raise ConfigError(
@@ -87,6 +97,39 @@ class _Places:
         return key
 
 
+def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
+    """Write a plug-in with our import lines. Print on stderr the changed lines, and the names without a counterpart.
+    Return 1 if there are such names, else 0.
+    """
+    try:
+        plugin = migrate_plugin(source.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{source} cannot be read: {error.strerror}") from None
+    except PluginSyntaxError as error:
+        raise CommandError(f"{source}: {error}") from None
+    if out is not None and out.exists() and not force:
+        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
+    if out is None:
+        sys.stdout.buffer.write(plugin.source)
+        sys.stdout.buffer.flush()
+    else:
+        try:
+            out.write_bytes(plugin.source)
+        except OSError as error:
+            raise CommandError(f"{out} cannot be written: {error.strerror or error}; give another file") from error
+    for line, text in plugin.lines:
+        print(f"{source}:{line}: {text}", file=sys.stderr)
+    for line, name, reason in plugin.missing:
+        print(f"no counterpart: {source}:{line}: {name} - {reason}", file=sys.stderr)
+    if plugin.missing:
+        return 1
+    count = len(plugin.lines)
+    print(
+        f"{count} import line{'s' * (count != 1)} rewritten; put the file into a folder of plugin_dirs", file=sys.stderr
+    )
+    return 0
+
+
 def _header(sources: Sequence[Path]) -> Iterator[str]:
     names, count = " and ".join(path.name for path in sources), len(sources)
     kind = "a configuration" if count == 1 else "the explorer and the trainer of one run"
@@ -118,20 +161,22 @@ def _report(migration: Migration, settings: dict[str, Any], out: Path | None, pl
     is not valid without an edit, else 0.
     """
     name = str(out) if out is not None else "the result"
-    if lost := [entry for entry in migration.left_out if entry.is_purpose]:
-        reasons = "; ".join(f"{places.of(entry.key)}: {_short(entry.value)}: {entry.reason}" for entry in lost)
-        print(f"{name} cannot replace the run: {reasons}", file=sys.stderr)
+    if lost := {entry.reason: entry for entry in reversed(migration.left_out) if entry.is_purpose}:
+        reasons = [f"{places.of(entry.key)}: {_short(entry.value)}: {entry.reason}" for entry in lost.values()]
+        print(f"{name} cannot replace the run: {'; '.join(reversed(reasons))}", file=sys.stderr)
         return 1
+    for note in migration.notes:
+        print(f"note: {places.of(note.key)}: {_short(note.value)} - {note.reason}", file=sys.stderr)
     for entry in migration.left_out:
         if entry.matters:
             print(f"no counterpart: {places.of(entry.key)}: {_short(entry.value)} - {entry.reason}", file=sys.stderr)
     try:
         load_stages(settings) if STAGES in settings else load_config(settings)
     except ConfigError as error:
-        print(f"{name} needs an edit:", file=sys.stderr)
-        lines = [problem.text for problem in error.problems] or str(error).split("\n")
-        for line in lines:
-            print(f"  {_with_origin(line.removeprefix('configuration: '), migration, places)}", file=sys.stderr)
+        texts = [problem.text for problem in error.problems] or str(error).split("\n")
+        lines = [_with_origin(text.removeprefix("configuration: "), migration, places) for text in texts]
+        shown = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
+        print(f"{name} needs an edit:{shown}", file=sys.stderr)
         return 1
     following = (
         f"trinity-mq validate {out}" if out is not None else "write it with -o FILE, then trinity-mq validate it"

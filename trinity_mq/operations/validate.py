@@ -142,7 +142,13 @@ def _is_plain(taskset: TasksetConfig) -> bool:
 def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
     """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
-    pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
+    pieces = (
+        algorithm.surrogate,
+        *algorithm.correction,
+        algorithm.kl_loss,
+        algorithm.entropy_loss,
+        algorithm.estimator,
+    )
     return [piece for piece in pieces if isinstance(piece, PluginPiece | EstimatorPlugin)]
 
 
@@ -343,13 +349,15 @@ def check_algorithm(config: Config) -> list[str]:
     pieces = [] if config.mode == "bench" else _custom_pieces(config)
     if not pieces:
         return []
-    from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
+    from trinity_mq.algorithms.class_losses import load_classes  # imports torch
+    from trinity_mq.algorithms.estimators.plugin import check_plugin
     from trinity_mq.algorithms.plugins import load_plugins
 
     try:
         load_plugins(config.algorithm)
+        load_classes(config.algorithm)
         if isinstance(config.algorithm.estimator, EstimatorPlugin):
-            plugin_function(config.algorithm.estimator)
+            check_plugin(config.algorithm.estimator)
     except FatalError as error:
         raise ConfigError(f"algorithm: {error}") from error
     return [f"algorithm: your own {piece.kind}" for piece in pieces]

@@ -182,9 +182,18 @@ REFUSED = {
         {"trainer": {"trainer_config": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}}},
         "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
     ),
+    "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
     "external-policy": (
         {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
         "model.external_model.enable", "cannot be trained",
+    ),
+    "workflow": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "simple_mm_workflow"}}},
+        "buffer.explorer_input.default_workflow_type", "text only",
+    ),
+    "reward": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p", "default_reward_fn_type": "rm_gallery_reward"}}}},
+        "buffer.explorer_input.taskset.default_reward_fn_type", "RM-Gallery",
     ),
     "task-pipeline": (
         {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
@@ -322,3 +331,64 @@ def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
 def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
     config = checked(EXPLORER)[1]
     assert (config.mode, config.buffer.batch_size) == ("explore", 16)
+
+
+def test_the_file_of_verl_is_read_with_the_file_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verl = {
+        "actor_rollout_ref": {
+            "hybrid_engine": True,
+            "model": {"use_remove_padding": True, "enable_gradient_checkpointing": True},
+            "actor": {
+                "strategy": "fsdp",
+                "ppo_max_token_len_per_gpu": 4096,
+                "grad_clip": 0.25,
+                "ppo_epochs": 2,
+                "optim": {"lr": 3e-6, "warmup_style": "cosine", "lr_warmup_steps": 4, "min_lr_ratio": 0.2},
+                "fsdp_config": {"param_offload": True},
+            },
+            "ref": {"log_prob_use_dynamic_bsz": "${actor_rollout_ref.actor.use_dynamic_bsz}"},
+        },
+        "trainer": {"balance_batch": True, "max_actor_ckpt_to_keep": 5, "resume_mode": "auto"},
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(verl))
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump({**LEAST, "trainer": {"trainer_config_path": "examples/x/train.yaml"}}))
+    code, lines = migrated(path, capsys)
+    assert (code, len(lines)) == (0, 1), lines
+    config = load_config(path.with_suffix(".ours"))
+    optimizer, trainer = config.algorithm.optimizer, config.trainer
+    assert (optimizer.lr, optimizer.lr_scheduler_type, optimizer.lr_warmup_steps) == (3e-6, "cosine", 4)
+    assert (optimizer.min_lr_ratio, optimizer.clip_grad, config.algorithm.epochs) == (0.2, 0.25, 2)
+    assert (trainer.max_tokens_per_micro_batch, trainer.gradient_checkpointing) == (4096, True)
+    assert trainer.max_checkpoints_to_keep == 5
+    (tmp_path / "train.yaml").unlink()
+    code, lines = migrated(path, capsys)
+    assert code == 0
+    assert "no counterpart: trainer.trainer_config_path (theirs.yaml line" in lines[0]
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump(verl))
+    code, (line,) = migrated(tmp_path / "verl.yaml", capsys)
+    assert code == 2
+    assert "veRL's own configuration" in line
+
+
+def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    taskset = {"path": "p", "default_workflow_type": "toolcall_workflow"}
+    explorer_input = {
+        "taskset": taskset,
+        "eval_tasksets": [{"name": "a", "path": "p"}, {"name": "b", "path": "p"}],
+        "default_workflow_type": "webshop_workflow",
+    }
+    path.write_text(yaml.safe_dump({**LEAST, "buffer": {"explorer_input": explorer_input}}))
+    code, lines = migrated(path, capsys)
+    assert code == 0, lines
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert len(notes) == 1, "once for both sets"
+    assert "buffer.explorer_input.default_workflow_type (theirs.yaml line" in notes[0]
+    buffer = load_config(path.with_suffix(".ours")).buffer
+    assert buffer.taskset.workflow == "tool_call_workflow"
+    assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2

@@ -134,10 +134,10 @@ class DifficultyPoolsSelector(SelectorBase):
 
 
 class SelectorPlugin(SelectorBase):
-    """A user-defined selector."""
+    """A user-defined selector, also in Trinity-RFT's form (``BaseSelector``)."""
 
     selector_type: str = Field(pattern=r"^\w+(\.\w+)+$")
-    """Dotted path of the class."""
+    """Dotted path of the class, or the name under which a module in ``plugin_dirs`` registers it with ``SELECTORS``."""
     feature_keys: tuple[str, ...] = ()
     """Passed to the class if not empty."""
     kwargs: dict[str, Any] = Field(default_factory=dict)

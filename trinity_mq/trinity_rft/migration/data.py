@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.trinity_names import TASKSET, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import replay
@@ -19,23 +21,53 @@ FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of file names that ``storage_type: file`` reads."""
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
 """Schema of the records of a training data source, by the algorithm that trains on them."""
+MIXING = frozenset({"mix", "mix_chord"})
+"""Algorithms whose train steps have experts in addition to rollouts."""
+EXPERT_RATIO = 0.5
+"""Trinity-RFT's default share of experts."""
 STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
 """Algorithms of workflows whose runs have an experience for each step."""
 ONE_ANSWER = frozenset(
-    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "toolcall_workflow"}
+    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "tool_call_workflow"}
     | {
         f"{prefix}{name}_workflow"
         for prefix in ("", "async_")
-        for name in (
-            "simple", "simple_mm", "math", "math_boxed", "math_eval", "math_rm", "math_ruler",
-            "on_policy_distill_math",
-        )
+        for name in ("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "on_policy_distill_math")
     }
-)  # fmt: skip
+)
 """Workflows of Trinity-RFT whose runs have one experience each. None: its default workflow."""
+OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
+"""Keys of Trinity-RFT in a taskset, and of the default of all tasksets, by the kind of the name."""
+NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
+"""Keys here, by the kind of the name."""
+DEFAULTS = "buffer.explorer_input."
+"""Section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredName:
+    """A registered name of Trinity-RFT, a row of the table."""
+
+    kind: str
+    """``workflow`` or ``reward``."""
+    name: str
+    new_name: str
+    """Name here. Empty: the same."""
+    refused: str
+    """``yes`` if nothing here does its work."""
+    text: str
+    """The reason for another name or a refusal, or the needs of the name on this machine."""
+
+
+@cache
+def registered_names() -> Mapping[tuple[str, str], RegisteredName]:
+    """Return the rows of the table by kind and name."""
+    text = files("trinity_mq.trinity_rft").joinpath("registered_names.csv").read_text(encoding="utf-8")
+    rows = [RegisteredName(**row) for row in csv.DictReader(text.splitlines())]
+    return {(row.kind, row.name): row for row in rows}
 
 
 def batch_sizes(move: SettingsTransfer) -> None:
@@ -54,22 +86,11 @@ def batch_sizes(move: SettingsTransfer) -> None:
         return
     tasks = 1 if batch is None else batch
     move.put("buffer.batch_size", tasks, *(["Trinity-RFT's default; here it is 32"] if batch is None else []))
-    runs = whole(move.peek("algorithm.repeat_times"))
-    if runs is None and mode in {None, "both", "colocate", "explore"} and _needs_one_run(move):
-        runs = 1
-        move.put("algorithm.repeat_times", runs, "Trinity-RFT's default; here it is 8")
+    algorithm = move.settings.get("algorithm", {})
+    runs = whole(algorithm.get("repeat_times") or move.peek("algorithm.repeat_times"))
     rolled_out = (whole(tasks) or 0) * (runs or 0)
     if experiences > 0 and rolled_out and mode not in {"bench", "explore"}:
         _step_size(move, experiences, rolled_out)
-
-
-def _needs_one_run(move: SettingsTransfer) -> bool:
-    """Return whether the algorithm does not compare the runs of a task."""
-    try:
-        AlgorithmConfig(algorithm_type=move.settings["algorithm"]["algorithm_type"], repeat_times=1)
-    except ValidationError:
-        return False
-    return True
 
 
 def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> None:
@@ -81,11 +102,10 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         rolled_out: Number of runs of a batch.
     """
     comment = f"was buffer.train_batch_size {experiences}"
-    shown, mixed = experiences, number(move.peek("algorithm.sample_strategy_args.expert_data_ratio"))
-    if mixed is None and move.has("buffer.trainer_input.expert_data_ratio"):
-        mixed = number(move.settings["buffer"]["trainer_input"]["expert_data_ratio"])
-    if mixed is not None and 0 < mixed < 1:
-        experiences -= round(experiences * mixed)  # expert experiences come in addition to a batch
+    shown = experiences
+    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in MIXING:
+        ratio = move.settings["buffer"].get("trainer_input", {}).get("expert_data_ratio")
+        experiences -= math.ceil(experiences * (EXPERT_RATIO if number(ratio) is None else number(ratio) or 0.0))
     if experiences == rolled_out:
         return
     if not _answers_once(move):
@@ -158,12 +178,8 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
     item.leave_out("format.chat_template", "tasks have the chat template of the model", matters=False)
     for name in ("chosen_key", "rejected_key", "messages_key", "tools_key", "prompt_type"):
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
-    for old, new, default in (
-        ("default_workflow_type", "workflow", workflow),
-        ("default_reward_fn_type", "reward_fn", reward),
-    ):
-        if (chosen := item.take(old, default)) is not None:
-            item.put(new, chosen)
+    _put_name(item, "workflow", workflow)
+    _put_name(item, "reward", reward)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
     for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
@@ -175,6 +191,31 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
             item.put(f"format.{name}", key)
         item.take(f"format.{name}")
     _give_up(item, "no counterpart here")
+
+
+def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
+    """Set the workflow or the reward of a taskset by its name here, with a note of its needs, or refuse it.
+
+    Args:
+        item: The transfer of the taskset.
+        kind: ``workflow`` or ``reward``.
+        default: The name if the taskset has none. None: no name is set.
+    """
+    old = OLD_KEYS[kind]
+    taskset_name = item.take(old)
+    value, key = (default, f"{DEFAULTS}{old}") if taskset_name is None else (taskset_name, item.old_key(old))
+    if value is None:
+        return
+    row = registered_names().get((kind, str(resolve_environment(value))))
+    if row is None:
+        item.put(NEW_KEYS[kind], value)
+    elif row.refused:
+        item.lost(LeftOut(key, value, row.text, matters=True, is_purpose=True))
+    elif row.new_name:
+        item.put(NEW_KEYS[kind], row.new_name, f"was {value}: {row.text}")
+    else:
+        item.put(NEW_KEYS[kind], value, row.text)
+        item.note(key, value, row.text)
 
 
 def _leave_out_unused(move: SettingsTransfer, section: str = "") -> None:
@@ -243,7 +284,10 @@ def trainer_input(move: SettingsTransfer) -> None:
                 item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
             replay(move, item.take_mapping("replay_buffer"))
             _give_up(item, "rollouts reach the trainer through the broker")
-    experts = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
+    buffers = dict(move.take_mapping(there + "auxiliary_buffers"))
+    if kind in MIXING and (warmup := move.take_mapping(there + "sft_warmup_dataset")):
+        buffers.setdefault("sft_dataset", warmup)  # its name until Trinity-RFT 0.3
+    experts = move.item(buffers, (), there + "auxiliary_buffers")
     for name in experts.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")

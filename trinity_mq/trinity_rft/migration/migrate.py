@@ -66,6 +66,8 @@ class Migration:
     """Comments on changes, by the place of a setting."""
     left_out: Sequence[LeftOut]
     """Settings without a counterpart here."""
+    notes: Sequence[LeftOut] = ()
+    """Settings that need something on this machine, which their reason names."""
     origins: Mapping[Path, str] = field(default_factory=dict)
     """Dotted keys of the old configuration, by the place of the setting that was made of each."""
 
@@ -86,6 +88,10 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     Raises:
         ConfigError: ``source`` is not a configuration of Trinity-RFT, or contains a dangling reference.
     """
+    if "actor_rollout_ref" in source:
+        raise ConfigError(
+            "is veRL's own configuration: give the file of Trinity-RFT whose trainer.trainer_config_path names it"
+        )
     if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
         raise ConfigError(
             f"is not a configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted "
@@ -95,7 +101,7 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     stages = resolved.pop(STAGES, None)
     if not stages:
         comments = Comments()
-        return Migration(_run(resolved, comments), comments.at, comments.left_out, comments.origins)
+        return Migration(_run(resolved, comments), comments.at, comments.left_out, comments.notes, comments.origins)
     return _stages(resolved, stages)
 
 
@@ -174,7 +180,8 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
     left_out = {
         (setting.key, repr(setting.value)): setting for comments in run_comments for setting in comments.left_out
     }
-    return Migration(settings, at, list(left_out.values()), origins)
+    notes = [note for comments in run_comments for note in comments.notes]
+    return Migration(settings, at, list(left_out.values()), notes, origins)
 
 
 def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:

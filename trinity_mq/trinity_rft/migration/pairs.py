@@ -13,18 +13,17 @@ HALVES = {"explore": "train", "train": "explore"}
 """Mode of the other half, by the mode of a half."""
 EXPERIENCES = ("buffer", "trainer_input", "experience_buffer")
 OF_TRAINER = ("algorithm", "trainer")
-"""Sections in which the trainer's file counts. In all others the explorer's counts."""
+"""Sections of the trainer's file that override the explorer's file. The explorer's file overrides all others."""
 OF_EXPLORER = ("algorithm.repeat_times",)
-"""Settings of these sections in which the explorer's file counts."""
+"""Settings of these sections that the explorer's file overrides."""
 MAX_FILES = 100
 """Maximum number of files in a folder that are searched for the other half."""
 
 
 def other_half(path: Path, source: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-    """Return the configuration next to ``path`` that is the other half of its run; None if there is none.
+    """Return the other half of the run of ``path`` from the same folder. None: the folder does not contain it.
 
-    Halves have the same project, group and name, one has mode explore and the other mode train, and they share a
-    queue of experiences.
+    Halves have the same project, group and name, the modes explore and train, and the same queue of experiences.
     """
     wanted = HALVES.get(_mode(source))
     if wanted is None or not path.parent.is_dir():

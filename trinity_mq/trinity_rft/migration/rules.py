@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
@@ -36,8 +36,6 @@ LAYERS = {
 """Names of the layers that Tinker switches as attention and as feed-forward layers, in models of the Llama form."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
-API_JUDGE = "rubric_judge_openai_workflow"
-"""Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
 
 
 def names(move: SettingsTransfer) -> None:
@@ -58,7 +56,10 @@ def slug(text: str) -> str:
 
 
 def mode(move: SettingsTransfer) -> None:
-    """Move the mode."""
+    """Move the mode. Refuse the first form of Trinity-RFT's configurations."""
+    if isinstance(data := move.peek("data"), Mapping):
+        keys = ", ".join(map(str, data))
+        move.refuse("data", keys, "configurations of Trinity-RFT before 0.2 are not read; write the section buffer")
     old_mode = move.take("mode")
     new_mode = MODES.get(str(resolve_environment(old_mode))) if old_mode is not None else None
     if new_mode is not None:
@@ -300,7 +301,7 @@ def _server_options(move: SettingsTransfer, section: str) -> None:
 
 
 def auxiliary_models(move: SettingsTransfer) -> None:
-    """Move the auxiliary models, and add the judges that a workflow of Trinity-RFT asks as a service."""
+    """Move the auxiliary models."""
     models = list(move.settings.get("explorer", {}).get("auxiliary_models") or [])
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
         place = ("explorer", "auxiliary_models", number_)
@@ -328,8 +329,6 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.leave_out("seed", "it follows from the run's `seed`", matters=False)
             _lengths(item, "")
         item.give_up("no counterpart here")
-    if move.resolved("mode") != "train":
-        models += _api_judges(move)
     if models:
         move.put("explorer.auxiliary_models", models)
 
@@ -347,24 +346,6 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
     item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
     for name in ("tensor_parallel_size", *options, *SWITCHES, *OPTIONS):
         item.leave_out(name, "only the engine vllm has this", matters=False)
-
-
-def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:
-    """Yield the external judge models of the tasksets, and rewrite the tasksets' workflows to use these models."""
-    buffer, judges = move.settings.get("buffer", {}), set[str]()
-    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
-        if taskset.get("workflow") != API_JUDGE:
-            continue
-        workflow_args = dict(taskset.get("workflow_args") or {})
-        served = str(workflow_args.pop("judge_model_name", "judge"))
-        url = workflow_args.pop("judge_api_base_url_env", "OPENAI_BASE_URL")
-        key = workflow_args.pop("judge_api_key_env", "") or "OPENAI_API_KEY"
-        name = _model_name(served)
-        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**workflow_args, "judge": name}}
-        if name not in judges:
-            judges.add(name)
-            address = {"url": f"${{oc.env:{url}}}", "api_key_env": key}
-            yield {"name": name, "engine": "external", **address, "served_name": served}
 
 
 def gateway(move: SettingsTransfer) -> None:
@@ -408,6 +389,8 @@ def synchronizer(move: SettingsTransfer) -> None:
     if move.resolved("mode") == "train":
         for name in ("sync_method", "sync_style", "sync_interval", "sync_offset"):
             move.leave_out(f"synchronizer.{name}", "mode train sends no weights anywhere", matters=False)
+    elif move.has("model.tiny"):
+        move.leave_out("synchronizer.sync_method", "no weights of the evaluated model are sent", matters=False)
     elif move.peek("synchronizer.sync_method") is None:
         move.put("synchronizer.sync_method", "nccl", "Trinity-RFT's default; without GPUs: collective")
     if (offset := move.peek("synchronizer.sync_offset")) is not None and style != "fixed" and number(offset) == 0:

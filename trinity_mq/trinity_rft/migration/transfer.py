@@ -45,6 +45,8 @@ class Comments:
     at: dict[Path, list[str]] = field(default_factory=dict)
     """Comments by place."""
     left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[LeftOut] = field(default_factory=list)
+    """Old settings that were moved and that need something on this machine, which their reason names."""
     origins: dict[Path, str] = field(default_factory=dict)
     """Dotted keys of the old configuration, by the place of the setting that was made of each."""
 
@@ -208,6 +210,22 @@ class SettingsTransfer:
     def lost(self, setting: LeftOut) -> None:
         """Record a setting that is left out."""
         self._comments.left_out.append(setting)
+
+    def note(self, key: str, value: Any, text: str) -> None:
+        """Record what a setting needs on this machine, once for each value.
+
+        Args:
+            key: Whole old key.
+            value: Its value.
+            text: What it needs.
+        """
+        entry = LeftOut(key, value, text, matters=False)
+        if all((note.value, note.reason) != (value, text) for note in self._comments.notes):
+            self._comments.notes.append(entry)
+
+    def old_key(self, key: str) -> str:
+        """Return a whole old key, from the top of the old configuration."""
+        return f"{self._prefix}{key}"
 
     def give_up(self, reason: str) -> None:
         """Leave out all remaining settings."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config.loading.load import read_file
 from trinity_mq.trinity_rft.migration.transfer import SettingsTransfer, resolve_environment, whole
 
 CONFIG = "trainer.trainer_config."
@@ -19,9 +24,9 @@ SAME = {
 }
 """Keys of Trinity-RFT with the same meaning as a key of veRL. Their own values count."""
 OF_MACHINES = (
-    "micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len", "tiled_mlp",
-    "hybrid_engine", "use_remove_padding", "fused_kernel", "entropy_from_logits_with_chunking", "entropy_checkpointing",
-    "fsdp_config", "external_lib", "wrap_policy",
+    "micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len",
+    "tiled_mlp", "hybrid_engine", "use_remove_padding", "fused_kernel",
+    "entropy_from_logits_with_chunking", "entropy_checkpointing", "fsdp_config", "external_lib", "wrap_policy",
 )  # fmt: skip
 """Parts of keys that affect how a step is computed, not its result."""
 OF_FILES = (
@@ -33,6 +38,35 @@ CONSTANT = {f"{CONFIG}critic.optim.lr_warmup_steps_ratio": 0, f"{CONFIG}critic.o
 """Keys with which the critic has a constant learning rate, as it has here."""
 ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 """Sections that have a strategy."""
+
+
+def with_trainer_config(path: Path, source: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the file that ``trainer.trainer_config_path`` names, if it is there, as
+    ``trainer.trainer_config``. It is searched in the working directory and next to ``path``.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    trainer = source.get("trainer")
+    if not isinstance(trainer, Mapping) or trainer.get("trainer_config"):
+        return source
+    name = str(resolve_environment(trainer.get("trainer_config_path")) or "")
+    for candidate in (Path(name), path.parent / Path(name).name) if name else ():
+        if candidate.is_file():
+            rest = {key: value for key, value in trainer.items() if key != "trainer_config_path"}
+            return {**source, "trainer": {**rest, "trainer_config": _without_own_references(read_file(candidate))}}
+    return source
+
+
+def _without_own_references(section: Any) -> Any:
+    """Return veRL's configuration without the values that refer to others of its values, which repeat them."""
+    if isinstance(section, Mapping):
+        return {
+            key: _without_own_references(value)
+            for key, value in section.items()
+            if not (isinstance(value, str) and value.startswith("${") and "env:" not in value)
+        }
+    return section
 
 
 def verl(move: SettingsTransfer) -> None:
