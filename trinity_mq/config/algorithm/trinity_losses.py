@@ -56,7 +56,7 @@ def number_of(name: str, value: Any) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"policy_loss_fn_args.{name} is {value!r}, wanted a number")
+    raise ValueError(f"{name} is {value!r}, wanted a number")
 
 
 def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
@@ -74,9 +74,10 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Pieces:
     """Return the pieces of ``above`` over those of ``below``. Pieces without a kind keep the other fields."""
     result = dict(below)
     for name, piece in above.items():
-        old = result.get(name)
-        same = isinstance(old, Mapping) and isinstance(piece, Mapping)
-        result[name] = {**old, **piece} if same and piece.get("kind", old.get("kind")) == old.get("kind") else piece
+        old, new = result.get(name), piece
+        if isinstance(old, Mapping) and isinstance(piece, Mapping):
+            new = {**old, **piece} if piece.get("kind", old.get("kind")) == old.get("kind") else piece
+        result[name] = new
     return result
 
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import AGAINST_SAMPLER, BY_TOKEN
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.resolve import canonical_name
 from trinity_mq.config.algorithm.rollout_correction import correction_pieces
 from trinity_mq.config.algorithm.trinity_losses import SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
@@ -143,6 +145,8 @@ DIFFERENCES = {
 """Intended differences of an algorithm from Trinity-RFT."""
 STRATEGIES = {"step_wise_grpo": "multi_step_grpo"}
 """Algorithms by ``add_strategy``, a key of Trinity-RFT 0.3."""
+LEARNING_RATE = 1e-6
+"""Trinity-RFT's default of ``optimizer.lr``."""
 NAMES = (
     "advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "kl_penalty_fn",
     "kl_penalty_fn_args", "kl_loss_fn", "kl_loss_fn_args", "entropy_loss_fn", "entropy_loss_fn_args", "loss_agg_mode",
@@ -174,6 +178,7 @@ def losses(move: SettingsTransfer) -> None:
     _kl(move, kind, algorithm)
     _correction(move)
     _repeat_times(move, algorithm)
+    _samples(move, algorithm)
     kept = {name: value for name in NAMES if (value := move.take(SECTION + name)) is not None}
     entropy = resolve_environment(kept.pop("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
     if entropy == "none" and kept.pop("entropy_loss_fn_args", None) is not None:
@@ -276,13 +281,24 @@ def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) ->
         move.put(SECTION + "repeat_times", max(2, algorithm.repeat_times) if compares else 1, comment)
 
 
+def _samples(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) -> None:
+    """Write the share of expert answers if it is missing, and leave out the name of their only source."""
+    there = SECTION + "sample_strategy_args."
+    reason = "expert answers have one source, `buffer.trainer_input.auxiliary_buffers`"
+    move.leave_out(there + "sft_dataset_name", reason, matters=False)
+    mixes = algorithm is not None and algorithm.policy_loss_fn in {"mix", "mix_chord"}
+    strategy = move.resolved(SECTION + "sample_strategy", "mix" if mixes else "default")
+    if strategy == "mix" and move.peek(there + "expert_data_ratio") is None:
+        move.put("buffer.trainer_input.expert_data_ratio", 0.5, "Trinity-RFT's default; here it is 0.2")
+
+
 def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, kept: Mapping[str, Any]) -> None:
     """Write Trinity-RFT's defaults as pieces, where the pieces here differ."""
     written = {name: value for name, value in _resolved(move.settings["algorithm"]).items() if name != "optimizer"}
     written |= {"algorithm_type": kind, "repeat_times": 16}
     try:
         here = AlgorithmConfig.model_validate(written)
-        there = AlgorithmConfig.model_validate(written | trinity_defaults(algorithm, _resolved(kept)))
+        there = AlgorithmConfig.model_validate(written | trinity_defaults(algorithm, written))
     except ValidationError:
         return  # the user reads the error when the result is checked
     for place, value, old in differences(here, there):
@@ -401,6 +417,12 @@ def _is_fresh(move: SettingsTransfer) -> bool:
 def optimizer(move: SettingsTransfer) -> None:
     """Move the optimizer and the schedule of its learning rate."""
     section = "algorithm.optimizer."
+    preset = PRESETS.get(canonical_name(resolve_environment(move.settings["algorithm"]["algorithm_type"])))
+    rates = (section + "lr", "trainer.trainer_config.actor_rollout_ref.actor.optim.lr")
+    if preset is not None and preset.lr != LEARNING_RATE and all(move.peek(key) is None for key in rates):
+        move.put(section + "lr", LEARNING_RATE, f"Trinity-RFT's default; here it is {preset.lr:g}")
+    if move.peek("trainer.grad_clip") is not None:
+        move.leave_out(section + "clip_grad", "trainer.grad_clip decides", matters=False)
     style, scheduler = move.take(section + "warmup_style"), move.take(section + "lr_scheduler_type")
     if style is not None:
         move.put(section + "lr_scheduler_type", style, "was algorithm.optimizer.warmup_style")
