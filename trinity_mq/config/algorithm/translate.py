@@ -137,13 +137,13 @@ def _loss(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str,
                 f"policy_loss_fn_args have no meaning for {name}, which is no loss of Trinity-RFT; set the fields of "
                 "surrogate"
             )
-        own = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
+        pieces = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
         if function in CLIPPED and kind is None:
-            own = {"surrogate": {"kind": "clip"}} | own
+            pieces = {"surrogate": {"kind": "clip"}} | pieces
         changes = argument_pieces(function, arguments)
         if "correction" in changes and function != "m2po":
             changes["correction"] = [*base.get("correction", ()), *changes["correction"]]
-        result |= merged({key: value for key, value in own.items() if key in changes}, changes)
+        result |= merged({key: value for key, value in pieces.items() if key in changes}, changes)
     return result
 
 
@@ -157,7 +157,7 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Seque
     Args:
         user_settings: The section; the names are removed from it.
         preset: The preset, whose estimator holds without an advantage function.
-        loss_rules: Corrections of the loss, to which those of the advantage function are added.
+        loss_rules: Corrections of the loss. The corrections of the advantage function follow them.
     """
     result: dict[str, Any] = {}
     named = user_settings.pop("advantage_fn", None)
@@ -213,8 +213,8 @@ def _kl_terms(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[
 
 
 def _with_whole_weights(result: dict[str, Any], user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Return ``result`` with the weights of KL and entropy divided by the weight of sampled answers, of which these
-    terms are a part here. In Trinity-RFT they stand beside the mixture of sampled and expert answers.
+    """Return ``result`` with the weights of KL and entropy divided by the weight of sampled answers, because
+    these terms belong to sampled answers here. In Trinity-RFT they stand next to the mixture.
     """
     share = {"rl": 1.0, **preset.loss.get("weights", {}), **result.get("weights", {})}["rl"]
     if "ce_schedule" in preset.loss or "weights" in user_settings or not 0 < share < 1:
@@ -245,7 +245,7 @@ def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
-    """Return settings of an advantage function as fields of the estimator, with a ``kind`` if they need another one."""
+    """Return settings of an advantage function as fields of the estimator; with a ``kind`` for another estimator."""
     kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
     result: dict[str, Any] = {}
     for name, value in settings.items():

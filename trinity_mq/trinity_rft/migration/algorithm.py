@@ -129,7 +129,7 @@ PARTIAL: Mapping[str, Mapping[str, Any]] = {
     "rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4},
     "clipv": {"mu": 2.0},
 }
-"""Defaults that differ if a configuration has some arguments: those of the class and not those of ``default_args``."""
+"""Defaults that differ if a configuration has some arguments: the defaults of the class instead of ``default_args``."""
 DIFFERENCES = {
     "dpo": "each pair has a logit of its own, where Trinity-RFT has one for a micro-batch",
     "sapo": "the gradient flows through the gate, as in the paper, where Trinity-RFT holds the gate constant",
@@ -190,7 +190,7 @@ def losses(move: SettingsTransfer) -> None:
 
 
 def _leave_out_sizes(move: SettingsTransfer) -> None:
-    """Leave out what has no effect on a loss here."""
+    """Leave out arguments without an effect on a loss here."""
     for name in SIZES:
         move.leave_out(
             f"{SECTION}policy_loss_fn_args.{name}",
@@ -206,7 +206,7 @@ def _leave_out_sizes(move: SettingsTransfer) -> None:
 
 
 def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -> None:
-    """Move the KL terms that are another one here, or none."""
+    """Replace the KL terms that are different here or have no counterpart."""
     name, coef = move.resolved(SECTION + "kl_loss_fn"), number(move.peek(SECTION + "kl_loss_fn_args.kl_coef"))
     if kind == "dpo" or name == "k1":
         if coef != 0 and name != "none":
@@ -343,26 +343,26 @@ def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: M
         )  # fmt: skip
 
 
-def trinity_defaults(algorithm: TrinityAlgorithm, given: Mapping[str, Any]) -> dict[str, Any]:
+def trinity_defaults(algorithm: TrinityAlgorithm, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the algorithm section of Trinity-RFT with its defaults filled in, without the keys that stay as they are.
 
     Args:
         algorithm: The ``algorithm_type``.
-        given: The keys of :data:`NAMES` that the configuration has, environment variables filled in.
+        section: The keys of :data:`NAMES` that the configuration has, environment variables filled in.
     """
-    advantage = given.get("advantage_fn", algorithm.advantage_fn)
-    loss = given.get("policy_loss_fn", algorithm.policy_loss_fn)
+    advantage = section.get("advantage_fn", algorithm.advantage_fn)
+    loss = section.get("policy_loss_fn", algorithm.policy_loss_fn)
     result: dict[str, Any] = {"policy_loss_fn": loss}
     if algorithm.advantage_fn:
         result |= {"advantage_fn": advantage}
-        result["advantage_fn_args"] = _arguments(advantage, ADVANTAGE_DEFAULTS, given.get("advantage_fn_args"))
-    result["policy_loss_fn_args"] = _arguments(loss, POLICY_LOSS_DEFAULTS, given.get("policy_loss_fn_args"))
-    kl = given.get("kl_loss_fn", algorithm.kl_loss_fn)
-    return result | {"kl_loss_fn": kl, "kl_loss_fn_args": {"kl_coef": 0.001, **(given.get("kl_loss_fn_args") or {})}}
+        result["advantage_fn_args"] = _arguments(advantage, ADVANTAGE_DEFAULTS, section.get("advantage_fn_args"))
+    result["policy_loss_fn_args"] = _arguments(loss, POLICY_LOSS_DEFAULTS, section.get("policy_loss_fn_args"))
+    kl = section.get("kl_loss_fn", algorithm.kl_loss_fn)
+    return result | {"kl_loss_fn": kl, "kl_loss_fn_args": {"kl_coef": 0.001, **(section.get("kl_loss_fn_args") or {})}}
 
 
-def _arguments(name: str, defaults: Mapping[str, Mapping[str, Any]], given: Any) -> dict[str, Any]:
-    values = {key: value for key, value in (given or {}).items() if value is not None}
+def _arguments(name: str, defaults: Mapping[str, Mapping[str, Any]], section: Any) -> dict[str, Any]:
+    values = {key: value for key, value in (section or {}).items() if value is not None}
     return {**defaults.get(name, {}), **(PARTIAL.get(name, {}) if values else {}), **values}
 
 
