@@ -45,7 +45,7 @@ def resolve_algorithm(data: Mapping[str, Any]) -> dict[str, Any]:
     user_settings = {key: _plain(key, value) for key, value in data.items()}
     estimator = {} if "advantage_fn" in user_settings else {"estimator": preset.estimator}
     loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in user_settings}
-    for layer in (estimator, loss, take_trinity_names(user_settings, preset), user_settings):
+    for layer in (estimator, loss, take_trinity_names(user_settings, canonical_name(name), preset), user_settings):
         for key, value in layer.items():
             result[key] = _merged(result.get(key), value)
     return {**result, "algorithm_type": canonical_name(name)}
