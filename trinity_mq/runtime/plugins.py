@@ -209,7 +209,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
             return registered
         raise _unknown_name(kind, name, {*table, *added, *(registry.added() if registry is not None else ())})
     except UnknownNameError as error:
-        if similar := _similar_plugins(name):
+        if name not in plugin_names() and (similar := _similar_plugins(name)):
             raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(similar)})") from error.__cause__
         raise
 
