@@ -59,6 +59,11 @@ def number_of(name: str, value: Any) -> float:
     raise ValueError(f"{name} is {value!r}, wanted a number")
 
 
+REGISTERED = frozenset({"policy_loss_fn", "advantage_fn", "kl_loss_fn", "entropy_loss_fn"})
+"""Settings that may also name a class of the user's own."""
+OF_PLUGINS = "a name that a module in plugin_dirs registers"
+
+
 def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
     """Return the entry of ``table`` for a value.
 
@@ -66,7 +71,8 @@ def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
         ValueError: The table has no such entry.
     """
     if isinstance(value, dict | list) or value not in table:
-        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
+        end = f", or {OF_PLUGINS}" if name in REGISTERED else ""
+        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}{end}")
     return table[value]
 
 

@@ -12,6 +12,7 @@ from trinity_mq.config.algorithm.checks import AGAINST_SAMPLER, BY_TOKEN
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.algorithm.resolve import canonical_name
 from trinity_mq.config.algorithm.rollout_correction import correction_pieces
+from trinity_mq.config.algorithm.translate import ENTROPY_LOSSES
 from trinity_mq.config.algorithm.trinity_losses import SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
     LeftOut,
@@ -183,6 +184,8 @@ def losses(move: SettingsTransfer) -> None:
     entropy = resolve_environment(kept.pop("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
     if entropy == "none" and kept.pop("entropy_loss_fn_args", None) is not None:
         move.put(SECTION + "entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
+    if entropy is not None and entropy not in ENTROPY_LOSSES:  # a class of the user's own
+        move.put(SECTION + "entropy_loss_fn", entropy)
     for name, value in kept.items():
         move.put(SECTION + name, value)
     if algorithm is not None and move.resolved("mode", "both") in {"both", "train", "explore"}:
