@@ -1,4 +1,6 @@
-"""``trinity-mq migrate``: converts a Trinity-RFT configuration into a trinity_mq configuration."""
+"""``trinity-mq migrate``: converts a Trinity-RFT configuration into a trinity_mq configuration, and the import lines of
+a plug-in.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from trinity_mq.config.loading.load import STAGES, read_file
 from trinity_mq.errors import CommandError
 from trinity_mq.terminal import write_output
 from trinity_mq.trinity_rft.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
+from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq migrate``."""
-    parser.add_argument("source", type=Path, help="configuration of Trinity-RFT, YAML")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="configuration of Trinity-RFT, YAML, or a plug-in, .py, whose import lines are rewritten",
+    )
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where to write ours; default: standard output")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -27,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
+    if source.suffix == ".py":
+        return _migrate_plugin(source, out, force=arguments.force)
     try:
         migration = migrate(read_file(source))
     except ConfigError as error:
@@ -40,6 +49,39 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     else:
         write_output(out, text)
     return _report(migration, yaml.safe_load(text), out)
+
+
+def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
+    """Write a plug-in with our import lines. Print on stderr the changed lines, and the names without a counterpart.
+    Return 1 if there are such names, else 0.
+    """
+    try:
+        plugin = migrate_plugin(source.read_bytes())
+    except OSError as error:
+        raise CommandError(f"{source} cannot be read: {error.strerror}") from None
+    except PluginSyntaxError as error:
+        raise CommandError(f"{source}: {error}") from None
+    if out is not None and out.exists() and not force:
+        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
+    if out is None:
+        sys.stdout.buffer.write(plugin.source)
+        sys.stdout.buffer.flush()
+    else:
+        try:
+            out.write_bytes(plugin.source)
+        except OSError as error:
+            raise CommandError(f"{out} cannot be written: {error.strerror or error}; give another file") from error
+    for line, text in plugin.lines:
+        print(f"{source}:{line}: {text}", file=sys.stderr)
+    for line, name, reason in plugin.missing:
+        print(f"no counterpart: {source}:{line}: {name} - {reason}", file=sys.stderr)
+    if plugin.missing:
+        return 1
+    count = len(plugin.lines)
+    print(
+        f"{count} import line{'s' * (count != 1)} rewritten; put the file into a folder of plugin_dirs", file=sys.stderr
+    )
+    return 0
 
 
 def _header(source: Path) -> Iterator[str]:

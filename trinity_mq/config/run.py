@@ -34,6 +34,7 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.config.modes.mode import BenchConfig, Mode, SourceConfig, with_bench_folder, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
+from trinity_mq.config.registered import take_registered_names
 from trinity_mq.config.sync import SyncConfig
 from trinity_mq.roles import ROLES
 
@@ -120,10 +121,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Translate three kinds of settings: move the critic settings of Trinity-RFT to ``algorithm.critic``, give an
-        evaluation its own name and folder, and set mode train if ``source.tap`` is set.
+        """Translate four kinds of settings: replace names that modules in ``plugin_dirs`` register, move the critic
+        settings of Trinity-RFT to ``algorithm.critic``, give an evaluation its own name and folder, and set mode train
+        if ``source.tap`` is set.
         """
-        return with_tap_mode(with_bench_folder(move_critic_settings(data))) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return with_tap_mode(with_bench_folder(move_critic_settings(take_registered_names(data))))
 
     @model_validator(mode="after")
     def _check_sections(self, info: ValidationInfo) -> Config:
@@ -236,12 +240,12 @@ class Config(Section):
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
             )
-        needed_components = SCHEMAS[data.schema_type]
+        needed_components = SCHEMAS.get(data.schema_type, {"ce", "pair"})
         if self.mode == "train" and not needed_components & components(self.algorithm):
             raise ValueError(
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(needed_components))}. Fitting presets: "
-                f"{', '.join(FITTING[data.schema_type])}"
+                f"{', '.join(FITTING.get(data.schema_type, FITTING['sft']))}"
             )
         return self
 

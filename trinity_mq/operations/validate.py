@@ -33,6 +33,7 @@ from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
+from trinity_mq.renamed import changed_meanings
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu, GpuReport
@@ -40,9 +41,9 @@ from trinity_mq.runtime.placement import place_run, run_needs
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
-PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
+PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow", "math_answer_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
-GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
+GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workflow", "tool_choice_workflow"}
 """Built-in workflows that can make a greedy run."""
 WARNING = ": warning: "
 """Part of the lines about something that a run may need and this machine does not have."""
@@ -63,6 +64,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_tasksets,
         check_greedy_runs,
         check_workflows,
+        check_names,
         check_outsiders,
         check_operators,
         check_algorithm,
@@ -135,7 +137,13 @@ def _is_plain(taskset: TasksetConfig) -> bool:
 def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
     """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
-    pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
+    pieces = (
+        algorithm.surrogate,
+        *algorithm.correction,
+        algorithm.kl_loss,
+        algorithm.entropy_loss,
+        algorithm.estimator,
+    )
     return [piece for piece in pieces if isinstance(piece, PluginPiece | EstimatorPlugin)]
 
 
@@ -202,6 +210,11 @@ def _check_records(data: ExperienceBufferConfig) -> str:
         return f"training data {data.name!r}: experiences recorded in {path}"
     rows, _ = read_records(data)
     return f"training data {data.name!r}: {len(rows)} records from {data.path}"
+
+
+def check_names(config: Config) -> list[str]:
+    """Return a line for each workflow and reward whose name meant another in release 0.2."""
+    return changed_meanings(config.model_dump(mode="json", include={"buffer"}))
 
 
 def check_greedy_runs(config: Config) -> list[str]:
@@ -336,13 +349,15 @@ def check_algorithm(config: Config) -> list[str]:
     pieces = [] if config.mode == "bench" else _custom_pieces(config)
     if not pieces:
         return []
-    from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
+    from trinity_mq.algorithms.class_losses import load_classes  # imports torch
+    from trinity_mq.algorithms.estimators.plugin import check_plugin
     from trinity_mq.algorithms.plugins import load_plugins
 
     try:
         load_plugins(config.algorithm)
+        load_classes(config.algorithm)
         if isinstance(config.algorithm.estimator, EstimatorPlugin):
-            plugin_function(config.algorithm.estimator)
+            check_plugin(config.algorithm.estimator)
     except FatalError as error:
         raise ConfigError(f"algorithm: {error}") from error
     return [f"algorithm: your own {piece.kind}" for piece in pieces]

@@ -108,6 +108,8 @@ class TextCodec:
         if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
             self._fast.no_padding()
+        self.path: str = getattr(tokenizer, "name_or_path", "")
+        """Folder or hub id that the tokenizer was loaded from."""
         self.stop_ids = stop_ids
         """Token ids that end a response."""
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)

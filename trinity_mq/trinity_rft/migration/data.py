@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.trinity_names import TASKSET, trinity_key_advice, trinity_names
+from trinity_mq.trinity_rft.migration.algorithm import replay
 from trinity_mq.trinity_rft.migration.rules import sampling
 from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
 
@@ -166,7 +167,7 @@ def trainer_input(move: SettingsTransfer) -> None:
         else:
             for name in ("name", "storage_type", "path", "schema_type", "split", "subset_name"):
                 item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
-            _replay(move, item.take_mapping("replay_buffer"))
+            replay(move, item.take_mapping("replay_buffer"))
             _give_up(item, "rollouts reach the trainer through the broker")
     experts = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
     for name in experts.names():
@@ -174,21 +175,6 @@ def trainer_input(move: SettingsTransfer) -> None:
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
         move.put(".".join(place), item.settings)
         _records(item, "sft")
-
-
-def _replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
-    """Move a priority queue. In Trinity-RFT it returns used experiences if no newer experiences are available."""
-    if not resolve_environment(replay_buffer.get("enable")):
-        return
-    here, arguments = "buffer.trainer_input.replay.", replay_buffer.get("priority_fn_args") or {}
-    move.put(
-        here + "share", 0.5,
-        "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come",
-    )  # fmt: skip
-    for name, new in (("decay", "decay"), ("sigma", "sigma"), ("use_count_limit", "max_uses")):
-        value = arguments.get(name)
-        if value is not None and (new != "max_uses" or (whole(value) or 0) > 0):
-            move.put(here + new, value, f"was replay_buffer.priority_fn_args.{name}")
 
 
 def _records(item: SettingsTransfer, schema: str) -> None:

@@ -16,7 +16,7 @@ from trinity_mq.config.loading.load import STAGES, ConfigError
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
-from trinity_mq.trinity_rft.migration import data, rules
+from trinity_mq.trinity_rft.migration import algorithm, data, rules
 from trinity_mq.trinity_rft.migration.transfer import Comments, LeftOut, Path, SettingsTransfer, is_config_key
 
 RULES = {
@@ -28,13 +28,13 @@ RULES = {
         rules.engine_options,
         rules.explorer,
         rules.lora,
-        rules.losses,
+        algorithm.losses,
         rules.mode,
         rules.model,
         rules.monitor,
         rules.names,
         data.operators,
-        rules.optimizer,
+        algorithm.optimizer,
         rules.synchronizer,
         data.tasksets,
         rules.thinking,

@@ -16,7 +16,7 @@ from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.config import Config, ExperienceBufferConfig
 from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
+from trinity_mq.data.formatters import FormatError, Reader, find_formatter, fit_to_length
 from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
@@ -247,7 +247,7 @@ class _Formatted:
 
     def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
         self._data, self._records, self._max_tokens = data, rows, max_tokens
-        self._format, self._reader = FORMATTERS[data.schema_type], Reader(data.format, codec)
+        self._format, self._reader = find_formatter(data, codec), Reader(data.format, codec)
         self._unusable_count = 0
 
     def __call__(self, indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
