@@ -63,7 +63,7 @@ def check_arguments(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> 
 
 def _refuse_unknown(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> None:
     unknown = next((name for name in workflow_args if name not in kind.model_fields), None)
-    if unknown is not None:
+    if unknown is not None and kind.model_config.get("extra") != "ignore":
         hint = suggest(str(unknown), kind.model_fields) if kind.model_fields else "the workflow takes none"
         raise TaskError(f"workflow_args.{unknown} does not exist; {hint}")
 

@@ -52,17 +52,18 @@ def check_exact(generator, experiences):
 
 CASES = [
     ("simple_workflow", {}, "12"),
+    ("math_answer_workflow", {}, "12"),
     ("math_workflow", {}, "12"),
     ("math_boxed_workflow", {}, "12"),
-    ("math_boxed_workflow", {"with_think": True, "use_base": True, "format_score_coef": 0.25}, "12"),
-    ("math_eval_workflow", {}, "12"),
-    ("tool_call_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
+    ("boxed_answer_workflow", {"with_think": True, "use_base": True, "format_score_coef": 0.25}, "12"),
+    ("math_benchmark_workflow", {}, "12"),
+    ("tool_choice_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
     ("tool_agent_workflow", {"tools": [f"{__name__}.multiply"]}, "12"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "truth"), [case for case in CASES if not {"eval", "agent"} & set(case[0].split("_"))]
+    ("name", "arguments", "truth"), [case for case in CASES if not {"benchmark", "agent"} & set(case[0].split("_"))]
 )
 async def test_a_greedy_run_is_the_baseline_of_the_others(generator, tmp_path, name, arguments, truth):
     """From the request to the tokens of a train step, for the algorithm remax."""
@@ -101,7 +102,7 @@ async def test_built_in_workflows_sample_and_judge(generator, tmp_path, twin, na
         workflow=kind,
         raw_task={"question": "What is 3 times 4?", "answer": truth},
         workflow_args=arguments,
-        is_eval="eval" in name,
+        is_eval="benchmark" in name,
         batch_id=3,
         task_id=5,
     )

@@ -256,13 +256,24 @@ class Unlike:
 """
 
 
-ASYNCHRONOUS = {"program_workflow", "recorded_sessions", "verifiers_workflow"}
-"""Workflows that have one form: they wait for programs, or make experiences of what is there."""
+ASYNCHRONOUS = {
+    "on_policy_distill_math_workflow",
+    "on_policy_distill_workflow",
+    "program_workflow",
+    "recorded_sessions",
+    "tool_call_workflow",
+    "toolcall_workflow",
+    "verifiers_workflow",
+}
+"""Workflows that have one form: they wait for programs, make experiences of what is there, or are those of Trinity-RFT.
+"""
 
 
 NAMES_OF_USERS = (
-    "frozen_lake gymnasium math_boxed math_eval math_rm math_ruler math math_trainable_ruler on_policy_distill_math "
-    "on_policy_distill program rubric_judge ruler simple sudoku tool_agent tool_call verifiers"
+    "boxed_answer distill frozen_lake gymnasium math math_answer math_answer_ruler math_benchmark math_boxed "
+    "math_distill math_eval math_rm math_ruler math_trainable_ruler on_policy_distill on_policy_distill_math program "
+    "reward_model rubric rubric_judge rubric_judge_openai ruler self_ruler simple sudoku sudoku_game tool_agent "
+    "tool_call tool_choice toolcall verifiers"
 )
 
 
