@@ -381,3 +381,11 @@ def test_a_function_of_the_user_stays_beside_trinitys_defaults(
     assert {name: section[name] for name in functions} == functions
     assert kept <= section.keys()
     assert not absent & section.keys()
+
+
+def test_copies_of_groups_are_named() -> None:
+    found, config = migrated({"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}})
+    assert [(one.key, one.matters) for one in found.left_out] == [
+        ("algorithm.advantage_fn_args.duplicate_experiences", True)
+    ]
+    assert config.estimator.model_dump()["epsilon"] == 1e-6

@@ -218,7 +218,10 @@ def _leave_out_sizes(move: SettingsTransfer) -> None:
     for section in ("kl_loss_fn_args", "entropy_loss_fn_args"):
         for name in SIZES:
             move.leave_out(f"{SECTION}{section}.{name}", "a step has the counts of all its tokens", matters=False)
-    for name in ("policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
+    copies = SECTION + "advantage_fn_args.duplicate_experiences"
+    reason = "a step has fewer groups instead of copies of groups; the loss is a mean, so that copies add only noise"
+    move.leave_out(copies, reason, matters=bool(move.resolved(copies)))
+    for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
         if move.peek(SECTION + name) == {}:
             move.take(SECTION + name)
 
