@@ -362,3 +362,30 @@ def test_an_algorithm_of_somebody_else_stays_for_the_check_of_the_result(name: s
     found = migrate({"model": {"model_path": "m"}, "algorithm": {"algorithm_type": name, "policy_loss_fn": "own"}})
     assert found.settings["algorithm"]["algorithm_type"] == name
     assert found.settings["algorithm"]["policy_loss_fn"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("functions", "kept", "absent"),
+    [
+        ({"policy_loss_fn": "own", "policy_loss_fn_args": {"x": 1}}, {"kl", "estimator"}, {"surrogate", "reduction"}),
+        ({"advantage_fn": "own", "advantage_fn_args": {"x": 1}}, {"kl", "surrogate"}, {"estimator"}),
+        ({"kl_loss_fn": "own", "kl_loss_fn_args": {"x": 1}}, {"estimator", "surrogate"}, {"kl"}),
+        ({"entropy_loss_fn": "own", "entropy_loss_fn_args": {"x": 1}}, {"kl", "surrogate"}, {"entropy_coef"}),
+    ],
+)
+def test_a_function_of_the_user_stays_beside_trinitys_defaults(
+    functions: Section, kept: set[str], absent: set[str]
+) -> None:
+    found = migrate({"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo", **functions}})
+    section = found.settings["algorithm"]
+    assert {name: section[name] for name in functions} == functions
+    assert kept <= section.keys()
+    assert not absent & section.keys()
+
+
+def test_copies_of_groups_are_named() -> None:
+    found, config = migrated({"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}})
+    assert [(one.key, one.matters) for one in found.left_out] == [
+        ("algorithm.advantage_fn_args.duplicate_experiences", True)
+    ]
+    assert config.estimator.model_dump()["epsilon"] == 1e-6

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import AGAINST_SAMPLER, BY_TOKEN
+from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.algorithm.resolve import canonical_name
 from trinity_mq.config.algorithm.rollout_correction import correction_pieces
-from trinity_mq.config.algorithm.translate import ENTROPY_LOSSES
-from trinity_mq.config.algorithm.trinity_losses import SIZES
+from trinity_mq.config.algorithm.translate import ADVANTAGES, ENTROPY_LOSSES, KL_KINDS
+from trinity_mq.config.algorithm.trinity_losses import POLICY_LOSSES, SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
     LeftOut,
     SettingsTransfer,
@@ -161,6 +162,20 @@ NEEDED_BY = {
     "threshold": ("only", "negative"),
 }
 """Fields of a piece that have an effect only with a value of another field."""
+FUNCTIONS = {
+    "advantage_fn": frozenset(ADVANTAGES),
+    "policy_loss_fn": frozenset(POLICY_LOSSES),
+    "kl_loss_fn": frozenset({"none", *KL_KINDS}),
+    "entropy_loss_fn": frozenset(ENTROPY_LOSSES),
+}
+"""Names of Trinity-RFT's functions by their key. Any other name is a plug-in."""
+PIECES_OF = {
+    "advantage_fn": ("estimator",),
+    "policy_loss_fn": tuple(name for name in LossConfig.model_fields if name != "kl"),
+    "kl_loss_fn": ("kl",),
+    "entropy_loss_fn": ("entropy_coef",),
+}
+"""Pieces that belong to a function, by its key."""
 VERL_CORRECTION = "trainer.trainer_config.algorithm.rollout_correction"
 
 
@@ -181,11 +196,11 @@ def losses(move: SettingsTransfer) -> None:
     _repeat_times(move, algorithm)
     _samples(move, algorithm)
     kept = {name: value for name in NAMES if (value := move.take(SECTION + name)) is not None}
-    entropy = resolve_environment(kept.pop("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
+    entropy = resolve_environment(kept.get("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
+    if entropy in ENTROPY_LOSSES:
+        kept.pop("entropy_loss_fn", None)
     if entropy == "none" and kept.pop("entropy_loss_fn_args", None) is not None:
         move.put(SECTION + "entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
-    if entropy is not None and entropy not in ENTROPY_LOSSES:  # a class of the user's own
-        move.put(SECTION + "entropy_loss_fn", entropy)
     for name, value in kept.items():
         move.put(SECTION + name, value)
     if algorithm is not None and move.resolved("mode", "both") in {"both", "train", "explore"}:
@@ -203,7 +218,10 @@ def _leave_out_sizes(move: SettingsTransfer) -> None:
     for section in ("kl_loss_fn_args", "entropy_loss_fn_args"):
         for name in SIZES:
             move.leave_out(f"{SECTION}{section}.{name}", "a step has the counts of all its tokens", matters=False)
-    for name in ("policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
+    copies = SECTION + "advantage_fn_args.duplicate_experiences"
+    reason = "a step has fewer groups instead of copies of groups; the loss is a mean, so that copies add only noise"
+    move.leave_out(copies, reason, matters=bool(move.resolved(copies)))
+    for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
         if move.peek(SECTION + name) == {}:
             move.take(SECTION + name)
 
@@ -299,12 +317,17 @@ def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, ke
     """Write Trinity-RFT's defaults as pieces, where the pieces here differ."""
     written = {name: value for name, value in _resolved(move.settings["algorithm"]).items() if name != "optimizer"}
     written |= {"algorithm_type": kind, "repeat_times": 16}
+    foreign = {name for name, names in FUNCTIONS.items() if name in written and not _is_known(written[name], names)}
+    written = {name: value for name, value in written.items() if name.removesuffix("_args") not in foreign}
     try:
         here = AlgorithmConfig.model_validate(written)
         there = AlgorithmConfig.model_validate(written | trinity_defaults(algorithm, written))
     except ValidationError:
         return  # the user reads the error when the result is checked
+    foreign_pieces = {piece for name in foreign for piece in PIECES_OF[name]}
     for place, value, old in differences(here, there):
+        if place.partition(".")[0] in foreign_pieces:
+            continue
         move.put(SECTION + place, value, f"Trinity-RFT's default; here it is {_words(old)}")
     _comment_differences(move, there, kept)
     weighs = any(rule.kind in AGAINST_SAMPLER for rule in there.correction)
@@ -319,6 +342,10 @@ def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, ke
         move.settings["algorithm"].pop("kl_penalty_fn_args", None)
         reason = f"the rewards of tokens have no part in {kind}; take kl_loss_fn: k2"
         move.lost(LeftOut(SECTION + "kl_penalty_fn", penalty, reason, matters=True))
+
+
+def _is_known(name: Any, names: frozenset[str]) -> bool:
+    return isinstance(name, str) and name in names
 
 
 def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: Mapping[str, Any]) -> None:
