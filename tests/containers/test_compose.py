@@ -122,8 +122,8 @@ from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow
 class SlowTool(AsyncSimpleWorkflow):
     '''An answer, and a tool that takes a while to look at it.'''
 
-    async def body(self):
-        found = await super().body()
+    async def _dual_body(self):
+        found = await super()._dual_body()
         await asyncio.sleep(random.uniform(1.0, 10.0))
         return found
 """

@@ -117,4 +117,12 @@ def check_switch_fields(fields: Mapping[str, Any]) -> None:
         check_effort(effort)
 
 
+def says_thinking(fields: Mapping[str, Any]) -> bool:
+    """Return whether the switches among ``fields``, as :func:`check_switch_fields` accepts them, decide whether the
+    model thinks.
+    """
+    present = {name for name in (ENABLE_THINKING, EFFORT) if fields.get(name) is not None}
+    return bool(present or {ENABLE_THINKING, "thinking", EFFORT} & set(fields.get(SWITCHES) or {}))
+
+
 ChatTemplateKwargs = Annotated[dict[str, Any], AfterValidator(checked_switches)]

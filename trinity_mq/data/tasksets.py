@@ -121,14 +121,15 @@ class Taskset:
             raise TasksetError(f"{what}: {error}") from error
 
     def _body(self, position: int) -> TaskBody:
+        record = self._rows[position]
         return TaskBody(
-            workflow=self.config.workflow,
-            raw_task=dict(self._rows[position]),
+            workflow=self.config.workflow_of(record),
+            raw_task=dict(record),
             repeat_times=self._repeat_times,
-            format_args=self.config.format.model_dump(),
-            rollout_args=self.config.rollout_args,
+            format_args=self.config.format.as_args(),
+            rollout_args=self.config.task_rollout_args,
             workflow_args=self.config.workflow_args,
-            reward_fn=self.config.reward_fn or None,
+            reward_fn=self.config.reward_fn_of(record) or None,
             reward_fn_args=self.config.reward_fn_args,
             is_eval=self._is_eval,
             index={"taskset": self.config.name, "index": position},
@@ -162,9 +163,15 @@ def open_taskset(
         max_bytes: Maximum bytes of a record in a message. None: unlimited.
 
     Raises:
-        TasksetError: The records cannot be read, or the source is empty. One line gives the place and the reason.
+        TasksetError: The records cannot be read, the source is empty, or a record names a workflow or reward function
+            that records may not name. One line gives the place and the reason.
     """
     rows, identity = read_records(config, max_bytes, seed)
+    for number, record in enumerate(rows):
+        try:
+            config.check_record(record)
+        except ValueError as error:
+            raise TasksetError(f"taskset {config.name!r}: record {number} of {config.path}: {error}") from error
     return Taskset(
         config,
         rows,

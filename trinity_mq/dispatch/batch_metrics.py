@@ -32,6 +32,7 @@ closed.
 """
 FAILED = {"failed", "partial", "poisoned"}
 """Outcomes that count as failures. Exception: *partial* is not a failure if the batch was cut off."""
+_KEYS = FormatConfig().as_args()
 MAX_QUESTION = 2000
 """Maximum characters of a question."""
 
@@ -177,12 +178,12 @@ def evaluation_questions(ticket: Ticket) -> list[EvaluationQuestion]:
 
 
 def _question(number: int, body: TaskBody, results: list[TaskResult]) -> EvaluationQuestion:
-    keys = FormatConfig.model_validate(body.format_args)
-    prompt = body.raw_task.get(keys.prompt_key, body.raw_task)
+    keys = {**_KEYS, **body.format_args}
+    prompt = body.raw_task.get(keys["prompt_key"], body.raw_task)
     return EvaluationQuestion(
         task=number,
         question=truncate_middle(truth_text(prompt) or "", MAX_QUESTION),
-        expected=expected_answer(body.raw_task.get(keys.response_key)),
+        expected=expected_answer(body.raw_task.get(keys["response_key"])),
         answers=[answer for result in results for answer in _answers(result)],
         failure=next((result.message for result in results if result.message), None),
     )

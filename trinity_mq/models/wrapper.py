@@ -112,6 +112,16 @@ class ModelWrapper(RecordedModel):
         """Weight version that gave the latest answer; before the first answer, the version of the handle."""
         return self.note_version or self.model.version
 
+    @property
+    async def model_version_async(self) -> Version | None:
+        """:attr:`model_version`, to be awaited."""
+        return self.model_version
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """The sampling parameters of calls that set none of their own, in the form of the OpenAI API."""
+        return dict(self.sampling)
+
     # -- requests
 
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
@@ -186,6 +196,13 @@ class ModelWrapper(RecordedModel):
         return self._conversation(
             tokenized, await self._post_async("/v1/logprobs", score_body), messages, tools, temperature
         )
+
+    async def get_message_token_len(self, messages: Sequence[Message]) -> int:
+        """Return the number of tokens of a conversation, as its chat template writes it, without the beginning of an
+        answer; errors as :meth:`chat`.
+        """
+        tokenized = await self._post_async("/v1/tokenize", self._conversation_body(messages, None))
+        return len(tokenized["tokens"])
 
     # -- OpenAI clients
 

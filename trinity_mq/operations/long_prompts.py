@@ -43,7 +43,9 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
 def _system_prompt(taskset: TasksetConfig) -> str:
     from trinity_mq.workflows import load_workflow  # imports torch
 
-    return taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "default_system_prompt", None) or ""
+    return (
+        taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "_default_system_prompt", None) or ""
+    )
 
 
 def _line(name: str, count: int, total: str, limit: int) -> str:

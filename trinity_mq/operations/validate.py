@@ -128,7 +128,8 @@ def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
-    return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+    names = {name.removeprefix("async_") for name in taskset.workflows}
+    return names <= PLAIN_WORKFLOWS and not taskset.workflow_args
 
 
 def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
@@ -167,9 +168,9 @@ def check_tasksets(config: Config) -> list[str]:
 
 def _check_reward(_config: Config, taskset: TasksetConfig) -> list[str]:
     try:
-        if taskset.reward_fn:  # if empty, the workflow brings its own reward function
-            with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
-                create_reward(taskset.reward_fn, taskset.reward_fn_args)
+        for name in filter(None, taskset.reward_fns):  # if empty, the workflow brings its own reward function
+            with _user_code_errors(f"taskset {taskset.name!r}: reward function {name!r}", RewardError):
+                create_reward(name, taskset.reward_fn_args)
     except (UnknownNameError, RewardError) as error:
         raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
     return []
@@ -217,10 +218,11 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
     estimator = config.algorithm.estimator
     is_made = bool(taskset.workflow_args.get("greedy_baseline"))
     is_wanted = getattr(estimator, "baseline", None) == "greedy"
-    if is_wanted and not is_made and taskset.workflow.removeprefix("async_") in GREEDY_WORKFLOWS:
+    able = [name for name in taskset.workflows if name.removeprefix("async_") in GREEDY_WORKFLOWS]
+    if is_wanted and not is_made and able:
         raise ConfigError(
             f"algorithm {config.algorithm.algorithm_type} compares the runs of a task with a greedy one, and workflow "
-            f"{taskset.workflow!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
+            f"{able[0]!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
         )
     if is_made and not is_wanted:
         raise ConfigError(
@@ -238,21 +240,24 @@ def check_workflows(config: Config) -> list[str]:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
             while recording is disabled.
     """
-    return _collect(functools.partial(_check_workflow, config, taskset) for taskset in tasksets(config))
+    return _collect(
+        functools.partial(_check_workflow, config, taskset, name)
+        for taskset in tasksets(config)
+        if not _is_plain(taskset)
+        for name in taskset.workflows
+    )
 
 
-def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
-    if _is_plain(taskset):
-        return []
+def _check_workflow(config: Config, taskset: TasksetConfig, name: str) -> list[str]:
     from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
     from trinity_mq.workflows.builtin.simple import SimpleArguments
     from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
     from trinity_mq.workflows.builtin.tools import Toolbox
 
     try:
-        with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
-            kind = load_workflow(taskset.workflow)
-            takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
+        with _user_code_errors(f"taskset {taskset.name!r}: workflow {name!r}", TaskError):
+            kind = load_workflow(name)
+            takes = kind.arguments_kind or (SimpleArguments if name in WORKFLOWS else None)
             if takes is not None:
                 check_arguments(taskset.workflow_args, takes)
             if takes is not None and issubclass(takes, ToolAgentArguments):
@@ -261,11 +266,11 @@ def _check_workflow(config: Config, taskset: TasksetConfig) -> list[str]:
         raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
     if kind.needs_history and not config.explorer.rollout_model.enable_history:
         raise ConfigError(
-            f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
+            f"taskset {taskset.name!r}: workflow {name!r} makes its experiences from recorded calls; "
             "set explorer.rollout_model.enable_history: true"
         )
     lines = _missing(taskset, takes)
-    if taskset.workflow not in WORKFLOWS:
+    if name not in WORKFLOWS:
         lines.insert(0, f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
     return lines
 
@@ -377,7 +382,7 @@ def check_switches(config: Config) -> list[str]:
         for name in models
     ]
     uses += [
-        (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.rollout_args)
+        (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.task_rollout_args)
         for taskset in tasksets(config)
     ]
     for setting, name, fields in uses:
@@ -416,9 +421,10 @@ def _check_without_template(config: Config, model: str) -> list[str]:
 
     remark = f"{model} has no chat template, so it answers no chat requests"
     for taskset in tasksets(config):
-        if taskset.storage.holds_records and taskset.workflow in WORKFLOWS:
+        name = next((name for name in taskset.workflows if name in WORKFLOWS), None)
+        if taskset.storage.holds_records and name is not None:
             raise ConfigError(
-                f"{remark}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
+                f"{remark}, and workflow {name!r} makes them: use an instruction-tuned model, or put a "
                 "chat_template.jinja into its folder"
             )
     return [remark]

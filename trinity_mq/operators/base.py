@@ -47,11 +47,6 @@ class ExperienceOperatorV1(ABC):
     reviews: Reviews | None = None
     """Asks people about runs of the current batch. None outside an operator agent, and if no operator asks people."""
 
-    @property
-    def name(self) -> str:
-        """The name in metrics and errors."""
-        return type(self).__name__
-
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
         """Await all preparations before the first batch."""
 
@@ -83,7 +78,7 @@ class ThreadedOperator(ExperienceOperatorV1):
         """Process all experiences of one batch; return the remaining experiences and metrics."""
 
     async def process(self, exps: list[Experience]) -> Processed:
-        return await in_thread(functools.partial(self.apply, exps), self.name)
+        return await in_thread(functools.partial(self.apply, exps), operator_name(self))
 
 
 class ColumnOperator(ExperienceOperatorV1):
@@ -102,7 +97,12 @@ class ColumnOperator(ExperienceOperatorV1):
 
     async def process_batch(self, exps: Sequence[Experience]) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Run :meth:`apply` in a thread."""
-        return await in_thread(lambda: self.apply(ExperienceBatch.of(exps)), self.name)
+        return await in_thread(lambda: self.apply(ExperienceBatch.of(exps)), operator_name(self))
+
+
+def operator_name(operator: ExperienceOperatorV1) -> str:
+    """Return the name of an operator in metrics and errors: that of its class."""
+    return type(operator.operator if isinstance(operator, WrappedOperator) else operator).__name__
 
 
 def rows_of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
@@ -116,13 +116,9 @@ class WrappedOperator(ThreadedOperator):
     def __init__(self, operator: ExperienceOperator) -> None:
         self.operator = operator
 
-    @property
-    def name(self) -> str:
-        return type(self.operator).__name__
-
     def apply(self, exps: list[Experience]) -> Processed:
         return self.operator.process(exps)
 
     async def close(self) -> None:
         """Close the wrapped operator in a thread, because it may block."""
-        await in_thread(self.operator.close, self.name)
+        await in_thread(self.operator.close, operator_name(self))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.fields import short_repr
-from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
+from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1, operator_name
 from trinity_mq.runtime.errors import describe_error
 
 PREFIX = "experience_pipeline"
@@ -53,7 +53,7 @@ async def run_chain(
     for place, operator in enumerate(operators):
         if not experiences:
             break
-        label = f"{place}_{operator.name}"
+        label = f"{place}_{operator_name(operator)}"
         start = loop.time()
         try:
             async with asyncio.timeout_at(deadline):

@@ -6,12 +6,14 @@ from trinity_mq.rewards.registry import (
     REWARDS,
     RewardError,
     RewardFn,
+    bound_reward,
     counts_tokens,
     create_reward,
     find_reward,
     invalid_parts_reason,
     judge_conversation,
     parts_of,
+    takes_argument,
 )
 from trinity_mq.runtime.plugins import UnknownNameError
 
@@ -22,10 +24,12 @@ __all__ = [
     "RewardError",
     "RewardFn",
     "UnknownNameError",
+    "bound_reward",
     "counts_tokens",
     "create_reward",
     "find_reward",
     "invalid_parts_reason",
     "judge_conversation",
     "parts_of",
+    "takes_argument",
 ]

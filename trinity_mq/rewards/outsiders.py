@@ -24,11 +24,17 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
         NotAllowed: The task uses a name or a setting that is not allowed.
     """
     outsiders, taskset = config.outsiders, _taskset(config, task)
-    workflow, reward = task.workflow or taskset.workflow, task.reward_fn or taskset.reward_fn
-    _check_name(
-        "workflow", workflow, {*outsiders.workflows, *(configured.workflow for configured in _tasksets(config))}
-    )
-    if reward != taskset.reward_fn:
+    try:
+        taskset.check_record(task.raw_task)
+    except ValueError as error:
+        raise NotAllowed(f"raw_task: {error}") from error
+    record_workflow, record_reward = taskset.workflow_of(task.raw_task), taskset.reward_fn_of(task.raw_task)
+    workflow, reward = task.workflow or record_workflow, task.reward_fn or record_reward
+    if workflow != record_workflow:
+        _check_name(
+            "workflow", workflow, {*outsiders.workflows, *(configured.workflow for configured in _tasksets(config))}
+        )
+    if reward not in {record_reward, taskset.reward_fn}:
         _check_name(
             "reward_fn",
             reward,
@@ -38,16 +44,16 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
         raise NotAllowed(
             f"repeat_times is {task.repeat_times}, wanted at most outsiders.max_runs, {outsiders.max_runs}"
         )
-    rewarding = next(
-        (configured for configured in (taskset, *_tasksets(config)) if configured.reward_fn == reward), None
-    )
+    rewarding = next((configured for configured in _tasksets(config) if configured.reward_fn == reward), None)
+    if reward in {record_reward, taskset.reward_fn}:
+        rewarding = taskset
     return task.model_copy(
         update={
             "workflow": workflow,
             "workflow_args": _arguments(
                 "workflow_args",
                 task.workflow_args,
-                taskset.workflow_args if taskset.workflow == workflow else {},
+                taskset.workflow_args if workflow in {record_workflow, taskset.workflow} else {},
                 outsiders.workflows.get(workflow, ()),
                 f"outsiders.workflows: {{{workflow}: [...]}}",
             ),
@@ -62,14 +68,14 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
             "rollout_args": _arguments(
                 "rollout_args",
                 task.rollout_args,
-                taskset.rollout_args,
+                taskset.task_rollout_args,
                 outsiders.rollout_args,
                 "outsiders.rollout_args",
             ),
             "format_args": _arguments(
                 "format_args",
                 task.format_args,
-                taskset.format.model_dump(),
+                taskset.format.as_args(),
                 outsiders.format_args,
                 "outsiders.format_args",
             ),
@@ -99,7 +105,7 @@ def _taskset(config: Config, task: TaskBody) -> TasksetConfig:
     """
     first, *_ = tasksets = _tasksets(config)
     workflow = task.workflow or first.workflow
-    running = [taskset for taskset in tasksets if taskset.workflow == workflow]
+    running = [taskset for taskset in tasksets if workflow in taskset.workflows]
     return next(
         (taskset for taskset in running if task.reward_fn in {None, "", taskset.reward_fn}), (*running, first)[0]
     )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.runtime.plugins import Registry, resolve
@@ -50,7 +50,16 @@ MESSAGES = "messages"
 EXTRAS = frozenset({"tokens", "record", "prompt_end"})
 """Optional parameters of a reward function, in addition to the parameters of :class:`RewardFn`."""
 
+RESPONSE_EXTRAS = frozenset({"response_token", "info", "with_think", "format_score_coef"})
+"""Optional parameters that Trinity-RFT passes to rewards of single-turn workflows. They are passed if the function has
+them, or takes any name, and the workflow has a value for them.
+"""
 
+_BY_NAME = ("response", "prompt", "truth", "finished")
+"""Arguments of a reward function that takes them by name."""
+
+
+@runtime_checkable
 class RewardFn(Protocol):
     """Judges one response. Pure: equal arguments give equal parts, independent of earlier calls."""
 
@@ -70,11 +79,16 @@ class RewardFn(Protocol):
         - ``record`` gets the task's record as the dataset gave it.
         - ``prompt_end`` gets the end of the prompt for :func:`trinity_mq.families.thoughts.after_thoughts`; None if
           unknown.
+        - ``response_token`` gets the token ids of the response, ``info`` the ``info`` of its experience, ``with_think``
+          and ``format_score_coef`` the arguments of ``math_boxed_workflow``.
         - ``messages`` makes the function judge the conversation, like a reward model. It is called as
           ``reward(experience, messages, ground_truth=truth)``. The workflow ``math_rm_workflow`` does this.
 
         A function that takes its arguments by name, as in Trinity-RFT (``response``, ``prompt``, ``truth``, or
         ``**kwargs``), is called with these names. The prompt is not known here, so ``prompt`` is None.
+
+        What :func:`create_reward` makes has the attributes of the function or instance that it calls. It takes its
+        arguments by name too, and leaves out those that the function does not have.
         """
         ...
 
@@ -146,21 +160,26 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
         ValueError: The object has no signature.
     """
     signature = inspect.signature(fn)
-    extras = EXTRAS & signature.parameters.keys()
+    extras = (EXTRAS | RESPONSE_EXTRAS) & signature.parameters.keys()
+    passed = extras | RESPONSE_EXTRAS if _takes_any_name(signature) else extras
     if MESSAGES in signature.parameters:
         signature.bind("experience", [], ground_truth="truth")
         return frozenset(), (MESSAGES,)
     try:
         signature.bind("response", "truth", finished=True, **dict.fromkeys(extras))
     except TypeError:
-        by_name = dict.fromkeys(("response", "prompt", "truth", "finished"))
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        by_name = dict.fromkeys(_BY_NAME)
+        if not _takes_any_name(signature):
             by_name = {name: None for name in by_name if name in signature.parameters}
-            if "prompt" not in by_name:
+            if not by_name.keys() >= {"response", "truth"}:
                 raise
         signature.bind(**by_name, **dict.fromkeys(extras))
-        return extras, tuple(by_name)
-    return extras, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
+        return passed, tuple(by_name)
+    return passed, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
+
+
+def _takes_any_name(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 class _Reward:
@@ -171,29 +190,31 @@ class _Reward:
         self.judges_conversation = names == (MESSAGES,)
 
     def __call__(
-        self,
-        response: str,
-        truth: Any,
-        *,
-        finished: bool,
-        tokens: int | None = None,
-        record: Mapping[str, Any] | None = None,
-        prompt_end: str | None = None,
-    ) -> Mapping[str, float]:
-        parts: Mapping[str, float]
+        self, response: Any, truth: Any = None, *, finished: bool = True, prompt: str | None = None, **optional: Any
+    ) -> dict[str, float]:
+        """Return the parts of the reward; see :func:`parts_of` and, with ``ground_truth``, :func:`judge_conversation`.
+
+        Raises:
+            RewardError: The function judges conversations and gets none, or did not return numbers by name.
+        """
         if self.judges_conversation:
-            raise RewardError(
-                f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
-                "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
-            )
-        optional = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
-        more = {name: optional[name] for name in self.extras}
+            if "ground_truth" not in optional:
+                raise RewardError(
+                    f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), "
+                    "which this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, "
+                    "finished)"
+                )
+            return _checked(self, self.function(response, truth, ground_truth=optional["ground_truth"]))
+        more = {name: optional.get(name) for name in self.extras if name in EXTRAS or name in optional}
         if self._names:
-            arguments = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
-            parts = self.function(**{name: arguments[name] for name in self._names}, **more)
-        else:
-            parts = self.function(response, truth_text(truth), finished=finished, **more)
-        return parts
+            arguments = {"response": response, "prompt": prompt, "truth": truth_text(truth), "finished": finished}
+            return _checked(self, self.function(**{name: arguments[name] for name in self._names}, **more))
+        return _checked(self, self.function(response, truth_text(truth), finished=finished, **more))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "function":  # a copy in the making has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.function, name)
 
 
 def judge_conversation(
@@ -216,12 +237,26 @@ def judge_conversation(
             f"reward function {_name_and_place(reward_fn)} does not judge conversations, wanted a function that is "
             "called as reward(experience, messages, ground_truth=truth), such as a reward model's"
         )
-    return _checked(reward_fn, reward_fn.function(response, messages, ground_truth=truth))
+    return reward_fn(response, messages, ground_truth=truth)
+
+
+def bound_reward(reward_fn: Any) -> RewardFn:
+    """Return ``reward_fn`` as :func:`create_reward` makes it; a workflow may have assigned a function or an instance.
+
+    Raises:
+        RewardError: It cannot be called as a reward function.
+    """
+    return reward_fn if isinstance(reward_fn, _Reward) else create_reward(reward_fn, {})
+
+
+def takes_argument(reward_fn: RewardFn, name: str) -> bool:
+    """Return whether ``reward_fn``, which :func:`create_reward` made, takes the optional argument ``name``."""
+    return isinstance(reward_fn, _Reward) and name in reward_fn.extras
 
 
 def counts_tokens(reward_fn: RewardFn) -> bool:
     """Return whether ``reward_fn``, which :func:`create_reward` made, takes the number of response tokens."""
-    return isinstance(reward_fn, _Reward) and "tokens" in reward_fn.extras
+    return takes_argument(reward_fn, "tokens")
 
 
 def parts_of(
@@ -233,6 +268,7 @@ def parts_of(
     tokens: int | None = None,
     record: Mapping[str, Any] | None = None,
     prompt_end: str | None = None,
+    **optional: Any,
 ) -> dict[str, float]:
     """Call ``reward_fn``, which :func:`create_reward` made, in the way that :class:`RewardFn` describes, and return its
     parts.
@@ -245,13 +281,15 @@ def parts_of(
         tokens: Number of response tokens. None: unknown.
         record: The task's record. None: unknown.
         prompt_end: The prompt, or its last characters. None: unknown.
+        optional: Values of RESPONSE_EXTRAS.
 
     Raises:
         RewardError: The function did not return numbers by name.
     """
-    extras = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
-    more: dict[str, Any] = extras if isinstance(reward_fn, _Reward) else {}
-    return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
+    if not isinstance(reward_fn, _Reward):
+        return _checked(reward_fn, reward_fn(response, truth, finished=finished))
+    known: dict[str, Any] = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
+    return reward_fn(response, truth, finished=finished, **known, **optional)
 
 
 def invalid_parts_reason(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:

@@ -117,6 +117,7 @@ class Instance:
         else:
             task.inherit_sampling(self.model)
             self._workflow.reset(task)
+            self._workflow.task = task  # not every reset() keeps the task
         if self._of.kind.can_repeat:
             self._workflow.set_repeat_times(len(block), block[0])
         return self._workflow
@@ -271,6 +272,7 @@ class RunGroup:
     def _by_run(self, block: Sequence[int], experiences: list[Experience]) -> dict[int, list[Experience]]:
         if not self.job.kind.can_repeat:
             return {block[0]: experiences}
+        number_runs(block, experiences)
         by_run: dict[int, list[Experience]] = {}
         for experience in experiences:
             by_run.setdefault(experience.eid.run, []).append(experience)
@@ -289,6 +291,24 @@ class RunGroup:
         if isinstance(trouble, EngineNotReady):
             return trouble.retry_after * random.uniform(1.0, 1.5)
         return exponential_pause(FIRST_PAUSE, LONGEST_PAUSE, state.attempt_number + 1) * random.uniform(0.5, 1.0)
+
+
+def number_runs(block: Sequence[int], experiences: Sequence[Experience]) -> None:
+    """Set ``eid.run`` of experiences whose workflow has set none of them: equal parts, in their order, belong to the
+    runs of ``block``. Fewer experiences than runs belong to the first runs.
+
+    A workflow may have set the run 0 of all, if it is in the block and only one run was finished: with one experience,
+    or with steps that have different numbers.
+    """
+    steps = {experience.eid.step for experience in experiences}
+    is_numbered = any(experience.eid.run != 0 for experience in experiences) or (
+        block[0] == 0 and (len(experiences) == 1 or len(steps) > 1)
+    )
+    size, rest = divmod(len(experiences), len(block))
+    if is_numbered or (size and rest):
+        return
+    for place, experience in enumerate(experiences):
+        experience.eid.run = block[place // max(size, 1)]
 
 
 def engine_unavailable_error(error: BaseException) -> BaseException | None:

@@ -1,6 +1,12 @@
 """Logs and metrics of a run. The package imports no other part of the library."""
 
-from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
+from trinity_mq.telemetry.aggregate import (
+    aggregate_eval_runs,
+    aggregate_eval_tasks,
+    aggregate_metrics,
+    aggregate_runs,
+    aggregate_tasks,
+)
 from trinity_mq.telemetry.log import LOGS_FOLDER, get_logger, mask_passwords, setup_logging, work_for
 from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE, MetricsWriter, read_metrics
 from trinity_mq.telemetry.sparkline import sparkline
@@ -14,6 +20,7 @@ __all__ = [
     "MetricsWriter",
     "aggregate_eval_runs",
     "aggregate_eval_tasks",
+    "aggregate_metrics",
     "aggregate_runs",
     "aggregate_tasks",
     "flush_trace",

@@ -37,6 +37,12 @@ HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
+_STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "mean": _mean,
+    "max": max,
+    "min": min,
+    "std": _deviation,
+}
 ACCURACY, MAJORITY = "accuracy", "majority"
 """Metrics of evaluations with a special meaning; see :func:`aggregate_eval_runs`."""
 _DURATION = "time/"
@@ -61,11 +67,32 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
     A key that is aggregated by its mean yields ``<prefix>/<key>/mean``, ``/max`` and ``/min``. Any other key yields a
     single value, named by its suffix.
     """
+    return aggregate_metrics(tasks, prefix)
+
+
+def aggregate_metrics(
+    metric_dicts: Sequence[Mapping[str, Any]], prefix: str = "", default_output_stats: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Return the metrics of many maps in the form of :func:`aggregate_tasks`; the name and the arguments of
+    Trinity-RFT.
+
+    Args:
+        metric_dicts: The maps.
+        prefix: Prefix of the keys. Empty: keys have none.
+        default_output_stats: Statistics of a key that is aggregated by its mean: ``mean``, ``max``, ``min``, ``std``
+            (population standard deviation). None: the first three. Other names are ignored.
+    """
+    statistics = ("mean", "max", "min") if default_output_stats is None else tuple(default_output_stats)
+    start = f"{prefix}/" if prefix else ""
     metrics: dict[str, float] = {}
-    for key, values in _columns(tasks).items():
+    for key, values in _columns(metric_dicts).items():
         name, how = _how(key)
-        for statistic in ("mean", "max", "min") if how == "mean" else (how,):
-            metrics[f"{prefix}/{name}/{statistic}"] = float(HOWS[statistic](values))
+        if how != "mean":
+            metrics[f"{start}{name}/{how}"] = float(HOWS[how](values))
+            continue
+        for statistic in statistics:
+            if statistic in _STATISTICS:
+                metrics[f"{start}{name}/{statistic}"] = float(_STATISTICS[statistic](values))
     return metrics
 
 

@@ -1,6 +1,7 @@
 """Workflows: code that runs a task with a model and rewards the result."""
 
 from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
+from trinity_mq.workflows.attributes import FormatArgs, RolloutArgs
 from trinity_mq.workflows.builtin.math import (
     AsyncMathBoxedWorkflow,
     AsyncMathEvalWorkflow,
@@ -42,11 +43,13 @@ __all__ = [
     "AsyncStepWiseRewardWorkflow",
     "AsyncToolAgentWorkflow",
     "AsyncToolCallWorkflow",
+    "FormatArgs",
     "MathBoxedWorkflow",
     "MathEvalWorkflow",
     "MathWorkflow",
     "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
+    "RolloutArgs",
     "RunFailedError",
     "SandboxFailed",
     "SimpleWorkflow",

@@ -66,12 +66,12 @@ class RecordedWorkflow(DualWorkflow, ABC):
     def max_step_num(self) -> int:
         """Maximum number of steps of a run."""
 
-    async def take_step(self, step_num: int) -> bool:
+    async def _agent_step(self, step_num: int) -> bool:
         """Run one step; return whether the run continues."""
         continues: bool = await call(self.is_async, self, "step", step_num=step_num)
         return continues
 
-    async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
+    async def _recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
         """Run one step; return its recorded experiences, whether another step may follow, and whether its prompt was
         too long.
 
@@ -80,7 +80,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
         """
         continues = too_long = False
         try:
-            continues = await self.take_step(step_num)
+            continues = await self._agent_step(step_num)
         except Exception as error:
             if not prompt_too_long(error):
                 raise
@@ -109,11 +109,11 @@ def prompt_too_long(error: BaseException) -> bool:
 class _StepRewards(RecordedWorkflow):
     """Base of the two forms of workflows with a reward for each step."""
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
-            recorded, continues, too_long = await self.recorded_step(step)
+            recorded, continues, too_long = await self._recorded_step(step)
             reward = 0.0 if too_long else await call(self.is_async, self, "reward", recorded, step_num=step)
             for experience in recorded:
                 experience.reward = reward
@@ -126,23 +126,23 @@ class _StepRewards(RecordedWorkflow):
 class FinalRewardWorkflow(RecordedWorkflow):
     """Base of workflows with one reward at the end, which is given to the experiences of all steps."""
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
-            recorded, continues, _ = await self.recorded_step(step)
+            recorded, continues, _ = await self._recorded_step(step)
             experiences += recorded
             steps = step + 1
             if not continues:
                 break
-        reward = await self.final_reward(experiences)
+        reward = await self._run_reward(experiences)
         for experience in experiences:
             experience.reward = reward
             experience.metrics = {**(experience.metrics or {}), "actual_env_steps": steps}
         return experiences
 
-    async def final_reward(self, exps: list[Experience]) -> float:
+    async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the whole run; ``exps`` is empty if no step asked the model."""
         reward: float = await call(self.is_async, self, "reward", exps)
         return reward

@@ -5,6 +5,8 @@ form.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import warnings
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -15,24 +17,65 @@ from trinity_mq.workflows.workflow import Workflow
 
 T = TypeVar("T")
 
+_OLDER_HELPERS = {
+    "body": ("_dual_body", True, ("self",)),
+    "take_step": ("_agent_step", True, ("self", "step_num")),
+    "final_reward": ("_run_reward", True, ("self", "exps")),
+    "rewarded": ("_rewarded_responses", False, ("self", "responses")),
+}
+"""Helpers by their names in release 0.2.0: the name now, whether it is a coroutine function, and its parameters."""
+
 
 class DualWorkflow(Workflow):
-    """A workflow usable in both forms: write :meth:`body`, and set ``is_async`` in a subclass for the asynchronous
-    form.
+    """A workflow usable in both forms: write :meth:`_dual_body`, and set ``is_async`` in a subclass for the other form.
 
     The asynchronous form awaits the body. The synchronous form runs the body in the workflow's thread without an event
     loop: there, the functions below make blocking calls, so the body never waits.
+
+    The names of the helpers of all subclasses begin with an underscore: a workflow of a user may have attributes and
+    methods with any public name. A method that overrides a helper by its name in release 0.2.0 still does.
     """
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let methods with older names of helpers override these helpers."""
+        super().__init_subclass__(**keywords)
+        for older, helper in _older_helpers(cls).items():
+            warnings.warn(
+                f"{cls.__qualname__}.{older} overrides a helper that is now {helper}: rename the method; the older "
+                "name goes with release 0.3",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            setattr(cls, helper, vars(cls)[older])
+
     def run(self) -> list[Experience]:
-        return run_to_completion(self.body())
+        return run_to_completion(self._dual_body())
 
     async def run_async(self) -> list[Experience]:
-        return await self.body()
+        return await self._dual_body()
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Run the task and return at least one experience with a reward."""
         raise NotImplementedError(f"{type(self).__name__} has no body(); write it")
+
+
+def _older_helpers(kind: type[DualWorkflow]) -> dict[str, str]:
+    """Return the names now of the helpers that a class overrides by their older names: its methods with the form of the
+    helper, unless it has its own ``run`` or ``run_async``, which does not use the helpers.
+    """
+    helpers: dict[str, str] = {}
+    if "run" in vars(kind) or "run_async" in vars(kind):
+        return helpers
+    for older, (helper, is_coroutine, parameters) in _OLDER_HELPERS.items():
+        method = vars(kind).get(older)
+        if (
+            inspect.isfunction(method)
+            and inspect.iscoroutinefunction(method) is is_coroutine
+            and tuple(inspect.signature(method).parameters) == parameters
+            and hasattr(kind, helper)
+        ):
+            helpers[older] = helper
+    return helpers
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -6,20 +6,26 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from trinity_mq.config import FormatConfig
+from trinity_mq.config.buffer.taskset import system_prompt_of
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import BatchId, TaskBody
 from trinity_mq.rewards import REWARDS, find_reward
 from trinity_mq.runtime.plugins import UnknownNameError, name_of
 from trinity_mq.telemetry import get_logger
-from trinity_mq.workflows.attributes import Replaceable, RolloutArgs
+from trinity_mq.workflows.attributes import (
+    FormatArgs,
+    Replaceable,
+    RolloutArgs,
+    format_args_of,
+    rollout_args_of,
+)
 from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
 
 if TYPE_CHECKING:
@@ -35,6 +41,9 @@ _OLDER_NAMES = {"resettable": "can_reset", "repeatable": "can_repeat", "asynchro
 """Older property names that a workflow may override instead of setting the flag."""
 
 
+_FORMAT_ARGS = TypeAdapter(FormatArgs)
+
+
 class TaskError(ValueError):
     """A task cannot be used. The message gives the reason."""
 
@@ -46,10 +55,11 @@ class Task:
     workflow: type[Workflow] | None = None
     repeat_times: int = 1
     """Number of runs: the group size of group-relative algorithms."""
-    format_args: FormatConfig = field(default_factory=FormatConfig)
-    """Keys of ``raw_task`` by their meaning."""
+    format_args: FormatArgs = field(default_factory=FormatArgs)
+    """Keys of ``raw_task`` by their meaning. Any mapping, ``FormatConfig`` or dataclass with such fields is accepted.
+    """
     rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
-    """Sampling parameters that override the rollout model's parameters. Any mapping is accepted."""
+    """Sampling parameters that override the rollout model's parameters. Any mapping or dataclass is accepted."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
@@ -67,8 +77,26 @@ class Task:
     """
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rollout_args, RolloutArgs):
-            self.rollout_args = RolloutArgs(self.rollout_args)
+        if self.format_args.system_prompt_key:
+            self._take_system_prompt(self.format_args.system_prompt_key)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if convert := _CONVERTED.get(name):
+            value = convert(value)
+        object.__setattr__(self, name, value)
+
+    def _take_system_prompt(self, key: str) -> None:
+        """Set the record's own system prompt, if it has one.
+
+        Raises:
+            TaskError: It is not a text.
+        """
+        try:
+            own = system_prompt_of(self.raw_task, key)
+        except ValueError as error:
+            raise TaskError(f"raw_task: {error}") from error
+        if own is not None:
+            self.format_args = dataclasses.replace(self.format_args, system_prompt=own)
 
     @property
     def task_desc(self) -> str | None:
@@ -104,6 +132,7 @@ class Task:
         return dataclasses.replace(
             self,
             raw_task=_copied(self.raw_task),
+            format_args=copy.copy(self.format_args),
             rollout_args=RolloutArgs(_copied(self.rollout_args), self.rollout_args.defaults),
             workflow_args=_copied(self.workflow_args),
             reward_fn_args=_copied(self.reward_fn_args),
@@ -120,7 +149,7 @@ class Task:
             workflow="" if self.workflow is None else name_of("workflow", self.workflow, WORKFLOWS),
             raw_task=self.raw_task,
             repeat_times=self.repeat_times,
-            format_args=self.format_args.model_dump(),
+            format_args=self.format_args.to_wire(),
             rollout_args=self.rollout_args,
             workflow_args=self.workflow_args,
             reward_fn=None if self.reward_fn is None else name_of("reward function", self.reward_fn, REWARDS),
@@ -141,12 +170,12 @@ class Task:
         if not body.workflow:
             raise TaskError("the task names no workflow; submit it to a run whose taskset has one, or name it")
         try:
-            format_args = FormatConfig.model_validate(body.format_args)
+            format_args = _FORMAT_ARGS.validate_python(body.format_args)
         except ValidationError as error:
             first = error.errors()[0]
             raise TaskError(
                 f"format_args.{'.'.join(map(str, first['loc']))}: {first['msg']}; "
-                f"known keys: {', '.join(FormatConfig.model_fields)}"
+                f"known keys: {', '.join(field.name for field in dataclasses.fields(FormatArgs))}"
             ) from error
         return cls(
             workflow=load_workflow(body.workflow),
@@ -163,6 +192,10 @@ class Task:
             index=dict(body.index),
             record_args=body.record_args,
         )
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {"format_args": format_args_of, "rollout_args": rollout_args_of}
+"""Fields of a task that accept other forms, and the functions that convert them."""
 
 
 class Workflow:
@@ -210,7 +243,7 @@ class Workflow:
     raw_task = Replaceable[dict[str, Any]](lambda self: self.task.raw_task)
     task_desc = Replaceable["str | None"](lambda self: self.task.task_desc)
     truth = Replaceable[Any](lambda self: self.task.truth)
-    format_args = Replaceable[FormatConfig](lambda self: self.task.format_args)
+    format_args = Replaceable[FormatArgs](lambda self: self.task.format_args)
     workflow_args = Replaceable[dict[str, Any]](lambda self: self.task.workflow_args)
     reward_fn_args = Replaceable[dict[str, Any]](lambda self: self.task.reward_fn_args)
     is_eval = Replaceable[bool](lambda self: self.task.is_eval)

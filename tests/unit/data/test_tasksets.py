@@ -51,6 +51,74 @@ def test_a_body_has_all_that_a_workflow_needs_and_travels(jsonl):
     assert decode(encode(TaskSubmission(task=body)), TaskSubmission).task == body
 
 
+CHOICES = {
+    "workflow": "math_workflow", "reward_fn": "exact_match",
+    "format": {"workflow_key": "wf", "reward_fn_key": "rf", "system_prompt_key": "sys", "enable_thinking": False},
+    "allowed_workflows": ["simple_workflow"], "allowed_reward_fns": ["char_match"],
+    "rollout_args": {"min_response_tokens": 1},
+}  # fmt: skip
+
+
+def test_records_choose_among_the_names_that_the_taskset_allows(tmp_path):
+    records = [{}, {"wf": "", "rf": None}, {"wf": "math_workflow"}, {"wf": "simple_workflow", "rf": "char_match"}]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"question": "q", "answer": "a", **record}) + "\n" for record in records))
+    bodies = open_taskset(file_config(path, **CHOICES)).all_tasks()
+    assert [(body.workflow, body.reward_fn) for body in bodies] == [
+        *[("math_workflow", "exact_match")] * 3, ("simple_workflow", "char_match"),
+    ]  # fmt: skip
+    assert bodies[0].rollout_args == {"min_tokens": 1, "enable_thinking": False}
+    assert bodies[0].format_args["system_prompt_key"] == "sys"
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (
+            {"wf": "simple_workflw"},
+            "'wf' is 'simple_workflw', and records of this taskset may name math_workflow, simple",
+        ),
+        ({"wf": "program_workflow"}, "list the name in allowed_workflows of the taskset"),
+        ({"wf": "os.system"}, "'os.system' is no registered name"),
+        ({"wf": "trinity_mq.workflows.SimpleWorkflow"}, "is no registered name"),
+        ({"wf": "/tmp/mine.py"}, "is no registered name"),
+        ({"wf": "mine:Mine"}, "is no registered name"),
+        ({"wf": ["math_workflow"]}, "is no registered name"),
+        ({"rf": "math_reward"}, "list the name in allowed_reward_fns of the taskset"),
+        ({"rf": "os.system"}, "is no registered name"),
+        ({"sys": {"role": "system"}}, "'sys' holds a dict, wanted the text of the system prompt"),
+    ],
+)
+def test_a_record_chooses_no_other_code(tmp_path, record, problem):
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps({"question": "q", "answer": "a", **more}) + "\n" for more in ({}, record)))
+    with pytest.raises(TasksetError, match=re.escape(problem)) as caught:
+        open_taskset(file_config(path, **CHOICES))
+    assert f"taskset 'mine': record 1 of {path}: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"allowed_workflows": ["my.Workflow"]}, "is no registered name"),
+        ({"allowed_workflows": ["simple_workflow"], "format": {}}, "set format.workflow_key"),
+        ({"allowed_reward_fns": ["char_match"], "format": {}}, "set format.reward_fn_key"),
+        ({"rollout_args": {"chat_template_kwargs": {"enable_thinking": True}}}, "switches thinking in format"),
+        ({"rollout_args": {"min_tokens": 1, "min_response_tokens": 2}}, "min_tokens is 1 and min_response_tokens"),
+    ],
+)
+def test_settings_of_records_that_contradict_are_refused(keys, problem):
+    with pytest.raises(ValueError, match=problem):
+        file_config(
+            "t.jsonl",
+            **{
+                **CHOICES,
+                **({} if "format" not in keys else {"allowed_workflows": [], "allowed_reward_fns": []}),
+                **keys,
+            },
+        )
+
+
 def test_an_evaluation_set_gives_every_task_once_and_in_order(jsonl):
     taskset = open_taskset(file_config(jsonl, repeat_times=4), is_eval=True)
     bodies = taskset.all_tasks()

@@ -176,6 +176,25 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "own workflow without its module": (queue("workflow: Mine"), "(in plugin_dirs there is 'validated_own.Mine')"),
     "unknown workflow": (queue("workflow: math_workflw"), "did you mean 'math_workflow'"),
+    "unknown workflow of records": (
+        queue("format: {workflow_key: wf}, allowed_workflows: [math_workflow, math_workflw]"),
+        "did you mean 'math_workflow'",
+    ),
+    "argument of a workflow of records": (
+        queue(f"{BOXED}: {{with_think: true}}, format: {{workflow_key: wf}}, allowed_workflows: [math_workflow]"),
+        "workflow_args.with_think does not exist; there are greedy_baseline",
+    ),
+    "unknown reward of records": (
+        queue("format: {reward_fn_key: rf}, allowed_reward_fns: [char_mach]"),
+        "did you mean 'char_match'",
+    ),
+    "workflow of a record": (
+        {
+            "taskset": "storage_type: synthetic, path: max3, format: {workflow_key: question}, "
+            "allowed_workflows: [simple_workflow]"
+        },
+        "taskset 't': record 0 of max3: '",
+    ),
     "history": (queue("workflow: validated_own.Steps"), "set explorer.rollout_model.enable_history: true"),
     "plain operator": (operator("validated_own.Plain"), "Plain.process is a plain function"),
     "async operator": (operator("validated_own.Awaited"), "Awaited.process is an async function"),

@@ -86,6 +86,23 @@ def test_equal_arguments_are_no_change() -> None:
     assert restrict_task(config(), own) == own
 
 
+def test_the_record_of_a_task_from_outside_chooses_among_the_allowed_names() -> None:
+    whole = config().model_dump()
+    whole["buffer"]["taskset"] |= {"allowed_workflows": ["simple_workflow"], "allowed_reward_fns": ["char_match"]}
+    whole["buffer"]["taskset"]["format"] |= {"workflow_key": "wf", "reward_fn_key": "rf"}
+    chosen = Config.model_validate(whole)
+    task = restrict_task(chosen, TaskBody(raw_task={"wf": "simple_workflow", "rf": "char_match"}))
+    assert (task.workflow, task.reward_fn, task.workflow_args) == ("simple_workflow", "char_match", PROGRAM)
+    assert restrict_task(chosen, task) == task
+    for name, value in (("wf", "verifiers_workflow"), ("wf", "os.system"), ("rf", "math_reward"), ("rf", ["x"])):
+        with pytest.raises(NotAllowed, match="raw_task: "):
+            restrict_task(chosen, TaskBody(raw_task={name: value}))
+    with pytest.raises(NotAllowed, match=r"outsiders\.workflows"):
+        restrict_task(chosen, TaskBody(workflow="simple_workflow", raw_task={}))
+    with pytest.raises(NotAllowed, match=r"outsiders\.format_args"):
+        restrict_task(config(), TaskBody(raw_task={"wf": "simple_workflow"}, format_args={"workflow_key": "wf"}))
+
+
 def test_an_open_key_may_be_set_and_no_other() -> None:
     opened = config(
         workflows={"program_workflow": ["cwd"], "my.Workflow": ["turns"]},

@@ -79,7 +79,7 @@ def test_wrong_arguments_are_refused_when_the_reward_is_made():
     with pytest.raises(RewardError, match="least"):
         create_reward(Threshold, {})
     with pytest.raises(RewardError, match="finished"):
-        create_reward(lambda response, truth: {"accuracy": 1.0}, {})
+        create_reward(lambda text, truth: {"accuracy": 1.0}, {})
     with pytest.raises(RewardError, match="is a int"):
         create_reward(3, {})
 

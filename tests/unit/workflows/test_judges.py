@@ -446,7 +446,7 @@ async def test_an_evaluation_asks_no_judge(kind: Any, stub_model: Any) -> None:
 def test_which_tasks_it_is_follows_from_the_task(stub_model: Any) -> None:
     def knows(question: str) -> bool:
         task = Task(workflow=MathTrainableRulerWorkflow, raw_task={"question": question, "answer": "1"})
-        return bool(task.to_workflow(stub_model([])).uses_truth)
+        return bool(task.to_workflow(stub_model([]))._uses_truth)
 
     first = [knows(f"{n} + 1") for n in range(400)]
     assert first == [knows(f"{n} + 1") for n in range(400)]

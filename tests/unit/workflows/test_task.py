@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -16,6 +17,8 @@ from trinity_mq.runtime.plugins import add_plugins, resolve
 from trinity_mq.workflows import (
     WORKFLOWS,
     AsyncSimpleWorkflow,
+    FormatArgs,
+    RolloutArgs,
     SimpleWorkflow,
     Task,
     TaskError,
@@ -128,14 +131,77 @@ def test_sampling_parameters_are_attributes_too(stub_model):
         _ = workflow.rollout_args.temprature
 
 
+@dataclasses.dataclass
+class TheirSampling:
+    """Sampling parameters as another system keeps them."""
+
+    temperature: float | None = None
+    top_k: int = -1
+    n: int = 1
+
+
+def test_sampling_parameters_are_a_dataclass_and_a_dict(stub_model):
+    model = stub_model([])
+    model.sampling = {"temperature": 0.9, "top_p": 1.0, "max_tokens": 8}
+    args = asked(rollout_args={"temperature": 0.5, "min_response_tokens": 2}).to_workflow(model).rollout_args
+    fields = dataclasses.asdict(args)
+    assert {name: value for name, value in fields.items() if value is not None} == {
+        "temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 8, "n": 1, "min_tokens": 2,
+    }  # fmt: skip
+    assert set(fields) >= {"logprobs", "stop", "ignore_eos"}
+    assert dict(args) == {"temperature": 0.5, "min_tokens": 2, "n": 1}, "only what was set is passed on"
+    assert dict(dataclasses.replace(args, temperature=0.7)) == {
+        "temperature": 0.7, "top_p": 1.0, "max_tokens": 8, "min_tokens": 2,
+    }  # fmt: skip
+    args.temperature, args.stop = None, ["x"]
+    assert (args.temperature, dict(args)) == (0.9, {"min_tokens": 2, "n": 1, "stop": ["x"]})
+    assert RolloutArgs(temperature=0.1, n=1, top_k=-1) == {"temperature": 0.1}
+    with pytest.raises(ValueError, match="min_tokens is 1 and min_response_tokens"):
+        RolloutArgs({"min_tokens": 1, "min_response_tokens": 2})
+
+
+def test_other_sampling_parameters_and_keys_may_be_assigned():
+    task = asked(rollout_args=TheirSampling(temperature=0.3))
+    assert dict(task.rollout_args) == {"temperature": 0.3}
+    task.rollout_args = {"top_p": 0.5, "seed": None}
+    assert (task.rollout_args.top_p, dict(task.rollout_args)) == (0.5, {"top_p": 0.5})
+    task.rollout_args = RolloutArgs(n=4)
+    assert task.to_body().rollout_args == {"n": 4}
+    task.format_args = {"prompt_key": "more"}
+    assert (task.task_desc, task.format_args) == ([1], FormatArgs(prompt_key="more"))
+    task.format_args.reply_prefix = "So"
+    other = task.copy_for_run()
+    other.format_args.reply_prefix = "Well"
+    assert (dataclasses.asdict(task.format_args)["reply_prefix"], task.format_args.messages_key) == ("So", "messages")
+    assert task.to_body().format_args == {
+        "prompt_key": "more", "response_key": "answer", "system_prompt": None, "reply_prefix": "So",
+    }, "what released peers know, and what is set"  # fmt: skip
+    assert Task.from_body(task.to_body()).format_args == task.format_args
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [({"sys": "Be brief."}, "Be brief."), ({"sys": ""}, "Ours."), ({"sys": None}, "Ours."), ({}, "Ours.")],
+)
+def test_a_record_may_have_its_own_system_prompt(record, prompt):
+    body = BODY.model_copy(
+        update={"raw_task": record, "format_args": {"system_prompt": "Ours.", "system_prompt_key": "sys"}}
+    )
+    task = Task.from_body(body)
+    assert task.format_args.system_prompt == prompt
+    assert Task.from_body(task.to_body()) == task
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"format_args": {"system_prompt_key": "prompt"}, "raw_task": {"prompt": ["x"]}}, "'prompt' holds a list"),
+        ({"format_args": {"prompt_key": ["x"]}}, r"format_args\.prompt_key: Input should be a valid string"),
         ({"workflow": ""}, "names no workflow"),
         ({"workflow": "async_simple_workflw"}, "did you mean 'async_simple_workflow'"),
         ({"workflow": "trinity_mq.workflows.Task"}, "wanted a subclass"),
         ({"reward_fn": "exactmatch"}, "did you mean 'exact_match'"),
-        ({"format_args": {"promt_key": "x"}}, r"format_args\.promt_key.*known keys: prompt_key"),
+        ({"format_args": {"promt_key": "x"}}, r"format_args\.promt_key.*known keys: .*prompt_key"),
     ],
 )
 def test_bad_bodies_teach(change, said):

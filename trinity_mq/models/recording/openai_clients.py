@@ -30,14 +30,14 @@ SAMPLING = ("/chat/completions", "/completions")
 def recorded_client(wrapper: RecordedModel) -> openai.OpenAI:
     """Return a synchronous client of the wrapper's model."""
     client = openai.OpenAI(http_client=RecordingClient(wrapper), **_settings(wrapper))
-    _name_model(client, wrapper.model.name)
+    _name_model(client, wrapper.model)
     return client
 
 
 def recorded_async_client(wrapper: RecordedModel) -> openai.AsyncOpenAI:
     """Return an asynchronous client of the wrapper's model."""
     client = openai.AsyncOpenAI(http_client=AsyncRecordingClient(wrapper), **_settings(wrapper))
-    _name_model(client, wrapper.model.name)
+    _name_model(client, wrapper.model)
     return client
 
 
@@ -158,8 +158,11 @@ class RecordedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
             await self._inner.aclose()
 
 
-def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, name: str) -> None:
-    """Set the default of ``model`` in ``create``: the engine serves only one model."""
+def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, model: InferenceModel) -> None:
+    """Set the default of ``model`` in ``create``, because the engine serves only one model, and the attribute
+    ``model_path``: another name of the model, which the engine accepts too, or its name.
+    """
+    vars(client)["model_path"], name = model.model_path or model.name, model.name
     for resource in (client.chat.completions, client.completions):
         vars(resource)["create"] = functools.wraps(resource.create)(functools.partial(resource.create, model=name))
 

@@ -176,12 +176,12 @@ def _section(config: Config, taskset: str | None) -> TasksetConfig:
 def _completed(section: TasksetConfig, task: TaskBody) -> TaskBody:
     """Return a task with missing fields filled in from its taskset's section, as the explorer does."""
     defaults = {
-        "workflow": section.workflow,
+        "workflow": section.workflow_of(task.raw_task),
         "workflow_args": section.workflow_args,
-        "reward_fn": section.reward_fn or None,
+        "reward_fn": section.reward_fn_of(task.raw_task) or None,
         "reward_fn_args": section.reward_fn_args,
-        "format_args": section.format.model_dump(),
-        "rollout_args": section.rollout_args,
+        "format_args": section.format.as_args(),
+        "rollout_args": section.task_rollout_args,
     }
     return task.model_copy(
         update={"repeat_times": 1, **{name: getattr(task, name) or value for name, value in defaults.items()}}

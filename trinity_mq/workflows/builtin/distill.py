@@ -18,7 +18,7 @@ from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.sync_async import call, gather, run_in_thread_if_async, run_to_completion
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -119,35 +119,35 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     """
 
     arguments_kind = DistillationArguments
-    arguments: DistillationArguments
+    _arguments: DistillationArguments
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self.arguments = arguments_of(task, DistillationArguments)
-        place = auxiliary_index(self, self.arguments.teacher, TEACHER)
-        self.teacher = self.auxiliary_model_wrappers[place]
+        self._arguments = arguments_of(task, DistillationArguments)
+        place = auxiliary_index(self, self._arguments.teacher, TEACHER)
+        self._teacher = self.auxiliary_model_wrappers[place]
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        if self.arguments.check_vocabulary:
+        if self._arguments.check_vocabulary:
             await self._check_vocabulary()
-        responses = await self.responses()
+        responses = await self._asked_responses()
         await run_in_thread_if_async(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
-        await _add_logprobs(responses, self.teacher, self.is_async)
+        await _add_logprobs(responses, self._teacher, self.is_async)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
             far = trained * kl_estimate(response)
-            response.reward = (response.reward or 0.0) - self.arguments.kl_reward * far
+            response.reward = (response.reward or 0.0) - self._arguments.kl_reward * far
         return responses
 
     def _set_rule_rewards(self, responses: list[Experience]) -> None:
         """Give ``responses`` the rule reward if the task has a reward function or an answer, else reward 0: they are
         then trained on the teacher alone.
         """
-        if self.task.reward_fn is not None or self.task.truth is not None:
-            self.rewarded(responses)
+        if self.task.reward_fn is not None or self.truth is not None:
+            self._rewarded_responses(responses)
             return
-        for response in self.numbered(responses):
+        for response in self._numbered_responses(responses):
             response.reward = 0.0
 
     async def _check_vocabulary(self) -> None:
@@ -156,15 +156,15 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         Raises:
             TaskError: The token ids differ.
         """
-        models = (self.model, self.teacher)
+        models = (self.model, self._teacher)
         pair = tuple(part for model in models for part in (model.model_name, model.model_path, model.model.url))
         if pair in _matching_tokenizers:
             return
-        text = [self.question()[:MAX_PROBE]]
+        text = [question_of(self)[:MAX_PROBE]]
         student = self.model.clone_with_isolated_history()
         answers = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
-        with auxiliary_errors(self.teacher, TEACHER):
-            answers.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
+        with auxiliary_errors(self._teacher, TEACHER):
+            answers.append((await call(self.is_async, self._teacher, "generate", text, **ONE_TOKEN))[0])
         ours, theirs = (answer.tokens[: answer.prompt_length].tolist() for answer in answers)
         cut = any(answer.truncate_status == PROMPT_TRUNCATED for answer in answers)
         shorter = min(len(ours), len(theirs))
@@ -172,7 +172,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
             pairs = enumerate(zip(ours, theirs, strict=False))
             place = next((number for number, (our_token, their_token) in pairs if our_token != their_token), shorter)
             raise TaskError(
-                f"the teacher {self.teacher.model_name!r} splits text into other tokens than "
+                f"the teacher {self._teacher.model_name!r} splits text into other tokens than "
                 f"{self.model.model_name!r}: token {place} of a prompt is {theirs[place : place + 1]} for the teacher, "
                 f"{ours[place : place + 1]} for the policy; distillation needs two models with one tokenizer"
             )
@@ -188,8 +188,8 @@ class AsyncOnPolicyDistillWorkflow(OnPolicyDistillWorkflow):
 class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow):
     """:class:`OnPolicyDistillWorkflow` that asks for a boxed number and compares it."""
 
-    default_system_prompt = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    _default_system_prompt = SYSTEM_PROMPT
+    _default_reward_fn = "math_answer"
 
 
 class AsyncOnPolicyDistillMathWorkflow(OnPolicyDistillMathWorkflow):

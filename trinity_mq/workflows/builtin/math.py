@@ -2,17 +2,19 @@ r"""Math problems: with a number as the answer, with an answer in ``\boxed{}``, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.rewards import create_reward, judge_conversation
+from trinity_mq.rewards import RewardFn, bound_reward, create_reward, judge_conversation
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow, set_reward
+from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow, question_of, set_reward
 from trinity_mq.workflows.sync_async import call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -31,8 +33,8 @@ EVALUATION_PROMPT = "Think through the problem in steps and write what you find 
 class MathWorkflow(SimpleWorkflow):
     """:class:`SimpleWorkflow` that asks for a boxed number and compares it exactly."""
 
-    default_system_prompt = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    _default_system_prompt = SYSTEM_PROMPT
+    _default_reward_fn = "math_answer"
 
 
 class AsyncMathWorkflow(MathWorkflow):
@@ -54,13 +56,13 @@ class MathRmWorkflow(MathWorkflow):
             )
         super().reset(task)
 
-    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        messages, truth = self.format_messages(), truth_text(self.task.truth)
+        messages, truth, reward_fn = self.format_messages(), truth_text(self.truth), bound_reward(self.reward_fn)
         for response in responses:
-            parts = judge_conversation(self.reward_fn, response, messages, truth)
-            set_reward(response, self.reward_fn, parts)
-        return self.numbered(responses)
+            parts = judge_conversation(reward_fn, response, messages, truth)
+            set_reward(response, reward_fn, parts)
+        return self._numbered_responses(responses)
 
 
 class AsyncMathRmWorkflow(MathRmWorkflow):
@@ -85,39 +87,43 @@ class MathBoxedWorkflow(SimpleWorkflow):
     trained on, because its final answer is unknown.
     """
 
-    default_reward_fn = "math_boxed"
+    _default_reward_fn = "math_boxed"
     arguments_kind = BoxedArguments
-    arguments: BoxedArguments
+    _arguments: BoxedArguments
 
     def reset(self, task: Task) -> None:
-        self.arguments = arguments_of(task, BoxedArguments)
+        self._arguments = arguments_of(task, BoxedArguments)
         super().reset(task)
         if task.reward_fn is None:
-            form = self.arguments.model_dump(include={"with_think", "format_score_coef"})
-            self.reward_fn = create_reward(self.default_reward_fn, {**form, **task.reward_fn_args})
+            form = self._arguments.model_dump(include={"with_think", "format_score_coef"})
+            self.reward_fn = create_reward(self._default_reward_fn, {**form, **task.reward_fn_args})
 
     @Replaceable
     def system_prompt(self) -> str:
         """The system prompt of the taskset, else a prompt that asks for the expected format."""
-        return self.task.format_args.system_prompt or (THOUGHTS_PROMPT if self.arguments.with_think else BOXED_PROMPT)
+        return self.format_args.system_prompt or (THOUGHTS_PROMPT if self._arguments.with_think else BOXED_PROMPT)
 
-    def prompt(self) -> str:
+    def _base_prompt(self) -> str:
         """Return instruction and problem as one text, for ``use_base``."""
-        return f"{self.system_prompt}\n\nProblem: {self.question()}\nSolution:"
+        return f"{self.system_prompt}\n\nProblem: {question_of(self)}\nSolution:"
 
-    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+    def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
+        form = {"with_think": self._arguments.with_think, "format_score_coef": self._arguments.format_score_coef}
+        return {**super()._reward_arguments(reward_fn, response), **form}
+
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with rewards; responses that were cut are masked."""
-        for response in super().rewarded(responses):
+        for response in super()._rewarded_responses(responses):
             if response.truncate_status == RESPONSE_TRUNCATED:
                 response.action_mask = torch.zeros(response.response_length, dtype=torch.bool)
         return responses
 
-    async def responses(self) -> list[Experience]:
+    async def _asked_responses(self) -> list[Experience]:
         """Return one response for each run, to a conversation or, with ``use_base``, to a single text."""
-        if not self.arguments.use_base:
-            return await super().responses()
+        if not self._arguments.use_base:
+            return await super()._asked_responses()
         responses: list[Experience] = await call(
-            self.is_async, self.model, "generate", [self.prompt()], **self.sampling()
+            self.is_async, self.model, "generate", [self._base_prompt()], **self._request_sampling()
         )
         return check_asked(responses)
 
@@ -135,7 +141,7 @@ class MathEvalWorkflow(SimpleWorkflow):
     Metrics: ``accuracy``, ``majority`` of several samples, and ``finished``, 0 for a response that was cut at a limit.
     """
 
-    default_reward_fn = "math_answer"
+    _default_reward_fn = "math_answer"
 
     def reset(self, task: Task) -> None:
         """Prepare the workflow for ``task``.
@@ -149,14 +155,14 @@ class MathEvalWorkflow(SimpleWorkflow):
                 "math_boxed_workflow"
             )
         self.task = task
-        self.reward_fn = create_reward(self.default_reward_fn, {})
+        self.reward_fn = create_reward(self._default_reward_fn, {})
 
     @Replaceable
     def system_prompt(self) -> str:
         return EVALUATION_PROMPT
 
-    def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        for response in super().rewarded(responses):
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
+        for response in super()._rewarded_responses(responses):
             response.metrics["finished"] = float(response.truncate_status is None)
         return responses
 

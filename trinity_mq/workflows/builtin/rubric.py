@@ -25,7 +25,7 @@ from trinity_mq.workflows.builtin.judging import (
     has_answer,
     record_rule_rewards,
 )
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.sync_async import gather, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
@@ -129,24 +129,26 @@ class RubricJudgeWorkflow(SimpleWorkflow):
     """
 
     arguments_kind = RubricArguments
-    arguments: RubricArguments
+    _arguments: RubricArguments
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self.arguments = arguments_of(task, RubricArguments, record_keys=["rubric"])
-        self.judge = Judge(self, self.arguments)
+        self._arguments = arguments_of(task, RubricArguments, record_keys=["rubric"])
+        self._answer_judge = Judge(self, self._arguments)
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self.responses()
+        responses = await self._asked_responses()
         if self.task.reward_fn is not None:  # the rule reward is kept as a metric
-            await run_in_thread_if_async(self.is_async, lambda: record_rule_rewards(self.rewarded(responses)), "reward")
-        self.numbered(responses)
+            await run_in_thread_if_async(
+                self.is_async, lambda: record_rule_rewards(self._rewarded_responses(responses)), "reward"
+            )
+        self._numbered_responses(responses)
         texts = list(dict.fromkeys(answer_of(response) for response in responses if has_answer(response)))
-        questions = [rubric_messages(self.question(), text, self.arguments) for text in texts]
-        count = len(self.arguments.rubric)
-        verdicts = await gather(self.is_async, (self.judge.scores(question, count) for question in questions))
-        assign_rubric_rewards(responses, dict(zip(texts, verdicts, strict=True)), self.arguments.rubric)
+        questions = [rubric_messages(question_of(self), text, self._arguments) for text in texts]
+        count = len(self._arguments.rubric)
+        verdicts = await gather(self.is_async, (self._answer_judge.scores(question, count) for question in questions))
+        assign_rubric_rewards(responses, dict(zip(texts, verdicts, strict=True)), self._arguments.rubric)
         return responses
 
 

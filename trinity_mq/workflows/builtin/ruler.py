@@ -24,7 +24,7 @@ from trinity_mq.workflows.builtin.judging import (
     record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
@@ -73,26 +73,28 @@ class RulerWorkflow(SimpleWorkflow):
     """
 
     arguments_kind = RulerArguments
-    arguments: RulerArguments
+    _arguments: RulerArguments
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self.arguments = arguments_of(task, RulerArguments)
-        self.judge = Judge(self, self.arguments)
+        self._arguments = arguments_of(task, RulerArguments)
+        self._answer_judge = Judge(self, self._arguments)
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self.responses()
-        if self.task.reward_fn is not None or self.task.truth is not None:  # the rule reward is kept as a metric
-            await run_in_thread_if_async(self.is_async, lambda: record_rule_rewards(self.rewarded(responses)), "reward")
-        self.numbered(responses)
+        responses = await self._asked_responses()
+        if self.task.reward_fn is not None or self.truth is not None:  # the rule reward is kept as a metric
+            await run_in_thread_if_async(
+                self.is_async, lambda: record_rule_rewards(self._rewarded_responses(responses)), "reward"
+            )
+        self._numbered_responses(responses)
         texts = [answer_of(response) for response in responses if has_answer(response)]
-        key = delimiter_of(self.question(), *texts)
+        key = delimiter_of(question_of(self), *texts)
         distinct = sorted(set(texts))
         shown = random.Random(key).sample(distinct, len(distinct))  # in an order that tells the judge nothing
-        question = ruler_messages(self.question(), shown, key, self.arguments)
+        question = ruler_messages(question_of(self), shown, key, self._arguments)
         assign_ruler_rewards(
-            responses, shown, await self.judge.scores(question, len(shown)) if shown else JudgeScores(None)
+            responses, shown, await self._answer_judge.scores(question, len(shown)) if shown else JudgeScores(None)
         )
         return responses
 
@@ -106,8 +108,8 @@ class AsyncRulerWorkflow(RulerWorkflow):
 class MathRulerWorkflow(RulerWorkflow):
     """:class:`RulerWorkflow` that asks for a boxed number; its correctness is the metric ``gold_reward``."""
 
-    default_system_prompt = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    _default_system_prompt = SYSTEM_PROMPT
+    _default_reward_fn = "math_answer"
 
 
 class AsyncMathRulerWorkflow(MathRulerWorkflow):

@@ -13,29 +13,38 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.rewards import ACCURACY, RewardFn, counts_tokens, create_reward, invalid_parts_reason, parts_of
+from trinity_mq.rewards import (
+    ACCURACY,
+    RewardFn,
+    bound_reward,
+    counts_tokens,
+    create_reward,
+    invalid_parts_reason,
+    parts_of,
+    takes_argument,
+)
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.telemetry.aggregate import MAJORITY
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.sync_async import DualWorkflow, call, run_in_thread_if_async
-from trinity_mq.workflows.workflow import Task, TaskError
+from trinity_mq.workflows.workflow import Task, TaskError, Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 
-def question_of(task: Task) -> str:
-    """Return the prompt of a task.
+def question_of(source: Task | Workflow) -> str:
+    """Return the prompt of a task, or of a workflow, which may have replaced it.
 
     Raises:
         TaskError: The prompt is not a text.
     """
-    prompt = task.task_desc
+    prompt = source.task_desc
     if not isinstance(prompt, str):
         raise TaskError(
-            f"raw_task[{task.format_args.prompt_key!r}] is a {type(prompt).__name__}, wanted the text of the prompt"
+            f"raw_task[{source.format_args.prompt_key!r}] is a {type(prompt).__name__}, wanted the text of the prompt"
         )
     return prompt
 
@@ -89,15 +98,19 @@ def add_majority(responses: Sequence[Experience]) -> None:
 class SimpleWorkflow(DualWorkflow):
     """One request for all runs of a single-turn task, each response rewarded by a rule. A greedy first run needs a
     second request (:class:`SimpleArguments`).
+
+    A subclass may assign other values to the attributes of the task (``task_desc``, ``truth``, ``system_prompt``,
+    ``reply_prefix``, ``reward_fn``, ...), in :meth:`reset` or later, and override :meth:`format_messages`. All other
+    public names are free for its own attributes.
     """
 
     can_reset = True
     can_repeat = True
-    default_system_prompt: ClassVar[str | None] = None
+    _default_system_prompt: ClassVar[str | None] = None
     """System prompt used if the taskset's format has none."""
-    default_reward_fn: ClassVar[str] = "exact_match"
+    _default_reward_fn: ClassVar[str] = "exact_match"
     """Reward function used if the task has none."""
-    has_greedy_baseline: bool = False
+    _has_greedy_baseline: bool = False
     """Whether the first run of the task is greedy; see :func:`has_greedy_baseline`."""
     _sampling_overrides: Mapping[str, Any] = MappingProxyType({})
 
@@ -116,77 +129,88 @@ class SimpleWorkflow(DualWorkflow):
             RewardError: The reward function does not take the task's arguments.
         """
         self.task = task
-        self.has_greedy_baseline = has_greedy_baseline(task)
-        self.reward_fn = create_reward(task.reward_fn or self.default_reward_fn, task.reward_fn_args)
+        self._has_greedy_baseline = has_greedy_baseline(task)
+        self.reward_fn = create_reward(task.reward_fn or self._default_reward_fn, task.reward_fn_args)
 
     @Replaceable
     def system_prompt(self) -> str | None:
         """The system prompt of the taskset's format, else the workflow's default."""
-        return self.task.format_args.system_prompt or self.default_system_prompt
+        return self.format_args.system_prompt or self._default_system_prompt
 
-    def question(self) -> str:
-        """Return the prompt of the task; see :func:`question_of`."""
-        return question_of(self.task)
+    @Replaceable
+    def reply_prefix(self) -> str | None:
+        """The beginning of each answer, which the model continues: that of the taskset's format, or None."""
+        prefix: str | None = getattr(self.format_args, "reply_prefix", None)
+        return prefix
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """Return the messages of the request: the system prompt, if any, and the task."""
-        system = self.system_prompt
-        question = {"role": "user", "content": self.question()}
-        return [{"role": "system", "content": system}, question] if system else [question]
+        """Return the messages of the request: the system prompt, the task, and the beginning of the answer. The first
+        and the last are left out if they are empty.
+        """
+        parts = {"system": self.system_prompt, "user": question_of(self), "assistant": self.reply_prefix}
+        return [{"role": role, "content": text} for role, text in parts.items() if text or role == "user"]
 
-    def sampling(self) -> dict[str, Any]:
+    def _request_sampling(self) -> dict[str, Any]:
         """Return the sampling parameters of the next request: the task's parameters with one completion for each run. A
         greedy run has temperature 0.
         """
         return {**self.task.rollout_args, "n": self.repeat_times, **self._sampling_overrides}
 
-    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        truth, counts = truth_text(self.task.truth), counts_tokens(self.reward_fn)
+        truth, reward_fn = truth_text(self.truth), bound_reward(self.reward_fn)
+        counts = counts_tokens(reward_fn)
         for response in responses:
             parts = parts_of(
-                self.reward_fn,
+                reward_fn,
                 response.response_text or "",
                 truth,
                 finished=response.truncate_status is None,
                 tokens=response.response_length if counts else None,
-                record=self.task.raw_task,
+                record=self.raw_task,
                 prompt_end=response.prompt_text,
+                **self._reward_arguments(reward_fn, response),
             )
-            set_reward(response, self.reward_fn, parts)
-        if self.task.is_eval:
+            set_reward(response, reward_fn, parts)
+        if self.is_eval:
             add_majority(responses)
-        return self.numbered(responses)
+        return self._numbered_responses(responses)
 
-    def numbered(self, responses: list[Experience]) -> list[Experience]:
+    def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
+        """Return the arguments for ``reward_fn`` that it takes in addition to those of all rewards."""
+        if not takes_argument(reward_fn, "response_token") and not takes_argument(reward_fn, "info"):
+            return {}
+        return {"response_token": response.tokens[response.prompt_length :], "info": response.info}
+
+    def _numbered_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with their run numbers set."""
         for place, response in enumerate(responses):
             response.eid.run = self.run_id_base + place
         return responses
 
-    async def responses(self) -> list[Experience]:
-        """Return the answers of :meth:`ask` or :meth:`ask_async`.
+    async def _asked_responses(self) -> list[Experience]:
+        """Return the answers of :meth:`_ask_model` or :meth:`_ask_model_async`.
 
         Raises:
             PromptTooLong: The prompt was too long, so the model was not asked.
         """
-        responses: list[Experience] = await call(self.is_async, self, "ask")
+        responses: list[Experience] = await call(self.is_async, self, "_ask_model")
         return check_asked(responses)
 
-    def ask(self) -> list[Experience]:
+    def _ask_model(self) -> list[Experience]:
         """Return one response for each run."""
-        return self.model.chat(self.format_messages(), **self.sampling())
+        return self.model.chat(self.format_messages(), **self._request_sampling())
 
-    async def ask_async(self) -> list[Experience]:
+    async def _ask_model_async(self) -> list[Experience]:
         """Return one response for each run."""
-        return await self.model.chat_async(self.format_messages(), **self.sampling())
+        return await self.model.chat_async(self.format_messages(), **self._request_sampling())
 
-    async def answers(self) -> list[Experience]:
+    async def _slice_answers(self) -> list[Experience]:
         """Return one response for each run. If the slice contains the task's greedy first run, its response is marked
         and not trained on.
         """
-        if not self.has_greedy_baseline or self.run_id_base:
-            return await self.responses()
+        if not self._has_greedy_baseline or self.run_id_base:
+            return await self._asked_responses()
         [greedy] = await self._responses_with(n=1, temperature=0.0)
         greedy.info["greedy"] = True
         greedy.action_mask = torch.zeros(greedy.response_length, dtype=torch.bool)
@@ -196,14 +220,14 @@ class SimpleWorkflow(DualWorkflow):
     async def _responses_with(self, **sampling: Any) -> list[Experience]:
         self._sampling_overrides = sampling
         try:
-            return await self.responses()
+            return await self._asked_responses()
         finally:
             del self._sampling_overrides
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Ask the model and return one experience with a reward for each run. The reward may take long."""
-        responses = await self.answers()
-        return await run_in_thread_if_async(self.is_async, lambda: self.rewarded(responses), "reward")
+        responses = await self._slice_answers()
+        return await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(responses), "reward")
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):

@@ -56,62 +56,62 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments = arguments_of(task, ToolAgentArguments)
-        self.toolbox = Toolbox(self.arguments.tools, self.arguments.max_result)
+        self._arguments = arguments_of(task, ToolAgentArguments)
+        self._toolbox = Toolbox(self._arguments.tools, self._arguments.max_result)
         if not self.is_async:
-            self.toolbox.check_synchronous()
-        self.reward_fn = create_reward(task.reward_fn or "exact_match", task.reward_fn_args)
+            self._toolbox.check_synchronous()
+        self._answer_reward = create_reward(task.reward_fn or "exact_match", task.reward_fn_args)
         system = task.format_args.system_prompt
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        self.messages.append({"role": "user", "content": question_of(task)})
-        self.answer, self.finished = "", False
-        self.calls = self.errors = 0
+        self._conversation: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self._conversation.append({"role": "user", "content": question_of(task)})
+        self._answer, self._finished = "", False
+        self._call_count = self._error_count = 0
 
     @property
     def max_step_num(self) -> int:
-        return self.arguments.max_turns
+        return self._arguments.max_turns
 
-    async def take_step(self, step_num: int) -> bool:
+    async def _agent_step(self, step_num: int) -> bool:
         """Ask the model and execute its calls; return whether it made any."""
         completion = self.client.chat.completions.create(
-            model=self.model.model_name, messages=self.messages, tools=self.toolbox.schemas
+            model=self.model.model_name, messages=self._conversation, tools=self._toolbox.schemas
         )
-        calls = self.append_message(await completion if self.is_async else completion)
+        calls = self._append_message(await completion if self.is_async else completion)
         for number, tool_call in enumerate(calls):
             function = tool_call.function
             if number >= MAX_CALLS:
                 result = TOO_MANY
             elif self.is_async:
-                limit = self.arguments.tool_timeout
-                result = await self.toolbox.call_async(function.name, function.arguments, limit)
+                limit = self._arguments.tool_timeout
+                result = await self._toolbox.call_async(function.name, function.arguments, limit)
             else:
-                result = self.toolbox.call(function.name, function.arguments)
-            self.calls += 1
-            self.errors += not result.ok
-            self.messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": result.text})
+                result = self._toolbox.call(function.name, function.arguments)
+            self._call_count += 1
+            self._error_count += not result.ok
+            self._conversation.append({"role": "tool", "tool_call_id": tool_call.id, "content": result.text})
         return bool(calls)
 
-    async def final_reward(self, exps: list[Experience]) -> float:
+    async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the last answer; its parts and the tool counters become metrics."""
         # the content of the message has no thoughts, but the prompt may have opened them
         sampled = exps[-1].response_text if exps else None
         judge = functools.partial(
             parts_of,
-            self.reward_fn,
-            self.answer if sampled is None else sampled,
+            self._answer_reward,
+            self._answer if sampled is None else sampled,
             truth_text(self.task.truth),
-            finished=self.finished,
+            finished=self._finished,
             record=self.task.raw_task,
             prompt_end=exps[-1].prompt_text if sampled is not None else None,
         )
         parts = await run_in_thread_if_async(self.is_async, judge, "reward")
-        metrics = {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
+        metrics = {"tool_calls": float(self._call_count), "tool_errors": float(self._error_count)}
         for experience in exps:
-            set_reward(experience, self.reward_fn, parts)
+            set_reward(experience, self._answer_reward, parts)
             experience.metrics.update(metrics)
         return sum(parts.values())
 
-    def append_message(self, completion: Any) -> list[Any]:
+    def _append_message(self, completion: Any) -> list[Any]:
         """Append the model's message to the conversation and return the calls to execute. No calls means the end of the
         run.
         """
@@ -130,8 +130,8 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
                 for call in calls
             ]
         else:
-            self.answer, self.finished = text, choice.finish_reason != "length"
-        self.messages.append(message)
+            self._answer, self._finished = text, choice.finish_reason != "length"
+        self._conversation.append(message)
         return calls
 
 

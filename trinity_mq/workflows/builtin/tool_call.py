@@ -25,20 +25,20 @@ class ToolCallWorkflow(SimpleWorkflow):
     "arguments"}``; no tool is executed.
     """
 
-    default_reward_fn = "tool_call"
+    _default_reward_fn = "tool_call"
     arguments_kind = ToolCallArguments
 
     def reset(self, task: Task) -> None:
-        self.tools = tools_of(task, arguments_of(task, ToolCallArguments))
+        self._offered_tools = tools_of(task, arguments_of(task, ToolCallArguments))
         super().reset(task)
 
-    def sampling(self) -> dict[str, Any]:
-        return {**super().sampling(), "tools": self.tools}
+    def _request_sampling(self) -> dict[str, Any]:
+        return {**super()._request_sampling(), "tools": self._offered_tools}
 
-    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with rewards, each with its offered tools."""
-        for response in super().rewarded(responses):
-            response.tools = self.tools
+        for response in super()._rewarded_responses(responses):
+            response.tools = self._offered_tools
         return responses
 
 

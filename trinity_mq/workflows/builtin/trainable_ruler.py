@@ -18,6 +18,7 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, delimiter_of, has_answer, read_scores
 from trinity_mq.workflows.builtin.math import MathWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
+from trinity_mq.workflows.builtin.simple import question_of
 from trinity_mq.workflows.sync_async import call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
@@ -50,33 +51,33 @@ class MathTrainableRulerWorkflow(MathWorkflow):
     """:class:`MathWorkflow` whose answers are compared by the policy itself, for all runs of a task at once."""
 
     arguments_kind = TrainableRulerArguments
-    arguments: TrainableRulerArguments
+    _arguments: TrainableRulerArguments
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self.arguments = arguments_of(task, TrainableRulerArguments)
+        self._arguments = arguments_of(task, TrainableRulerArguments)
 
     @property
-    def uses_truth(self) -> bool:
+    def _uses_truth(self) -> bool:
         """Whether the ground truth of this task is used. It always is in an evaluation."""
-        share = self.arguments.truth_share
-        return self.task.is_eval or random.Random(f"truth {self.question()}").random() < share
+        share = self._arguments.truth_share
+        return self.task.is_eval or random.Random(f"truth {question_of(self)}").random() < share
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Ask for answers, then for verdicts on them; return the answers, and the verdicts if the judge is trained."""
-        answers = await self.responses()
-        await run_in_thread_if_async(self.is_async, lambda: self.rewarded(answers), "reward")
+        answers = await self._asked_responses()
+        await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(answers), "reward")
         gold = [answer.reward or 0.0 for answer in answers]
         for answer, reward in zip(answers, gold, strict=True):
             answer.metrics["gold_reward"] = reward
         if self.task.is_eval:
             return answers
-        verdicts = await self._verdicts(answers, self.repeat_times if self.uses_truth else 1)
+        verdicts = await self._verdicts(answers, self.repeat_times if self._uses_truth else 1)
         scores = [_scores(verdict, len(answers)) for verdict in verdicts]
         success = sum(score_list is not None for score_list in scores) / len(scores)
         for answer in answers:
             answer.metrics["judge_success"] = success
-        if not self.uses_truth:
+        if not self._uses_truth:
             (answer_scores,) = scores
             for place, answer in enumerate(answers):
                 answer.reward = answer_scores[place] if answer_scores is not None and has_answer(answer) else 0.0
@@ -90,16 +91,16 @@ class MathTrainableRulerWorkflow(MathWorkflow):
 
     def _error(self, scores: Sequence[float], gold: Sequence[float]) -> float:
         """Return the mean distance between scores and the rule rewards, both from 0 to 1."""
-        low, high = self.arguments.lowest, self.arguments.highest
+        low, high = self._arguments.lowest, self._arguments.highest
         scaled = [min(max((reward - low) / (high - low), 0.0), 1.0) for reward in gold]
         return sum(abs(score - target) for score, target in zip(scores, scaled, strict=True)) / len(gold)
 
     async def _verdicts(self, answers: Sequence[Experience], count: int) -> list[Experience]:
         texts = [answer_of(answer) if has_answer(answer) else "" for answer in answers]
         arguments = RulerArguments(
-            criteria=self.arguments.criteria, max_answer_characters=self.arguments.max_answer_characters
+            criteria=self._arguments.criteria, max_answer_characters=self._arguments.max_answer_characters
         )
-        question = ruler_messages(self.question(), texts, delimiter_of(self.question(), *texts), arguments)
+        question = ruler_messages(question_of(self), texts, delimiter_of(question_of(self), *texts), arguments)
         sampling = {**self.task.rollout_args, "n": count}
         verdicts: list[Experience] = await call(self.is_async, self.model, "chat", question, **sampling)
         return verdicts

@@ -191,10 +191,10 @@ class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
     def worth(self) -> float:
         return self.episode.worth
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Play the episode; return the experiences of all steps."""
         try:
-            return await super().body()
+            return await super()._dual_body()
         finally:
             await self._close()
 

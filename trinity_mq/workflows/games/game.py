@@ -151,12 +151,12 @@ class EpisodeWorkflow(FinalRewardWorkflow, Generic[E]):
     def max_step_num(self) -> int:
         return self.arguments.max_steps
 
-    async def body(self) -> list[Experience]:
+    async def _dual_body(self) -> list[Experience]:
         """Play the episode; return the experiences of all steps."""
-        experiences = await super().body()
+        experiences = await super()._dual_body()
         return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
 
-    async def take_step(self, step_num: int) -> bool:
+    async def _agent_step(self, step_num: int) -> bool:
         """Ask for a move and play it; return whether the episode continues."""
         if step_num == 0:
             self.episode = await self.begin()
@@ -182,7 +182,7 @@ class EpisodeWorkflow(FinalRewardWorkflow, Generic[E]):
         system = self.task.format_args.system_prompt or ("" if terse else self.episode.instructions)
         return [{"role": "system", "content": system}, *self._turns] if system else list(self._turns)
 
-    async def final_reward(self, exps: list[Experience]) -> float:
+    async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the episode, and add its metrics to the experiences."""
         metrics = {**self.episode.metrics(), "prompt_too_long": float(self._prompt_too_long)}
         for experience in exps:
@@ -213,9 +213,9 @@ class GameWorkflow(EpisodeWorkflow[Game]):
     def worth(self) -> float:
         return 1.0 if self.episode.won else self.arguments.partial_credit * self.episode.progress
 
-    async def final_reward(self, exps: list[Experience]) -> float:
+    async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the game, and add its metrics to the experiences."""
-        reward = await super().final_reward(exps)
+        reward = await super()._run_reward(exps)
         for experience in exps:
             experience.metrics["success"] = float(self.episode.won)
         return reward
