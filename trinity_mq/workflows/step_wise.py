@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 TOO_LONG = "context_length_exceeded"
+ENDED_TRUNCATED = "ended_truncated"
+"""Metric of a run of steps: 1 if an answer that was cut at a limit ended the run, else 0."""
 
 
 class RecordedWorkflow(DualWorkflow, ABC):
@@ -93,6 +95,19 @@ class RecordedWorkflow(DualWorkflow, ABC):
         truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)
         return experiences, continues and not (truncated and self.stop_on_truncation), too_long
 
+    def _with_end(self, experiences: list[Experience], last: list[Experience]) -> list[Experience]:
+        """Return the experiences of a run with the metric :data:`ENDED_TRUNCATED`.
+
+        Args:
+            experiences: The experiences of the run.
+            last: The experiences of its last step.
+        """
+        truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in last)
+        for experience in experiences:
+            value = float(truncated and self.stop_on_truncation)
+            experience.metrics = {**(experience.metrics or {}), ENDED_TRUNCATED: value}
+        return experiences
+
 
 def prompt_too_long(error: BaseException) -> bool:
     """Return whether the prompt exceeded the model's context: the error or one of its causes has the API's code for
@@ -112,6 +127,7 @@ class _StepRewards(RecordedWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
+        recorded: list[Experience] = []
         for step in range(self.max_step_num):
             recorded, continues, too_long = await self._recorded_step(step)
             reward = 0.0 if too_long else await call(self.is_async, self, "reward", recorded, step_num=step)
@@ -120,7 +136,7 @@ class _StepRewards(RecordedWorkflow):
             experiences += recorded
             if not continues:
                 break
-        return experiences
+        return self._with_end(experiences, recorded)
 
 
 class FinalRewardWorkflow(RecordedWorkflow):
@@ -129,6 +145,7 @@ class FinalRewardWorkflow(RecordedWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
+        recorded: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
             recorded, continues, _ = await self._recorded_step(step)
@@ -140,7 +157,7 @@ class FinalRewardWorkflow(RecordedWorkflow):
         for experience in experiences:
             experience.reward = reward
             experience.metrics = {**(experience.metrics or {}), "actual_env_steps": steps}
-        return experiences
+        return self._with_end(experiences, recorded)
 
     async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the whole run; ``exps`` is empty if no step asked the model."""
