@@ -7,7 +7,7 @@ from typing import Any
 from trinity_mq.runtime.plugins import Registry, resolve
 
 _SYNCHRONOUS = {
-    "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
+    "frozen_lake_game_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
     "gymnasium_workflow": "trinity_mq.workflows.environments.workflow:GymnasiumWorkflow",
     "math_boxed_workflow": "trinity_mq.workflows.builtin.math:MathBoxedWorkflow",
     "math_eval_workflow": "trinity_mq.workflows.builtin.math:MathEvalWorkflow",
@@ -25,9 +25,18 @@ _SYNCHRONOUS = {
     "tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:ToolCallWorkflow",
 }
 _ASYNCHRONOUS = {
+    "RAFT_alfworld_workflow": "trinity_mq.workflows.environments.alfworld:RAFTAlfworldWorkflow",
+    "RAFT_reflect_alfworld_workflow": "trinity_mq.workflows.environments.alfworld:RAFTReflectAlfworldWorkflow",
+    "alfworld_workflow": "trinity_mq.workflows.environments.alfworld:AlfworldWorkflow",
+    "frozen_lake_workflow": "trinity_mq.workflows.environments.lake:FrozenLakeWorkflow",
+    "intercode_sql_workflow": "trinity_mq.workflows.environments.worlds:InterCodeSQLWorkflow",
     "program_workflow": "trinity_mq.workflows.sessions.program:ProgramWorkflow",
     "recorded_sessions": "trinity_mq.workflows.sessions.recorded:RecordedSessionsWorkflow",
+    "sciworld_workflow": "trinity_mq.workflows.environments.worlds:SciWorldWorkflow",
+    "step_wise_alfworld_workflow": "trinity_mq.workflows.environments.alfworld:StepWiseAlfworldWorkflow",
+    "textworld_workflow": "trinity_mq.workflows.environments.worlds:TextWorldWorkflow",
     "verifiers_workflow": "trinity_mq.workflows.sessions.verifiers:VerifiersWorkflow",
+    "webshop_workflow": "trinity_mq.workflows.environments.worlds:WebShopWorkflow",
 }
 WORKFLOWS = Registry(
     _SYNCHRONOUS
