@@ -191,12 +191,15 @@ class Unlike:
 
 
 ENVIRONMENTS = (
-    "RAFT_alfworld RAFT_reflect_alfworld alfworld frozen_lake intercode_sql sciworld step_wise_alfworld textworld "
-    "webshop"
+    "RAFT_alfworld RAFT_reflect_alfworld agentscope_react_math agentscope_react agentscope_v1_react_search alfworld "
+    "as_react email_search frozen_lake intercode_sql sciworld step_wise_alfworld textworld webshop"
 )
-ASYNCHRONOUS = {"program_workflow", "recorded_sessions", "verifiers_workflow"} | {
-    f"{name}_workflow" for name in ENVIRONMENTS.split()
-}
+ADAPTERS = {"agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"}
+ASYNCHRONOUS = (
+    {"program_workflow", "recorded_sessions", "verifiers_workflow"}
+    | {f"{name}_workflow" for name in ENVIRONMENTS.split()}
+    | ADAPTERS
+)
 """Workflows that have one form: they wait for programs, or make experiences of what is there."""
 
 
@@ -209,7 +212,7 @@ NAMES_OF_USERS = (
 
 def test_the_names_that_users_write_exist():
     twins = [name for name in WORKFLOWS if name.startswith("async_")]
-    names = {f"{name}_workflow" for name in NAMES_OF_USERS.split()} | {"recorded_sessions"}
+    names = {f"{name}_workflow" for name in NAMES_OF_USERS.split()} | {"recorded_sessions"} | ADAPTERS
     assert WORKFLOWS.keys() - set(twins) == names
 
 
