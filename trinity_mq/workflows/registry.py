@@ -35,7 +35,7 @@ _ASYNCHRONOUS = {
     "alfworld_workflow": "trinity_mq.workflows.environments.alfworld:AlfworldWorkflow",
     "as_react_workflow": "trinity_mq.workflows.agentscope.react:AgentScopeReActWorkflow",
     "email_search_workflow": "trinity_mq.workflows.agentscope.email_search:EmailSearchWorkflow",
-    "frozen_lake_workflow": "trinity_mq.workflows.environments.lake:FrozenLakeWorkflow",
+    "frozen_lake_workflow": "trinity_mq.workflows.environments.lake:TrinityFrozenLakeWorkflow",
     "intercode_sql_workflow": "trinity_mq.workflows.environments.worlds:InterCodeSQLWorkflow",
     "program_workflow": "trinity_mq.workflows.sessions.program:ProgramWorkflow",
     "recorded_sessions": "trinity_mq.workflows.sessions.recorded:RecordedSessionsWorkflow",

@@ -17,7 +17,7 @@ from trinity_mq.models import ModelWrapper
 from trinity_mq.testing.scripted import Answer, scripted_model, scripted_server
 from trinity_mq.workflows import RunFailedError, Task, TaskError, load_workflow
 from trinity_mq.workflows.agentscope.adapter import AgentScopeAdapterArguments
-from trinity_mq.workflows.agentscope.email_search import EmailSearchArguments, Mailbox
+from trinity_mq.workflows.agentscope.email_search import EmailSearchArguments, MailArchive
 from trinity_mq.workflows.agentscope.react import bare_truth, says_right
 
 HAS = importlib.util.find_spec("agentscope") is not None
@@ -193,7 +193,7 @@ def mails(tmp_path: Path) -> Path:
 
 
 def test_mails_are_searched_and_read_as_in_trinity(mails: Path) -> None:
-    mailbox = Mailbox(str(mails))
+    mailbox = MailArchive(str(mails))
     [found] = mailbox.search("al@x.com", ["budget"], "2001-06-01")
     assert found == {"message_id": "<a@x>", "snippet": "<b>Budget</b>"}
     assert [one["message_id"] for one in mailbox.search("cy@x.com", ["budget"], "2001-06-01")] == ["<b@x>", "<a@x>"]

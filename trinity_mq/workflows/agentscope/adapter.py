@@ -1,6 +1,6 @@
-"""Agents of AgentScope on the model that is trained: the model as AgentScope's, and what it answered as experiences.
+"""Agents of AgentScope on the trained model: the model in AgentScope's form, and its answers as experiences.
 
-Names, arguments and rewards are those of Trinity-RFT's workflows.
+The workflows have the names, arguments and rewards of Trinity-RFT.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.plugins import resolve
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.errors import RunFailedError
+from trinity_mq.workflows.step_wise import prompt_too_long
 from trinity_mq.workflows.workflow import Task, TaskError, Workflow
 
 if TYPE_CHECKING:
@@ -155,19 +156,19 @@ def function_of(name: str, function: Any) -> Callable[..., Any]:
     """Return the asynchronous function that an argument names.
 
     Raises:
-        TaskError: There is none.
+        TaskError: The argument names no such function.
     """
-    found = resolve(f"workflow_args.{name}", function) if isinstance(function, str) else function
-    if not inspect.iscoroutinefunction(found):
+    resolved = resolve(f"workflow_args.{name}", function) if isinstance(function, str) else function
+    if not inspect.iscoroutinefunction(resolved):
         raise TaskError(
-            f"workflow_args.{name} is {found!r:.80}, wanted the dotted path of an async function, such as "
+            f"workflow_args.{name} is {resolved!r:.80}, wanted the dotted path of an async function, such as "
             "my_agents.solve"
         )
-    return found  # type: ignore[no-any-return]
+    return resolved  # type: ignore[no-any-return]
 
 
 async def call_with(function: Callable[..., Any], offered: Mapping[str, Any], **arguments: Any) -> Any:
-    """Call an asynchronous function with ``arguments``, and with those of ``offered`` that it takes."""
+    """Call an asynchronous function with ``arguments``, and with the items of ``offered`` that it takes."""
     names = inspect.signature(function).parameters
     return await function(**arguments, **{name: value for name, value in offered.items() if name in names})
 
@@ -191,3 +192,27 @@ class ReActArguments(AgentScopeArguments):
 
     max_turns: int = Field(default=10, ge=1, le=1000)
     """Maximum requests of the agent."""
+
+
+def react_agent(model: ModelWrapper, name: str, prompt: str, **settings: Any) -> Any:
+    """Return AgentScope's ``ReActAgent`` on a model. It prints nothing."""
+    from agentscope.agent import ReActAgent
+    from agentscope.formatter import OpenAIChatFormatter
+
+    agent = ReActAgent(
+        name=name, sys_prompt=prompt, model=chat_model(model), formatter=OpenAIChatFormatter(), **settings
+    )
+    agent.set_console_output_enabled(False)
+    return agent
+
+
+async def reply_of(agent: Any, question: Any, form: type[BaseModel]) -> Any:
+    """Return an agent's message. None: its conversation is too long for the model."""
+    from agentscope.message import Msg
+
+    try:
+        return await agent.reply(Msg("user", str(question or ""), role="user"), structured_model=form)
+    except Exception as error:
+        if not prompt_too_long(error):
+            raise
+        return None

@@ -1,6 +1,6 @@
 """An agent of AgentScope that searches a mailbox for the answer to a question.
 
-The task is that of Trinity-RFT's workflow of this name, after ART-E of OpenPipe. The mails are in no package:
+Trinity-RFT has the same task under this name; its origin is ART-E of OpenPipe. The mails are in no package:
 ``prepare_data.py`` of Trinity-RFT makes a database of them from the Enron corpus.
 """
 
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.agentscope.adapter import AgentScopeWorkflow, ReActArguments
-from trinity_mq.workflows.agentscope.react import react_agent, reply_of
+from trinity_mq.workflows.agentscope.adapter import AgentScopeWorkflow, ReActArguments, react_agent, reply_of
 from trinity_mq.workflows.auxiliary import auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -59,7 +58,7 @@ Return your judgement **accept** from **true** and **false**. Do not return any 
 """  # noqa: E501 - a quotation
 
 
-class Query(BaseModel):
+class MailQuestion(BaseModel):
     """A record: a question to a mailbox. Other keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
@@ -78,7 +77,7 @@ class Query(BaseModel):
         return value.strftime("%Y-%m-%d") if isinstance(value, datetime.date) else value
 
 
-class Answer(BaseModel):
+class MailAnswer(BaseModel):
     """The final answer of an agent. Its descriptions are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0."""
 
     answer: str = Field(
@@ -117,7 +116,7 @@ class EmailSearchArguments(ReActArguments):
         ]
 
 
-class Mailbox:
+class MailArchive:
     """The mails that an agent may search.
 
     Args:
@@ -135,7 +134,7 @@ class Mailbox:
         """Return the newest mails to or from an address that have all keywords, each with a snippet. Blocks.
 
         Raises:
-            ValueError: There are no keywords.
+            ValueError: No keyword was given.
             sqlite3.Error: The database cannot be read.
         """
         if not keywords:
@@ -153,7 +152,7 @@ class Mailbox:
         return [{"message_id": row[0], "snippet": row[1]} for row in rows]
 
     def mail(self, message_id: str) -> dict[str, Any] | None:
-        """Return a mail. None: there is none with this id. Blocks.
+        """Return a mail. None: no mail has this id. Blocks.
 
         Raises:
             sqlite3.Error: The database cannot be read.
@@ -183,7 +182,7 @@ class Mailbox:
             connection.close()
 
 
-def mail_tools(mailbox: Mailbox) -> list[Any]:
+def mail_tools(mailbox: MailArchive) -> list[Any]:
     """Return the tools of an agent. Their descriptions are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0."""
     from agentscope.message import TextBlock
     from agentscope.tool import ToolResponse
@@ -206,10 +205,10 @@ def mail_tools(mailbox: Mailbox) -> list[Any]:
         """
         try:
             day = datetime.datetime.strptime(query_date, "%Y-%m-%d") + datetime.timedelta(days=1)
-            found = await asyncio.to_thread(mailbox.search, inbox_address, keywords, f"{day:%Y-%m-%d}")
+            mails = await asyncio.to_thread(mailbox.search, inbox_address, keywords, f"{day:%Y-%m-%d}")
         except Exception as error:  # of the model's arguments, or of the database
             return response(f"Error: Failed to search emails.\nError message: {error}")
-        return response(json.dumps(found))
+        return response(json.dumps(mails))
 
     async def read_email(message_id: str, **_: Any) -> ToolResponse:
         """
@@ -247,7 +246,7 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
         if reasons := self.arguments.missing():
             raise TaskError(reasons[0])
         try:
-            self._query = Query.model_validate(task.raw_task)
+            self._query = MailQuestion.model_validate(task.raw_task)
         except ValidationError as error:
             first = error.errors()[0]
             raise TaskError(f"the record's {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -262,20 +261,20 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
         """
         from agentscope.tool import Toolkit
 
-        mailbox, toolkit, turns = Mailbox(self.arguments.path()), Toolkit(), self.arguments.max_turns
+        mailbox, toolkit, turns = MailArchive(self.arguments.path()), Toolkit(), self.arguments.max_turns
         for tool in mail_tools(mailbox):
             toolkit.register_tool_function(tool)
         query = self._query
         prompt = PROMPT.format(max_turns=turns, inbox_address=query.inbox_address, query_date=query.query_date)
         agent = react_agent(self.model, "react_agent", prompt, toolkit=toolkit, max_iters=turns, enable_meta_tool=True)
-        message = await reply_of(agent, self.task.task_desc or query.question, Answer)
+        message = await reply_of(agent, self.task.task_desc or query.question, MailAnswer)
         answer = getattr(message, "metadata", None) or {}
         asked = len(self.model.extract_experience_from_history(clear_history=False))
         parts = await self._parts(answer.get("answer"), answer.get("sources") or [], mailbox, asked)
         return self._recorded(sum(parts.values()), {"actual_turns": float(asked), **parts}, on_all=True)
 
     async def _parts(
-        self, answer: str | None, sources: Sequence[str], mailbox: Mailbox, asked: int
+        self, answer: str | None, sources: Sequence[str], mailbox: MailArchive, asked: int
     ) -> dict[str, float]:
         """Return the parts of the reward, as Trinity-RFT computes them.
 

@@ -1,6 +1,6 @@
 """AgentScope's ReAct agent on mathematics, and on questions that a search of the web answers.
 
-Prompts, tools and rewards are those of Trinity-RFT's workflows with the same names.
+The workflows have the prompts, tools and rewards of Trinity-RFT's workflows with the same names.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from pydantic import BaseModel, Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.workflows.agentscope.adapter import AgentScopeArguments, AgentScopeWorkflow, ReActArguments, chat_model
+from trinity_mq.workflows.agentscope.adapter import (
+    AgentScopeArguments,
+    AgentScopeWorkflow,
+    ReActArguments,
+    react_agent,
+    reply_of,
+)
 from trinity_mq.workflows.auxiliary import auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.errors import SandboxFailed
-from trinity_mq.workflows.sessions.sandboxed_agent import Sandbox, read_text
-from trinity_mq.workflows.step_wise import prompt_too_long
+from trinity_mq.workflows.sessions.sandbox import Sandbox, read_text
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -60,7 +65,7 @@ MAX_OUTPUT = 20_000
 """Maximum characters of a program's output, and of its errors, that the model reads."""
 
 
-class MathResult(BaseModel):
+class MathAnswer(BaseModel):
     """The final answer of an agent. Its description is part of the task; source: Trinity-RFT 0.6.0, Apache-2.0."""
 
     result: str = Field(
@@ -68,34 +73,10 @@ class MathResult(BaseModel):
     )
 
 
-class SearchResult(BaseModel):
+class SearchAnswer(BaseModel):
     """The final answer of an agent. Its description is part of the task; source: Trinity-RFT 0.6.0, Apache-2.0."""
 
     result: str = Field(description="The final result to the initial user query")
-
-
-def react_agent(model: ModelWrapper, name: str, prompt: str, **settings: Any) -> Any:
-    """Return AgentScope's ``ReActAgent`` on a model. It prints nothing."""
-    from agentscope.agent import ReActAgent
-    from agentscope.formatter import OpenAIChatFormatter
-
-    agent = ReActAgent(
-        name=name, sys_prompt=prompt, model=chat_model(model), formatter=OpenAIChatFormatter(), **settings
-    )
-    agent.set_console_output_enabled(False)
-    return agent
-
-
-async def reply_of(agent: Any, question: Any, form: type[BaseModel]) -> Any:
-    """Return an agent's message. None: its conversation is too long for the model."""
-    from agentscope.message import Msg
-
-    try:
-        return await agent.reply(Msg("user", str(question or ""), role="user"), structured_model=form)
-    except Exception as error:
-        if not prompt_too_long(error):
-            raise
-        return None
 
 
 def result_of(message: Any) -> str:
@@ -129,7 +110,7 @@ class AgentScopeReActWorkflow(AgentScopeWorkflow):
     async def run_async(self) -> list[Experience]:
         """Run the agent once."""
         agent = react_agent(self.model, "react_agent", MATH_PROMPT, enable_meta_tool=True, max_iters=10)
-        message = await reply_of(agent, self.task.task_desc, MathResult)
+        message = await reply_of(agent, self.task.task_desc, MathAnswer)
         metadata = getattr(message, "metadata", None) or {}
         parts = boxed_parts(str(metadata.get("result", "")), self.task.truth)
         metrics = {"react_memory_length": float(len(agent.memory.content)), **parts}
@@ -155,7 +136,7 @@ class AgentScopeReactMathWorkflow(AgentScopeWorkflow):
         toolkit.register_tool_function(python.tool())
         prompt = f"\n{MATH_PROMPT}\n"
         agent = react_agent(self.model, "math_react_agent", prompt, toolkit=toolkit, memory=InMemoryMemory())
-        message = await reply_of(agent, self.task.task_desc, MathResult)
+        message = await reply_of(agent, self.task.task_desc, MathAnswer)
         if python.failed is not None:
             raise python.failed
         parts = boxed_parts(result_of(message), self.task.truth)
@@ -197,7 +178,7 @@ class SandboxedPython:
         sandbox = Sandbox(folder)
         try:
             await asyncio.to_thread(sandbox.prepare, {"code.py": code})
-            sandbox.socket.touch()  # there is no gateway behind it
+            sandbox.socket.touch()  # nothing listens at it
             interpreter = sandbox.arguments()[-4]
             command = ["/bin/sh", "-c", 'exec "$0" -I -u code.py >stdout 2>stderr', interpreter]
             ended = await sandbox.run(command, {"PYTHONUTF8": "1"}, 0, seconds)
@@ -279,14 +260,15 @@ class AgentScopeV1ReactSearchWorkflow(AgentScopeWorkflow):
                 await agent.toolkit.register_mcp_client(search)
             except Exception as error:  # of the server, of npx, or of the protocol
                 raise SandboxFailed(f"the search's MCP server has not started: {error}", kind="tool") from error
-            message = await reply_of(agent, self.task.task_desc, SearchResult)
+            message = await reply_of(agent, self.task.task_desc, SearchAnswer)
         finally:
             if search.is_connected:
                 await search.close()
         reward = 0.0 if message is None else float(await self._is_right(result_of(message)))
         metrics = {"react_turns": float(len(agent.memory.content) // 2), "max_turns": float(self.arguments.max_turns)}
         experiences = self._recorded(reward, metrics, on_all=True)
-        short = [one for one in experiences if len(one.tokens) <= self.arguments.max_model_tokens]
+        most = self.arguments.max_model_tokens
+        short = [experience for experience in experiences if len(experience.tokens) <= most]
         return short or experiences[:1]
 
     async def _is_right(self, answer: str) -> bool:

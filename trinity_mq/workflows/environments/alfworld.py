@@ -1,6 +1,6 @@
 """ALFWorld: household tasks as text, in a process with a Python of its own.
 
-Prompts, the form of actions, rewards and step limits are those of the workflows of Trinity-RFT with the same names. The
+The workflows have the prompts, actions, rewards and step limits of Trinity-RFT's workflows with the same names. The
 games are in no package: ``alfworld-download`` fetches them.
 """
 
@@ -15,10 +15,9 @@ import torch
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment
-from trinity_mq.workflows.environments.conversation import Conversation, numbers, read_action
+from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers, read_action
 from trinity_mq.workflows.environments.prompts import ALFWORLD, RAFT_ALFWORLD, RAFT_SECOND_ATTEMPT
-from trinity_mq.workflows.environments.worlds import ChildWorkflow, game_file
 
 RAFT_STEPS = 50
 """Maximum answers of an attempt of the RAFT workflows."""
@@ -43,8 +42,8 @@ def shown(observation: str) -> str:
 
 
 class AlfworldWorkflow(ChildWorkflow):
-    """A game of ALFWorld. The record's prompt is the path of the game. The reward is that of the game at its end, and
-    -0.1 if it has not ended.
+    """A game of ALFWorld. The record's prompt is the path of the game. The game gives the reward at its end; without an
+    end it is -0.1.
     """
 
     arguments_kind = AlfWorldArguments
@@ -54,7 +53,7 @@ class AlfworldWorkflow(ChildWorkflow):
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         observation = environment.first["observation"]
-        conversation = Conversation(self.model, ALFWORLD)
+        conversation = EpisodeConversation(self.model, ALFWORLD)
         reward, done = -0.1, False
         for _ in range(self.arguments.max_env_steps):
             answer = await conversation.ask(shown(observation))
@@ -79,7 +78,7 @@ class StepWiseAlfworldWorkflow(AlfworldWorkflow):
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         observation = environment.first["observation"]
-        conversation = Conversation(self.model, ALFWORLD)
+        conversation = EpisodeConversation(self.model, ALFWORLD)
         reward = -0.1
         for _ in range(self.arguments.max_env_steps):
             text = shown(observation)
@@ -158,7 +157,7 @@ class RAFTAlfworldWorkflow(ChildWorkflow):
 
     async def _attempt(self, environment: ChildEnvironment, feedback: list[dict[str, str]] | None = None) -> Attempt:
         """Play the game once. Equal actions end it, unless ``feedback`` has the messages before a second attempt."""
-        conversation = Conversation(self.model, RAFT_ALFWORLD)
+        conversation = EpisodeConversation(self.model, RAFT_ALFWORLD)
         clean = list(conversation.messages)
         if feedback is not None:
             conversation.messages = feedback

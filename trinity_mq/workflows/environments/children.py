@@ -10,18 +10,23 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 from pydantic import Field
 
-from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.environments.environment import EnvironmentFailedError
 from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.sessions.children import PersistentProgram, kept, make_program, missing_program
-from trinity_mq.workflows.workflow import TaskError
+from trinity_mq.workflows.workflow import Task, TaskError, Workflow
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +44,7 @@ class ChildArguments(Arguments):
     """Arguments of all environments in a process of their own. A record cannot set them."""
 
     python: str = ""
-    """The Python in which the environment is installed, such as ``envs/scienceworld/bin/python``. Empty: the
+    """Path of the Python that has the environment's packages, such as ``envs/scienceworld/bin/python``. Empty: the
     runner's."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the process, which override the runner's variables."""
@@ -89,7 +94,7 @@ class ChildEnvironment:
         return kept(self._command)
 
     async def open(self, args: Mapping[str, Any]) -> None:
-        """Make the environment, in place of the one before.
+        """Make the environment. An earlier environment of this run is closed first.
 
         Raises:
             TaskError: ``args`` describe no environment.
@@ -162,3 +167,51 @@ async def child_environment(arguments: ChildArguments, args: Mapping[str, Any]) 
             yield environment
         finally:
             await environment.close()
+
+
+class ChildWorkflow(Workflow):
+    """One episode in an environment of a process of its own."""
+
+    is_async = True
+    arguments_kind: ClassVar[type[ChildArguments]]
+    _record_keys: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.arguments: Any = arguments_of(task, self.arguments_kind, record_keys=self._record_keys)
+
+    async def run_async(self) -> list[Experience]:
+        """Play one episode.
+
+        Raises:
+            TaskError: The record describes no episode.
+            EnvironmentFailedError: The environment failed.
+            SandboxFailed: The environment's process failed.
+        """
+        async with child_environment(self.arguments, self._first()) as environment:
+            return await self._play(environment)
+
+    @abstractmethod
+    def _first(self) -> Mapping[str, Any]:
+        """Return what the process needs to make the environment."""
+
+    @abstractmethod
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        """Play the episode; return its experiences."""
+
+
+def game_file(task: Task) -> str:
+    """Return the path of a game.
+
+    Raises:
+        TaskError: The record names none.
+    """
+    path = task.task_desc or task.raw_task.get("game_file")
+    if not isinstance(path, str) or not path:
+        raise TaskError(
+            f"the record's {task.format_args.prompt_key!r} is {path!r:.80}, wanted the path of a game file; name its "
+            "key with format.prompt_key"
+        )
+    return path

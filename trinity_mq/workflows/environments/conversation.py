@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 
-class Conversation:
+class EpisodeConversation:
     """Messages of an episode, and the answers that the model sampled for them.
 
     Args:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.environments.conversation import Conversation
+from trinity_mq.workflows.environments.conversation import EpisodeConversation
 from trinity_mq.workflows.environments.prompts import FROZEN_LAKE
 from trinity_mq.workflows.games.frozen_lake import (
     GOAL,
@@ -38,8 +38,8 @@ SIGNS = {ICE: "_", HOLE: "O", GOAL: "G"}
 FENCE = "```"
 
 
-class FrozenLakeArguments(Arguments):
-    """Arguments of :class:`FrozenLakeWorkflow`. A record sets ``size``, ``p`` and ``seed``."""
+class TrinityLakeArguments(Arguments):
+    """Arguments of :class:`TrinityFrozenLakeWorkflow`. A record sets ``size``, ``p`` and ``seed``."""
 
     env_max_steps: int = Field(default=8, ge=1, le=1000)
     """Maximum moves of a way to the goal, by which maps are chosen."""
@@ -59,17 +59,17 @@ class FrozenLakeArguments(Arguments):
     """Seed of the map and of the slips."""
 
 
-class FrozenLakeWorkflow(Workflow):
+class TrinityFrozenLakeWorkflow(Workflow):
     """A walk over the lake of a record with ``size``, ``p`` and ``seed``. The reward is 1 at the goal, else 0."""
 
     is_async = True
-    arguments_kind = FrozenLakeArguments
+    arguments_kind = TrinityLakeArguments
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments = arguments_of(task, FrozenLakeArguments, record_keys=("size", "p", "seed"))
+        self.arguments = arguments_of(task, TrinityLakeArguments, record_keys=("size", "p", "seed"))
 
     async def run_async(self) -> list[Experience]:
         """Walk until the goal, a hole or the limit of steps.
@@ -79,7 +79,7 @@ class FrozenLakeWorkflow(Workflow):
         """
         arguments = self.arguments
         walk = Walk(self._map(), arguments.seed, slippery=arguments.is_slippery)
-        conversation = Conversation(self.model, FROZEN_LAKE)
+        conversation = EpisodeConversation(self.model, FROZEN_LAKE)
         before, seen, step = "", walk.show(), 0
         while step < arguments.agent_max_steps:
             limit = self._limit(conversation)
@@ -109,7 +109,7 @@ class FrozenLakeWorkflow(Workflow):
         except LakeError as error:
             raise TaskError(f"no lake for this task: {error}") from error
 
-    def _limit(self, conversation: Conversation) -> int:
+    def _limit(self, conversation: EpisodeConversation) -> int:
         """Return the maximum tokens of the next answer."""
         most: Any = self.task.rollout_args.get("max_tokens") or self.model.sampling.get("max_tokens")
         budget = self.arguments.max_response_tokens
@@ -224,8 +224,8 @@ def draw_map(size: int, p: float, seed: int, max_steps: int) -> LakeMap:
 
 
 def _has_way(board: Sequence[Sequence[str]], start: Place, max_steps: int) -> bool:
-    """Return whether a depth-first search finds the goal. It visits each place once, so it may miss a shorter way: maps
-    are those of Trinity-RFT only with this search.
+    """Return whether a depth-first search finds the goal. It visits each place once, so it may miss a shorter way.
+    Trinity-RFT chooses its maps by this search.
     """
     size, todo, visited = len(board), [(*start, 0)], set[Place]()
     while todo:

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - quoted lines are not wrapped
 """System prompts of the text environments.
 
-A prompt is part of its task: with another one, results do not compare. All prompts but TEXTWORLD are quoted from
+A prompt is part of its task: results with different prompts do not compare. All prompts but TEXTWORLD are quoted from
 Trinity-RFT 0.6.0 (github.com/agentscope-ai/Trinity-RFT, Apache-2.0), trinity/common/workflows/envs, without a change.
 """
 

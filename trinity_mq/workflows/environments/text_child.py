@@ -30,7 +30,7 @@ NO_JAVA = (
 )
 
 
-class TaskError(Exception):
+class WrongRecordError(Exception):
     """The record is wrong. A new attempt fails too."""
 
 
@@ -41,7 +41,7 @@ class Opened:
         self.env, self.first = env, first
 
 
-class World:
+class TextEnvironment:
     """One kind of environment. Its methods block."""
 
     packages: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class World:
         """Return a new environment.
 
         Raises:
-            TaskError: The record describes no environment.
+            WrongRecordError: The record describes no environment.
         """
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class World:
         """End an environment."""
 
 
-class ScienceWorld(World):
+class ScienceWorld(TextEnvironment):
     """ScienceWorld. A Java process per environment is kept and loads the next task."""
 
     packages = ("scienceworld:pip install scienceworld",)
@@ -102,7 +102,7 @@ class ScienceWorld(World):
             golden = len(env.get_gold_action_sequence())
         except ValueError as error:
             self._idle.append(env)
-            raise TaskError(f"ScienceWorld cannot load this task: {error}") from error
+            raise WrongRecordError(f"ScienceWorld cannot load this task: {error}") from error
         except Exception:
             env.close()
             raise
@@ -125,7 +125,7 @@ class ScienceWorld(World):
             self._idle.append(env)
 
 
-class TextWorld(World):
+class TextWorld(TextEnvironment):
     """Games of TextWorld, in the formats that it reads."""
 
     packages: tuple[str, ...] = ("textworld:pip install textworld",)
@@ -140,7 +140,9 @@ class TextWorld(World):
 
         game = args["game"]
         if not os.path.isfile(game):
-            raise TaskError(f"there is no game file {game!r:.300} on this machine; put it there, or correct the record")
+            raise WrongRecordError(
+                f"there is no game file {game!r:.300} on this machine; put it there, or correct the record"
+            )
         infos = textworld.EnvInfos(description=True, inventory=True, admissible_commands=True, max_score=True)
         name = textworld.gym.register_game(game, infos, wrappers=self.wrappers())
         env = textworld.gym.make(name)
@@ -167,7 +169,7 @@ class AlfWorld(TextWorld):
         return [AlfredDemangler(), AlfredExpert(expert_type=AlfredExpertType.HANDCODED)]
 
 
-class WebShop(World):
+class WebShop(TextEnvironment):
     """WebShop. Its products and its search engine are loaded once for all environments."""
 
     packages = (
@@ -194,7 +196,7 @@ class WebShop(World):
         self._server = env.server
         goals = len(self._server.goals)
         if not 0 <= args["session"] < goals:
-            raise TaskError(f"session {args['session']} does not exist: this WebShop has {goals} goals")
+            raise WrongRecordError(f"session {args['session']} does not exist: this WebShop has {goals} goals")
         env.reset(session=args["session"])
         return Opened(env, {"observation": str(env.observation), **self._actions(env)})
 
@@ -215,7 +217,7 @@ class WebShop(World):
         }
 
 
-class InterCodeSql(World):
+class InterCodeSql(TextEnvironment):
     """InterCode's SQL environment: a database server in Docker."""
 
     packages = ("intercode:pip install intercode-bench",)
@@ -228,7 +230,9 @@ class InterCodeSql(World):
         from intercode.envs import SqlEnv
 
         if not os.path.isfile(args["data_path"]):
-            raise TaskError(f"there is no file {args['data_path']!r:.300} of InterCode's tasks; correct data_path")
+            raise WrongRecordError(
+                f"there is no file {args['data_path']!r:.300} of InterCode's tasks; correct data_path"
+            )
 
         def database(record: dict[str, Any]) -> str:
             extra = record.get("extra")
@@ -242,8 +246,8 @@ class InterCodeSql(World):
         )
         observation, _ = env.reset(args["query_idx"])
         record = getattr(env, "record", None)
-        known = record if isinstance(record, dict) else {}
-        facts = {"query": str(getattr(env, "query", "")), "db": database(known)}
+        fields = record if isinstance(record, dict) else {}
+        facts = {"query": str(getattr(env, "query", "")), "db": database(fields)}
         return Opened(env, {"observation": str(observation), **facts})
 
     def step(self, env: Any, action: str) -> State:
@@ -269,7 +273,7 @@ WORLDS = {
 class Desk:
     """Answers requests. Each environment has a thread, or all of them share one."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: TextEnvironment) -> None:
         self._world = world
         self._shared = None if world.parallel else concurrent.futures.ThreadPoolExecutor(1)
         self._threads: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
@@ -289,7 +293,7 @@ class Desk:
                 return {"error": "the environment of this run has ended with its process", "kind": "environment"}
             state: State = await self._call(key, self._world.step, self._envs[key], request["action"])
             return state
-        except TaskError as error:
+        except WrongRecordError as error:
             return {"error": str(error)[:4000], "kind": "task"}
         except Exception as error:  # an environment may raise any error
             return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "environment"}

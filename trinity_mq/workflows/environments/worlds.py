@@ -1,70 +1,32 @@
 """ScienceWorld, TextWorld, WebShop and InterCode-SQL: worlds of text, each in a process with a Python of its own.
 
-Prompts, the form of actions, rewards and step limits are those of the workflows of Trinity-RFT with the same names, so
-that results compare. TextWorld has no workflow there.
+The workflows have the prompts, actions, rewards and step limits of Trinity-RFT's workflows with the same names, so that
+results compare. Trinity-RFT has no workflow for TextWorld.
 """
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import arguments_of
-from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, child_environment
-from trinity_mq.workflows.environments.conversation import Conversation, read_action
+from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.conversation import EpisodeConversation, read_action
 from trinity_mq.workflows.environments.prompts import INTERCODE_SQL, SCIENCEWORLD, TEXTWORLD, WEBSHOP
-from trinity_mq.workflows.workflow import Task, TaskError, Workflow
-
-if TYPE_CHECKING:
-    from trinity_mq.models import ModelWrapper
+from trinity_mq.workflows.workflow import Task, TaskError
 
 MAX_DESCRIPTION = 10_000
 """Maximum characters of a task's description that is parsed as JSON."""
-
-
-class ChildWorkflow(Workflow):
-    """One episode in an environment of a process of its own."""
-
-    is_async = True
-    arguments_kind: ClassVar[type[ChildArguments]]
-    _record_keys: ClassVar[Sequence[str]] = ()
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments: Any = arguments_of(task, self.arguments_kind, record_keys=self._record_keys)
-
-    async def run_async(self) -> list[Experience]:
-        """Play one episode.
-
-        Raises:
-            TaskError: The record describes no episode.
-            EnvironmentFailedError: The environment failed.
-            SandboxFailed: The environment's process failed.
-        """
-        async with child_environment(self.arguments, self._first()) as environment:
-            return await self._play(environment)
-
-    @abstractmethod
-    def _first(self) -> Mapping[str, Any]:
-        """Return what the process needs to make the environment."""
-
-    @abstractmethod
-    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        """Play the episode; return its experiences."""
 
 
 def record_number(task: Task) -> int:
     """Return the prompt of a record as a number.
 
     Raises:
-        TaskError: It is none.
+        TaskError: The prompt is not a number.
     """
     text = "0" if task.task_desc is None else str(task.task_desc).strip()
     if not text.isascii() or not text.isdigit() or len(text) > 9:
@@ -89,8 +51,7 @@ class SciWorldWorkflow(ChildWorkflow):
     """A task of ScienceWorld. The record's prompt is JSON with ``task_name`` and ``var_num``. The reward is the highest
     score of the episode, from 0 to 1.
 
-    The Java archive is that of the installed package: data do not choose programs, so ``jar_path`` of a record has no
-    effect.
+    Data do not choose programs, so ``jar_path`` of a record has no effect: the installed package has the Java archive.
     """
 
     arguments_kind = ScienceWorldArguments
@@ -118,7 +79,7 @@ class SciWorldWorkflow(ChildWorkflow):
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         first = environment.first
         observation = f"Task Description: {first['task']}\n{first['observation']}"
-        conversation = Conversation(self.model, SCIENCEWORLD)
+        conversation = EpisodeConversation(self.model, SCIENCEWORLD)
         score = best = 0.0
         done = False
         for _ in range(self.arguments.max_env_steps):
@@ -155,7 +116,7 @@ class TextWorldWorkflow(ChildWorkflow):
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         observation, most = environment.first["observation"], environment.first["max_score"] or 1.0
-        conversation = Conversation(self.model, TEXTWORLD)
+        conversation = EpisodeConversation(self.model, TEXTWORLD)
         score, done, rounds = 0.0, False, 0
         for _ in range(self.arguments.max_env_steps):
             answer = await conversation.ask(f"Observation: {observation}")
@@ -168,21 +129,6 @@ class TextWorldWorkflow(ChildWorkflow):
                 break
         info = {"env_rounds": rounds, "env_done": int(done), "success": float(score >= most)}
         return conversation.experiences(score / most, info, self.run_id_base)
-
-
-def game_file(task: Task) -> str:
-    """Return the path of a game.
-
-    Raises:
-        TaskError: The record names none.
-    """
-    path = task.task_desc or task.raw_task.get("game_file")
-    if not isinstance(path, str) or not path:
-        raise TaskError(
-            f"the record's {task.format_args.prompt_key!r} is {path!r:.80}, wanted the path of a game file; name its "
-            "key with format.prompt_key"
-        )
-    return path
 
 
 class WebShopArguments(ChildArguments):
@@ -198,8 +144,8 @@ class WebShopArguments(ChildArguments):
 
 
 class WebShopWorkflow(ChildWorkflow):
-    """A purchase in WebShop. The record's prompt is the number of the session. The reward is that of the purchase, and
-    -0.1 without a purchase.
+    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the
+    reward; without a purchase it is -0.1.
     """
 
     arguments_kind = WebShopArguments
@@ -210,7 +156,7 @@ class WebShopWorkflow(ChildWorkflow):
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         state: Mapping[str, Any] = environment.first
         observation, reward, done = state["observation"], -0.1, False
-        conversation = Conversation(self.model, WEBSHOP)
+        conversation = EpisodeConversation(self.model, WEBSHOP)
         for _ in range(self.arguments.max_env_steps):
             answer = await conversation.ask(f"Observation: {observation}")
             if answer is None:
@@ -278,8 +224,8 @@ class InterCodeArguments(ChildArguments):
 
 
 class InterCodeSQLWorkflow(ChildWorkflow):
-    """A question to a database of InterCode. The record's prompt is the number of the task. The reward is that of the
-    last result.
+    """A question to a database of InterCode. The record's prompt is the number of the task. The last result
+    gives the reward.
     """
 
     arguments_kind = InterCodeArguments
@@ -293,7 +239,7 @@ class InterCodeSQLWorkflow(ChildWorkflow):
         first, record = environment.first, self.task.raw_task
         query, database = first["query"] or record.get("query", ""), record.get("db") or first["db"]
         observation = f"Question: {query}\nDatabase: {database}\nObservation: {first['observation']}"
-        conversation = Conversation(self.model, INTERCODE_SQL)
+        conversation = EpisodeConversation(self.model, INTERCODE_SQL)
         reward, done, executed, rounds = 0.0, False, False, self.arguments.max_env_steps
         for step in range(self.arguments.max_env_steps):
             answer = await conversation.ask(observation)
@@ -324,7 +270,7 @@ class InterCodeSQLWorkflow(ChildWorkflow):
 
 
 def read_closed_action(answer: str) -> str:
-    """Return the text between the first ``<action>`` and the next ``</action>``. Return "" if there is no such pair."""
+    """Return the text between the first ``<action>`` and the next ``</action>``. Return "" if the answer lacks them."""
     _, _, rest = answer.partition("<action>")
     text, closed, _ = rest.partition("</action>")
     return text.strip() if closed else ""
