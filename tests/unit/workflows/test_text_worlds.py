@@ -164,7 +164,7 @@ async def test_alfworld_is_worth_its_end(tmp_path: Path, worlds: dict[str, str])
     assert (won.reward, won.metrics["env_rounds"], won.metrics["env_done"]) == (1.0, 1.0, 1.0)
     [lost], _ = await play("alfworld_workflow", str(game), ["?"] * 2, worlds, max_env_steps=2)
     assert (lost.reward, lost.metrics["env_rounds"], lost.metrics["env_done"]) == (-0.1, 1.0, 0.0)
-    with pytest.raises(TaskError, match="this machine has no game file '/nowhere/game'"):
+    with pytest.raises(TaskError, match="there is no game file '/nowhere/game' on this machine"):
         await play("alfworld_workflow", "/nowhere/game", [], worlds)
 
 
