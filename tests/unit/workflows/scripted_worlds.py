@@ -120,6 +120,38 @@ class SqlEnv:
         return [(7,)], 0.25, False, {"action_executed": True}
 '''
 
+ALFWORLD_GAME = '''
+"""Makes a game of the real ALFWorld in a folder: a mug on a desk belongs on a shelf."""
+import json, os, sys
+import alfworld
+from alfworld.agents.utils.misc import add_task_to_grammar
+data = os.path.join(os.path.dirname(alfworld.__file__), "data")
+place = "_bar__plus_0{0}_dot_50_bar__plus_00_dot_50_bar__plus_01_dot_00"
+desk, shelf, mug = "Desk" + place.format(0), "Shelf" + place.format(1), "Mug" + place.format(2)
+spots = [f"loc_bar_{n}_bar_{n}_bar_0_bar_0" for n in range(3)]
+far = " ".join(f"(= (distance {a} {b}) 1)" for a in spots for b in spots)
+problem = f"""
+(define (problem mug) (:domain alfred)
+(:objects agent1 - agent MugType - otype DeskType - rtype ShelfType - rtype {mug} - object {desk} - receptacle
+ {shelf} - receptacle {' '.join(spots)} - location)
+(:init (= (total-cost) 0) {far}
+ (receptacleType {desk} DeskType) (receptacleType {shelf} ShelfType) (objectType {mug} MugType) (pickupable {mug})
+ (canContain DeskType MugType) (canContain ShelfType MugType) (atLocation agent1 {spots[0]})
+ (objectAtLocation {mug} {spots[1]}) (receptacleAtLocation {desk} {spots[1]}) (receptacleAtLocation {shelf} {spots[2]})
+ (inReceptacle {mug} {desk}))
+(:goal (and (exists (?r - receptacle) (exists (?o - object)
+ (and (inReceptacle ?o ?r) (objectType ?o MugType) (receptacleType ?r ShelfType)))))))
+"""
+targets = {"object_target": "Mug", "parent_target": "Shelf", "mrecep_target": "", "toggle_target": ""}
+targets["object_sliced"] = False
+task = {"task_type": "pick_and_place_simple", "pddl_params": targets, "turk_annotations": {"anns": []}, "scene": {}}
+grammar = add_task_to_grammar(open(os.path.join(data, "alfred.twl2")).read(), task)
+domain = open(os.path.join(data, "alfred.pddl")).read()
+game = {"pddl_domain": domain, "grammar": grammar, "pddl_problem": problem, "solvable": True, "walkthrough": []}
+json.dump(game, open(os.path.join(sys.argv[1], "game.tw-pddl"), "w"))
+json.dump(task, open(os.path.join(sys.argv[1], "traj_data.json"), "w"))
+'''
+
 
 def write_worlds(folder: Path) -> dict[str, str]:
     """Write the packages, and programs of the names that they need; return the environment variables that find them."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.workflows.scripted_worlds import write_worlds
+from tests.unit.workflows.scripted_worlds import ALFWORLD_GAME, write_worlds
 from trinity_mq.config import FormatConfig
 from trinity_mq.experience import Experience
 from trinity_mq.models import ModelWrapper
@@ -290,6 +290,7 @@ def test_purchases_and_parts_are_read_in_time_linear_in_the_answer() -> None:
 
 SCIENCEWORLD = os.environ.get("TRINITY_MQ_SCIENCEWORLD_PYTHON", "")
 TEXTWORLD = os.environ.get("TRINITY_MQ_TEXTWORLD_PYTHON", "")
+REAL_ALFWORLD = os.environ.get("TRINITY_MQ_ALFWORLD_PYTHON", "")
 
 
 @pytest.mark.timeout(300)
@@ -326,3 +327,33 @@ async def test_the_real_textworld(tmp_path: Path) -> None:
         await close_persistent_programs()
     assert (won.reward, won.metrics["success"], won.metrics["env_rounds"]) == (1.0, 1.0, len(walkthrough))
     assert "-= " in users(asked[0])[0]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not REAL_ALFWORLD, reason="TRINITY_MQ_ALFWORLD_PYTHON names no Python with alfworld and textworld")
+async def test_the_real_alfworld(tmp_path: Path) -> None:
+    made = await asyncio.to_thread(
+        subprocess.run,
+        [REAL_ALFWORLD, "-c", ALFWORLD_GAME, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    moves = ("go to desk 1", "take mug 1 from desk 1", "go to shelf 1", "fly", "move mug 1 to shelf 1")
+    try:
+        steps, asked = await play(
+            "step_wise_alfworld_workflow",
+            str(tmp_path / "game.tw-pddl"),
+            [action(move) for move in moves],
+            {},
+            python=REAL_ALFWORLD,
+        )
+    finally:
+        await close_persistent_programs()
+    shown = users(asked[-1])
+    assert "you see a desk 1, and a shelf 1.\n\nYour task is to: put " in shown[0]
+    assert shown[1] == "Observation: You arrive at desk 1. On the desk 1, you see a mug 1."
+    assert shown[4].startswith("Observation: Nothing happens.Please check if the action you take is valid")
+    assert [step.info["step_reward"] for step in steps] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert {step.reward for step in steps} == {1.0}
