@@ -32,6 +32,7 @@ REWARDS = Registry(
         "math_equal_format": "trinity_mq.rewards.math.rewards:math_reward",
         "math_reward": "trinity_mq.rewards.trinity_rewards:MathRewardFn",
         "reasoning_gym_reward": "trinity_mq.rewards.reasoning_gym_scores:reasoning_gym_reward",
+        "rlcr_reward": "trinity_mq.rewards.trinity_rewards:RLCRRewardFn",
         "text_format": "trinity_mq.rewards.text:format_reward",
         "tool_call": "trinity_mq.rewards.tool_call:tool_call",
     },

@@ -15,7 +15,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trinity_mq.rewards.ground_truth import truth_text
@@ -246,6 +246,87 @@ class MathDAPORewardFn:
             raise ValueError("max_response_length, cache_length and penalty_factor are needed for the penalty")
         excess = len(response_token) - (self.max_response_length - self.cache_length)
         return -self.penalty_factor * min(max(excess / self.cache_length, 0.0), 1.0)
+
+
+# -- confidence
+
+_TAG_NAMES = ("think", "answer", "analysis", "confidence")
+_TAG = re.compile(rf"</?(?:{'|'.join(_TAG_NAMES)})>")
+_TERMINAL = tuple(tag for name in _TAG_NAMES for tag in (f"<{name}>", f"</{name}>"))
+_WEIGHTS = {"format": 0.5, "accuracy": 0.5, "brier": 0.5, "mean_confidence": 1e-5, "confidence_one_or_zero": 1e-5}
+
+
+class RLCRRewardFn:
+    """Weighted parts for a right answer with a calibrated confidence (RLCR, arXiv 2507.16806).
+
+    ``format`` is 1 if the response ends with ``<think>``, ``<answer>``, ``<analysis>`` and ``<confidence>`` in this
+    order. With it, ``accuracy`` is 1 for a right answer, and ``brier`` is 1 minus the square of accuracy minus
+    confidence. ``mean_confidence`` is the last stated confidence, and ``confidence_one_or_zero`` is 1 if that is below
+    0.01 or above 0.99.
+
+    Args:
+        weights: Factor of each part; all five. None: 0.5 for the first three, and 0.00001 for the others.
+        answer_parser: As in :class:`AccuracyReward`.
+
+    Raises:
+        ValueError: ``weights`` does not have this form.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Any] | None = None, answer_parser: Callable[[str], Any] = simple_answer_parser
+    ) -> None:
+        self.weights = {**(_WEIGHTS if weights is None else weights)}
+        is_number = {name: type(value) in (int, float) and math.isfinite(value) for name, value in self.weights.items()}
+        if self.weights.keys() != _WEIGHTS.keys() or not all(is_number.values()):
+            raise ValueError(f"weights is {weights!r:.200}, wanted a finite number for each of {', '.join(_WEIGHTS)}")
+        self._accuracy = AccuracyReward(answer_parser)
+
+    def __call__(self, response: str, prompt: str | None = None, truth: Any = None, **_: Any) -> Parts:
+        """Return the five parts, multiplied by their weights; ``prompt`` is ignored."""
+        stated, terminal = _last_confidence(response or ""), _terminal(response or "")
+        parts = dict.fromkeys(_WEIGHTS, 0.0)
+        if stated is not None:
+            parts |= {"mean_confidence": stated, "confidence_one_or_zero": float(not 0.01 <= stated <= 0.99)}
+        if terminal is not None:
+            answer, confidence = terminal
+            parts["format"] = 1.0
+            if truth is not None:
+                parts |= self._accuracy(answer, truth=truth)
+                parts["brier"] = 1.0 - (parts["accuracy"] - confidence) ** 2
+        return {name: float(self.weights[name] * value) for name, value in parts.items()}
+
+
+def _confidence(text: str) -> float | None:
+    """Return the number from 0 to 1 that a text is, or None."""
+    try:
+        number = float(text.strip())
+    except ValueError:
+        return None
+    return number if 0.0 <= number <= 1.0 else None
+
+
+def _last_confidence(response: str) -> float | None:
+    start, end = response.rfind("<confidence>"), response.rfind("</confidence>")
+    content = response[start + len("<confidence>") : end] if 0 <= start < end else "<think>"
+    return None if _TAG.search(content) else _confidence(content)
+
+
+def _terminal(response: str) -> tuple[str, float] | None:
+    """Return answer and confidence of a response whose tags are closed one after the other and end in the wanted order
+    with nothing between or behind them; None for other responses.
+    """
+    tags = list(_TAG.finditer(response))
+    pairs = zip(tags[::2], tags[1::2], strict=False)
+    if len(tags) % 2 or any(opening[0].replace("<", "</") != closing[0] for opening, closing in pairs):
+        return None
+    last = tags[-len(_TERMINAL) :]
+    if tuple(tag[0] for tag in last) != _TERMINAL:
+        return None
+    gaps = [response[last[place].end() : last[place + 1].start()] for place in (1, 3, 5)]
+    if any(map(str.strip, (*gaps, response[last[-1].end() :]))):
+        return None
+    confidence = _confidence(response[last[6].end() : last[7].start()])
+    return None if confidence is None else (response[last[2].end() : last[3].start()], confidence)
 
 
 # -- countdown

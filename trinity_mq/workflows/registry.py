@@ -31,6 +31,7 @@ _SYNCHRONOUS = {
     "simple_workflow": f"{_BUILTIN}.simple:SimpleWorkflow",
     "sudoku_game_workflow": "trinity_mq.workflows.games.sudoku:SudokuWorkflow",
     "sudoku_workflow": "trinity_mq.workflows.games.sudoku_moves:SudokuMovesWorkflow",
+    "thinking_budget_workflow": f"{_BUILTIN}.trinity_thinking:ThinkingBudgetWorkflow",
     "tool_agent_workflow": f"{_BUILTIN}.tool_agent:ToolAgentWorkflow",
     "tool_choice_workflow": f"{_BUILTIN}.tool_call:ToolCallWorkflow",
 }

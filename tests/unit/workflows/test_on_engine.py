@@ -280,3 +280,47 @@ async def test_a_retry_shares_nothing_with_the_attempt_that_was_given_up(tmp_pat
     assert status.ok, status.message
     assert len(scripted.prompts) == 4, "it did ask"
     assert [one.response_text for one in experiences] == ["second", "third"]
+
+
+@pytest.mark.parametrize("name", ["thinking_budget_workflow", "async_thinking_budget_workflow"])
+@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10)])
+async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, budget, limit):
+    """The forced tokens are in the response and are not trained on; all others have the logprobs of the model."""
+    end = "</think>"
+    task = Task(
+        workflow=load_workflow(name),
+        raw_task={"messages": [{"role": "user", "content": "3 times 4?"}]},
+        workflow_args={"thinking_token_budget": budget},
+        rollout_args={"max_tokens": limit} if limit else {},
+        repeat_times=3,
+        batch_id=3,
+        task_id=5,
+        is_eval=True,
+    )
+    async with running(generator, tmp_path, max_response_tokens=30) as runner:
+        status, experiences = await runner.run_task_async(task, 3, 0)
+    assert status.ok, status.message
+    assert len(experiences) == 3
+    for one in experiences:
+        response = one.tokens[one.prompt_length :].tolist()
+        forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]
+        if budget + len(end) > (limit or 30):
+            assert forced == [], "the answer ends before the end of the thoughts fits in it"
+            assert len(response) <= budget
+            continue
+        assert forced == list(range(budget, budget + len(end)))
+        assert generator.codec.decode([response[budget : budget + len(end)]]) == [end]
+        assert end in one.response_text
+        scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), one.temperature)])[0])
+        exact = torch.isclose(scored[one.prompt_length - 1 :], one.logprobs, atol=1e-4)
+        assert exact[one.action_mask].all()
+
+
+async def test_a_budget_needs_messages_and_a_number(generator, tmp_path):
+    task = Task(workflow=load_workflow("thinking_budget_workflow"), raw_task={}, batch_id=1, task_id=1)
+    async with running(generator, tmp_path) as runner:
+        status, _ = await runner.run_task_async(task, 1, 0)
+        assert "thinking_token_budget is missing" in status.message
+        task.workflow_args = {"thinking_token_budget": 3}
+        status, _ = await runner.run_task_async(task, 1, 0)
+        assert "wanted a list of messages" in status.message

@@ -282,21 +282,7 @@ NAMES_OF_USERS = (
     "boxed_answer distill frozen_lake_game gymnasium math math_answer math_answer_ruler math_benchmark math_boxed "
     "math_distill math_eval math_rm math_ruler math_trainable_ruler on_policy_distill on_policy_distill_math program "
     "reward_model rubric rubric_judge rubric_judge_openai ruler self_ruler simple sudoku sudoku_game tool_agent "
-    f"tool_call tool_choice toolcall verifiers {ENVIRONMENTS}"
-)
-ADAPTERS = {"agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"}
-ASYNCHRONOUS = (
-    {"program_workflow", "recorded_sessions", "verifiers_workflow"}
-    | {f"{name}_workflow" for name in ENVIRONMENTS.split()}
-    | ADAPTERS
-)
-"""Workflows that have one form: they wait for programs, or make experiences of what is there."""
-
-
-NAMES_OF_USERS = (
-    "frozen_lake_game gymnasium math_boxed math_eval math_rm math_ruler math math_trainable_ruler "
-    "on_policy_distill_math on_policy_distill program rubric_judge ruler simple sudoku tool_agent tool_call verifiers "
-    f"{ENVIRONMENTS}"
+    f"thinking_budget tool_call tool_choice toolcall verifiers {ENVIRONMENTS}"
 )
 
 

@@ -91,7 +91,7 @@ SYSTEM = {"format_args": FormatArgs(system_prompt="Mine.")}
 EMPTY = {"format_args": FormatArgs(system_prompt="")}
 PREFIX = {"format_args": FormatArgs(reply_prefix="Let me")}
 THINK = {"workflow_args": {"with_think": True}}
-BASE = {"workflow_args": {"use_base": True, "with_think": True, "format_score_coef": 0.0, "unknown": 1}}
+BASE = {"workflow_args": {"use_base": True, "with_think": True, "format_score_coef": 0.0}}
 EMPTY_BASE = {"workflow_args": {"use_base": True}, **EMPTY}
 DAPO = {
     "reward": "math_dapo_reward",
@@ -331,6 +331,23 @@ async def test_distillation(name: str, answers: Any, prompt: str, wanted: list[f
     assert teacher.temperatures == [0.7] * len(answers)
     assert ("accuracy" in experiences[0].metrics) == (name == "on_policy_distill_math_workflow")
     assert experiences[0].teacher_logprobs.tolist() == [-2.0] * experiences[0].response_length
+
+
+async def test_a_subclass_reads_further_arguments_and_the_workflow_itself_refuses_them(stub_model: Any) -> None:
+    class Mine(load_workflow("math_boxed_workflow")):  # type: ignore[misc]
+        def reset(self, task: Task) -> None:
+            super().reset(task)
+            self.extra = task.workflow_args["extra"]
+
+        def format_messages(self) -> Any:
+            return [{"role": "user", "content": self.extra}]
+
+    model = stub_model(BOXES[:1])
+    task = Task(workflow=Mine, raw_task=RECORD, workflow_args={"extra": "hello", "with_think": True})
+    (experience,) = await execute(lambda: task.to_workflow(model), Mine)
+    assert (model.calls[0][0][0]["content"], experience.reward) == ("hello", 0.9)
+    with pytest.raises(TaskError, match=r"workflow_args\.extra does not exist"):
+        await outcome("math_boxed_workflow", model, 1, workflow_args={"extra": 1})
 
 
 # -- sudoku

@@ -5,7 +5,7 @@ Trinity-RFT 0.6.0 (Apache-2.0, https://github.com/agentscope-ai/Trinity-RFT), wh
 Tool-N1 (https://github.com/NVlabs/Tool-N1). :data:`trinity_mq.renamed.CHANGED_NAMES` lists the project's own workflows
 that had these names before.
 
-As there, an empty system prompt means no system prompt, and arguments that a workflow does not know are ignored.
+As there, an empty system prompt means no system prompt.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
-
-from pydantic import ConfigDict
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards.ground_truth import truth_text
@@ -97,7 +95,6 @@ class AsyncMathWorkflow(MathWorkflow):
 class BoxedWorkflowArguments(BoxedArguments):
     """``workflow_args`` of boxed math."""
 
-    model_config = ConfigDict(extra="ignore")
     format_score_coef: float = 0.1
 
 
@@ -219,7 +216,6 @@ def evaluation_messages(problem: str) -> list[dict[str, Any]]:
 class TeacherArguments(DistillationArguments):
     """``workflow_args`` of distillation."""
 
-    model_config = ConfigDict(extra="ignore")
     temperature: float = 1.0
     """Temperature of the teacher's log-probabilities."""
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
@@ -152,7 +152,6 @@ def rubric_rating(verdict: str) -> float | None:
 class JudgedArguments(Arguments):
     """``workflow_args`` of a workflow with a judge."""
 
-    model_config = ConfigDict(extra="ignore")
     judge: Which = 0
     """The auxiliary model that judges: its name, or its position from 0."""
 
@@ -160,6 +159,7 @@ class JudgedArguments(Arguments):
 class _JudgedWorkflow(SimpleWorkflow):
     """A workflow that asks an auxiliary model about its answers."""
 
+    arguments_kind: ClassVar[type[JudgedArguments]] = JudgedArguments
     _judge_sampling: ClassVar[dict[str, Any]] = {}
 
     def reset(self, task: Task) -> None:
@@ -172,7 +172,7 @@ class _JudgedWorkflow(SimpleWorkflow):
         Raises:
             TaskError: The run does not have this model.
         """
-        self._judge_place = auxiliary_index(self, arguments_of(task, JudgedArguments).judge, JUDGE)
+        self._judge_place = auxiliary_index(self, arguments_of(task, self.arguments_kind).judge, JUDGE)
 
     async def _verdict(self, messages: Messages) -> str:
         """Return the judge's answer.
