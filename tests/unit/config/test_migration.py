@@ -392,6 +392,8 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     buffer = load_config(path.with_suffix(".ours")).buffer
     assert buffer.taskset.workflow == "tool_call_workflow"
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
+
+
 def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "migrated_names_plugin.py").write_text(
         '@POLICY_LOSS_FN.register_module("mine")\nclass Loss: ...\n'
