@@ -408,12 +408,10 @@ NAMES = {
     ),
     "trinity_mq.workflows.builtin.ruler": "settle=assign_ruler_rewards",
     "trinity_mq.workflows.builtin.simple": "give_reward=set_reward",
-    "trinity_mq.workflows.builtin.tool_agent": ".take_calls=append_message",
     "trinity_mq.workflows.builtin.tool_call": (
         "AsyncToolCallWorkflow=AsyncToolChoiceWorkflow ToolCallWorkflow=ToolChoiceWorkflow"
     ),
     "trinity_mq.workflows.builtin.tools": ".need_synchronous=check_synchronous",
-    "trinity_mq.workflows.builtin.trainable_ruler": ".knows_truth=uses_truth",
     "trinity_mq.workflows.environments.workflow": "Actions=ActionParser",
     "trinity_mq.workflows.sessions.children": (
         "KeptProgram=PersistentProgram close_kept=close_persistent_programs program_of=make_program"

@@ -1,1 +1,45 @@
-"""Advantage estimators and losses: the path from rewards to a gradient."""
+"""Advantage estimators and losses: the path from rewards to a gradient. The package offers the class forms of
+Trinity-RFT for losses, advantages, KL and entropy terms of your own.
+"""
+
+from trinity_mq.algorithms.forms import (
+    ADVANTAGE_FN,
+    ALGORITHM_TYPE,
+    ENTROPY_LOSS_FN,
+    KL_FN,
+    POLICY_LOSS_FN,
+    AdvantageFn,
+    AlgorithmType,
+    EntropyLossFn,
+    GroupAdvantage,
+    KLFn,
+    PolicyLossFn,
+)
+from trinity_mq.algorithms.masked import (
+    aggregate_loss,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    prefix_metrics,
+)
+
+__all__ = [
+    "ADVANTAGE_FN",
+    "ALGORITHM_TYPE",
+    "ENTROPY_LOSS_FN",
+    "KL_FN",
+    "POLICY_LOSS_FN",
+    "AdvantageFn",
+    "AlgorithmType",
+    "EntropyLossFn",
+    "GroupAdvantage",
+    "KLFn",
+    "PolicyLossFn",
+    "aggregate_loss",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "prefix_metrics",
+]

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from trinity_mq.algorithms.corrections import corrections
 from trinity_mq.algorithms.mismatch import AGES, age_mask
+from trinity_mq.algorithms.plugins import is_class
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
@@ -99,6 +100,7 @@ def evaluate(
         entropy_coef: Weight of the entropy bonus of ``rl``.
     """
     weighted_terms: list[tuple[float, LossTerms]] = []
+    has_class = is_class(config.surrogate)
     for name, view in views.items():
         weight = weights.get(name, 0.0)
         if not weight or not view.tokens:
@@ -106,6 +108,8 @@ def evaluate(
         match name:
             case "rl":
                 weighted_terms.append((weight, policy_terms(view, config, entropy_coef)))
+            case "ce" | "ref_kl" | "pair" if has_class:  # the class computes the loss of all tokens
+                weighted_terms.append((1.0, LossTerms((0 * view.logprob).sum())))
             case "ce":
                 loss = (likelihood(view.logprob, config.imitation).loss * view.scale).sum()
                 weighted_terms.append((weight, LossTerms(loss, {"ce_loss": loss.detach()})))
@@ -115,6 +119,7 @@ def evaluate(
                 weighted_terms.append((weight, pair_terms(view, config)))
             case _:
                 raise ValueError(f"{name!r} is not a component, wanted rl, ce, ref_kl or pair")
+    weighted_terms += [(1.0, LossTerms(loss)) for loss in _class_parts(views, weights)]
     if not weighted_terms:
         raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
     total = sum(
@@ -128,6 +133,22 @@ def evaluate(
         {name: value for _, terms in weighted_terms for name, value in terms.maxima.items()},
         {name: value for _, terms in weighted_terms for name, value in terms.minima.items()},
     )
+
+
+def _class_parts(views: Mapping[str, TokenView], weights: Mapping[str, float]) -> list[Tensor]:
+    """Return the part of the loss that the user's classes compute, for the tokens of each role: its value, with the
+    gradient that the columns ``slope`` and ``entropy_slope`` give.
+    """
+    by_role = {id(view): view for name, view in views.items() if weights.get(name) and view.tokens}
+    parts = []
+    for view in by_role.values():
+        if view.slope is None or view.level is None:
+            continue
+        part = view.level + view.slope * (view.logprob - view.logprob.detach())
+        if view.entropy is not None and view.entropy_slope is not None:
+            part = part + view.entropy_slope * (view.entropy - view.entropy.detach())
+        parts.append(part.sum())
+    return parts
 
 
 def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -158,16 +179,19 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
     token. Maxima are ``ratio_max`` and ``correction_weight_max``; the minimum is ``ratio_min``.
     """
-    loss, counts = token_losses(view, config)
+    if is_class(config.surrogate):
+        loss, counts, reduced = 0 * view.logprob, dict[str, Tensor](), dict[str, Tensor]()
+    else:
+        loss, counts = token_losses(view, config)
+        reduced = {"pg_loss": (loss.detach() * view.scale).sum()}
     anchor = anchor_logprob(view, config.anchor)
-    reduced = {"pg_loss": (loss.detach() * view.scale).sum()}
     if config.kl is not None and config.kl.coef:
         kl = reference_kl(view, anchor, config.kl)
         loss = loss + config.kl.coef * kl
         reduced["kl_loss"] = config.kl.coef * (kl.detach() * view.scale).sum()
     for term in config.regularisers:
         loss = loss + regulariser(view, anchor, term)
-    if view.entropy is not None:
+    if view.entropy is not None and config.entropy_loss is None:
         reduced["entropy_loss"] = -(entropy_coef * view.entropy.detach() * view.scale).sum()
         loss = loss - entropy_coef * view.entropy if entropy_coef else loss
     with torch.no_grad():

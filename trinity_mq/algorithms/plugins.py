@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView
-from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
+from trinity_mq.config.algorithm.pieces import LossConfig, Piece, PluginPiece
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import resolve
 
@@ -29,11 +29,33 @@ def load_plugins(config: LossConfig) -> None:
     Raises:
         FatalError: A plug-in cannot be used.
     """
-    if isinstance(config.surrogate, PluginPiece):
+    if isinstance(config.surrogate, PluginPiece) and not is_class(config.surrogate):
         load_function(config.surrogate, SURROGATE)
     for rule in config.correction:
         if isinstance(rule, PluginPiece):
             load_function(rule, CORRECTION)
+
+
+def is_class(piece: Piece) -> bool:
+    """Return whether a piece is a class of the user's own.
+
+    Raises:
+        UnknownNameError: It cannot be imported.
+    """
+    return isinstance(piece, PluginPiece) and inspect.isclass(resolve("plug-in of the loss", piece.kind))
+
+
+def class_of(piece: PluginPiece) -> type:
+    """Return the class that a piece names.
+
+    Raises:
+        UnknownNameError: It cannot be imported.
+        PluginError: It is not a class.
+    """
+    kind = resolve("plug-in of the loss", piece.kind)
+    if not inspect.isclass(kind):
+        raise PluginError(f"{piece.kind} is {kind!r}, wanted a class in the form of Trinity-RFT's")
+    return kind
 
 
 def load_function(plugin: PluginPiece, positional: tuple[str, ...]) -> Callable[..., Tensor]:

@@ -49,6 +49,13 @@ class TokenView:
     """Product of the corrections computed over the whole optimizer step; 0 excludes the token."""
     chosen: Tensor | None = None
     """bool: tokens that a selective regulariser (kl_cov) applies to."""
+    slope: Tensor | None = None
+    """Derivative of the loss of the user's classes with respect to the token's logprob; see
+    :mod:`trinity_mq.algorithms.class_losses`."""
+    entropy_slope: Tensor | None = None
+    """Derivative of this loss with respect to the token's entropy."""
+    level: Tensor | None = None
+    """Share of the token in the value of this loss."""
     custom: Mapping[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: the custom fields of the tokens' experiences, for plug-ins."""
 

@@ -38,6 +38,12 @@ class RolloutModelConfig(Section):
     """Sampling temperature of training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts. Values below 1 need ``algorithm.allow_truncated_sampling``."""
+    min_response_tokens: int = Field(default=0, ge=0)
+    """Number of tokens before which an answer does not end. ``rollout_args.min_tokens`` of a taskset overrides it. The
+    logprobs do not take this limit into account."""
+    ignore_eos: bool = False
+    """Continue answers after the tokens that end an answer, up to ``model.max_response_tokens``.
+    ``rollout_args.ignore_eos`` of a taskset overrides it."""
     num_threads: Threads = "auto"
     """CPU threads of torch on each device of an engine. ``auto``: an equal share of the cores, which the trainer's
     processes and all engines of the run divide among themselves."""
@@ -68,6 +74,12 @@ class RolloutModelConfig(Section):
     def _splits(self) -> RolloutModelConfig:
         check_tensor_parallel_size(self.engine, self.tensor_parallel_size)
         return self
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """Sampling parameters that decide where an answer may end, without those that have no effect."""
+        parameters = {"min_tokens": self.min_response_tokens, "ignore_eos": self.ignore_eos}
+        return {name: value for name, value in parameters.items() if value}
 
 
 class DynamicTimeoutConfig(Section):

@@ -219,21 +219,27 @@ class NoEstimator(EstimatorBase):
 
 
 class EstimatorPlugin(EstimatorBase):
-    """A user-defined function: ``def advantages(rewards: list[float], **args) -> list[float]``.
+    """A user-defined function: ``def advantages(rewards: list[float], **args) -> list[float]``, or a class in
+    Trinity-RFT's form (``AdvantageFn``, ``GroupAdvantage``).
 
-    It is called for each task with the rewards of its runs, ordered by run, and returns one number for each run.
+    The function is called for each task with the rewards of its runs, ordered by run, and returns one number for each
+    run. The class gets all experiences of a batch.
     """
 
     kind: str = Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")
-    """Dotted path of the function, ``package.module.function``."""
+    """Dotted path of the function or class, ``package.module.function``."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, checked against its signature at its first use."""
+    """Keyword arguments of the function, checked against its signature at its first use, or of the class's constructor.
+    """
+    compares: bool = True
+    """Whether the runs of a task are compared, so that a task needs at least two. ``advantage_fn`` unsets it for a
+    class that a module in ``plugin_dirs`` registers: the class gets groups of any size."""
     min_group_runs: int | None = Field(default=None, ge=1)
     """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 
     @property
     def compares_runs(self) -> bool:
-        return True
+        return self.compares
 
     @field_validator("args")
     @classmethod

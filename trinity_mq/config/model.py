@@ -105,6 +105,11 @@ class ModelConfig(Section):
     """Maximum length of prompt and response together, in tokens."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
     """Maximum length of the prompt, in tokens."""
+    enable_prompt_truncation: bool | None = None
+    """Treatment of a prompt with more than ``max_prompt_tokens`` tokens. Null: its task fails. True: the model is not
+    asked; each run has an experience with the cut prompt, which is not trained on (``prompt_truncated``), and reward
+    functions judge a placeholder for its answer. False: ``max_prompt_tokens`` limits no prompt; a prompt that does not
+    fit ``max_model_len`` fails its task."""
     max_response_tokens: int = Field(default=2048, ge=1)
     """Maximum length of the response, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -122,12 +127,23 @@ class ModelConfig(Section):
     """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
     everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a
     taskset and requests override them, name by name. A name that the template does not read is an error."""
+    custom_chat_template: str | None = None
+    """Chat template, as Jinja text, instead of the template of the model's folder. Engines, SFT, DPO and the exported
+    model use it. Null: the template of the folder."""
+    chat_template_path: str | None = None
+    """File with a chat template, instead of ``custom_chat_template``. All machines of the run need the file."""
     family: str | None = None
     """The row of the table of model families that reads the model's answers and writes its messages, such as
     ``qwen3.5``; or your own: a name that an installed package adds, or a dotted path ``my_file.MINE``. Null: by the
     chat template. Only a fine-tuned model whose template names another family needs this."""
     trust_remote_code: bool = False
     """Allow code from the model's folder to run."""
+
+    @model_validator(mode="after")
+    def _one_template(self) -> ModelConfig:
+        if self.custom_chat_template and self.chat_template_path:
+            raise ValueError("custom_chat_template and chat_template_path are both given: remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -27,13 +27,14 @@ from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
 from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
-from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.bus import PUBLISH_TIMEOUT, BrokerConfig
 from trinity_mq.config.devices import DevicesConfig, device_problems
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.config.modes.mode import BenchConfig, Mode, SourceConfig, with_bench_folder, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
+from trinity_mq.config.registered import take_registered_names
 from trinity_mq.config.sync import SyncConfig
 from trinity_mq.roles import ROLES
 
@@ -66,6 +67,23 @@ def manifest_bytes(slices: int, runs: int) -> int:
     runs.
     """
     return 96 * slices + 5 * runs
+
+
+def batch_bytes(runs: int, prompt: int, response: int) -> int:
+    """Return the bytes of a processed batch if every response reaches its limit: 21 bytes for each token of a response
+    and 300 for each experience.
+
+    Args:
+        runs: Number of experiences.
+        prompt: Maximum tokens of a prompt. On average a prompt has half of them, with 8 bytes each.
+        response: Maximum tokens of a response.
+    """
+    return runs * (300 + 8 * prompt // 2 + 21 * response)
+
+
+def slice_hold_seconds(slice_timeout: float) -> float:
+    """Return an upper bound of the seconds for which a runner holds a slice: its work, its end and its publishes."""
+    return slice_timeout + STOP_SECONDS + 2 * PUBLISH_TIMEOUT
 
 
 _SECTION_CHECKS: list[Callable[[Config], Config]] = []
@@ -120,10 +138,13 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Translate three kinds of settings: move the critic settings of Trinity-RFT to ``algorithm.critic``, give an
-        evaluation its own name and folder, and set mode train if ``source.tap`` is set.
+        """Translate four kinds of settings: replace names that modules in ``plugin_dirs`` register, move the critic
+        settings of Trinity-RFT to ``algorithm.critic``, give an evaluation its own name and folder, and set mode train
+        if ``source.tap`` is set.
         """
-        return with_tap_mode(with_bench_folder(move_critic_settings(data))) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return with_tap_mode(with_bench_folder(move_critic_settings(take_registered_names(data))))
 
     @model_validator(mode="after")
     def _check_sections(self, info: ValidationInfo) -> Config:
@@ -154,7 +175,7 @@ class Config(Section):
         """Upper bounds of the seconds for which a slice or a batch is held: the sum of work, waits and publishes."""
         publish = self.broker.publish_timeout
         return {
-            "slice": self.explorer.slice_timeout + STOP_SECONDS + 2 * publish,
+            "slice": slice_hold_seconds(self.explorer.slice_timeout),
             "batch": self.explorer.operator_deadline + self.operator.timeout + 3 * publish,
         }
 
@@ -236,12 +257,12 @@ class Config(Section):
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
             )
-        needed_components = SCHEMAS[data.schema_type]
+        needed_components = SCHEMAS.get(data.schema_type, {"ce", "pair"})
         if self.mode == "train" and not needed_components & components(self.algorithm):
             raise ValueError(
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(needed_components))}. Fitting presets: "
-                f"{', '.join(FITTING[data.schema_type])}"
+                f"{', '.join(FITTING.get(data.schema_type, FITTING['sft']))}"
             )
         return self
 
@@ -488,6 +509,18 @@ class Config(Section):
         return self
 
     @_section_check
+    def _answer_lengths(self) -> Config:
+        default = self.explorer.rollout_model.min_response_tokens
+        places = [("explorer.rollout_model.min_response_tokens", default, self.model.max_response_tokens)]
+        for taskset in (*self.buffer.training_tasksets, *self.buffer.eval_tasksets):
+            sampling = {"min_tokens": default, "max_tokens": self.model.max_response_tokens, **taskset.rollout_args}
+            places.append((f"min_tokens of taskset {taskset.name!r}", sampling["min_tokens"], sampling["max_tokens"]))
+        for name, least, most in places:
+            if isinstance(least, int) and isinstance(most, int) and least > most:
+                raise ValueError(f"{name} is {least}, more than the {most} tokens that an answer may have; lower it")
+        return self
+
+    @_section_check
     def _algorithm(self) -> Config:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
         replay = self.buffer.trainer_input.replay
@@ -568,9 +601,8 @@ class Config(Section):
 
     @property
     def estimated_batch_bytes(self) -> int:
-        """Bytes of a processed batch if every response reaches its limit: 21 bytes for each token and 300 for each
-        experience. Batches with replacement tasks have the same size on average, since they replace groups that were
-        dropped.
+        """Maximum bytes of a processed batch. Batches with replacement tasks have the same size on average, since they
+        replace groups that were dropped.
         """
         runs = self.buffer.batch_size * self.algorithm.repeat_times
-        return runs * (300 + 8 * self.model.max_prompt_tokens // 2 + 21 * self.model.max_response_tokens)
+        return batch_bytes(runs, self.model.max_prompt_tokens, self.model.max_response_tokens)

@@ -174,7 +174,8 @@ def _type(annotation: Any) -> str:
     if origin is dict:
         return f"map of {_type(inner[1])}"
     if origin is Annotated:
-        return ", ".join([_type(inner[0]), *_bounds(item for constraint in inner[1:] for item in constraint.metadata)])
+        limits = [item for constraint in inner[1:] for item in getattr(constraint, "metadata", ())]
+        return ", ".join([_type(inner[0]), *_bounds(limits)])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     name = str(getattr(annotation, "__name__", annotation))

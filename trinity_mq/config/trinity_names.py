@@ -70,4 +70,6 @@ def trinity_key_advice(location: Sequence[int | str]) -> str | None:
     advice = key_advice().get(".".join(parts))
     if advice is None and len(parts) > 1 and "taskset" in parts[-2]:
         advice = key_advice().get(TASKSET + parts[-1])
+    if advice is None and parts[-2:-1] == ["format"]:
+        advice = key_advice().get(f"{TASKSET}format.{parts[-1]}")
     return advice

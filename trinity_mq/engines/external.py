@@ -37,6 +37,8 @@ HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
 OURS = ("continue_messages", "continue_tokens", "max_prompt_tokens", "return_prompt_text", "return_token_ids")
 """Request fields that only our engines know. vLLM also knows the last field."""
+OF_VLLM = ("add_generation_prompt", "continue_final_message")
+"""Request fields of servers that also return token ids, such as vLLM. Other servers refuse them."""
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP statuses that ask the client to try again later."""
 
@@ -187,7 +189,8 @@ class ExternalServer(HttpServer):
     def _forwarded_body(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """Return a request in the form that the external server understands."""
         wants_ids = bool(body.get("return_token_ids"))
-        forwarded = {key: value for key, value in body.items() if key not in OURS and value is not None}
+        refused = OURS if self.model.token_ids else (*OURS, *OF_VLLM)
+        forwarded = {key: value for key, value in body.items() if key not in refused and value is not None}
         if wants_ids and self.model.token_ids:
             forwarded["return_token_ids"] = True
             forwarded.setdefault("logprobs", True if path.endswith("/chat/completions") else 0)

@@ -39,7 +39,7 @@ class AppSettings:
         return cls(
             gateway=config.gateway,
             model_name=config.model.model_path or f"{config.name}-tiny",
-            sampling={"temperature": rollout.temperature, "top_p": rollout.top_p},
+            sampling={"temperature": rollout.temperature, "top_p": rollout.top_p, **rollout.ending},
             max_response_tokens=config.model.max_response_tokens,
             compares_runs=config.algorithm.estimator.compares_runs,
             group_size=config.gateway.group_size or config.algorithm.repeat_times,

@@ -24,6 +24,7 @@ _random_state = threading.Lock()
 """Guards torch's global random state, from which the weights are drawn."""
 
 CONFIG_FILE = "config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096
 """Names of the number of layers in ``config.json``, and its maximum. A damaged file with more layers would fill the
 host memory of each process that reads it.
@@ -236,6 +237,20 @@ def local_folder(model_path: str) -> Path | None:
     return None
 
 
+def configured_template(config: ModelConfig) -> str | None:
+    """Return the chat template that the configuration gives, None if it gives none.
+
+    Raises:
+        ModelError: ``chat_template_path`` cannot be read.
+    """
+    if config.chat_template_path is None:
+        return config.custom_chat_template or None
+    try:
+        return Path(config.chat_template_path).expanduser().read_text(encoding="utf-8") or None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.chat_template_path {config.chat_template_path} cannot be read: {error}") from error
+
+
 def has_chat_template(folder: Path) -> bool:
     """Return whether the tokenizer in ``folder`` has a chat template, as transformers stores it; loads nothing."""
     if any(folder.glob("chat_template*")):
@@ -249,7 +264,7 @@ def has_chat_template(folder: Path) -> bool:
 def read_chat_template(folder: Path) -> str:
     """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: it has none, or several."""
     try:
-        if (file := folder / "chat_template.jinja").is_file():
+        if (file := folder / CHAT_TEMPLATE_FILE).is_file():
             return file.read_text(encoding="utf-8")
         template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -283,7 +298,26 @@ def _existing(model_path: str) -> Path:
     return _checked(model_path, local_folder(model_path) or _snapshot(model_path))
 
 
+def trinity_checkpoint_hint(folder: Path) -> str:
+    """Return what to do with a folder of a checkpoint of Trinity-RFT that is no model; empty for other folders."""
+    places = [folder, folder / "actor", folder.parent] if folder.name == "huggingface" else [folder, folder / "actor"]
+    marks = ("model_world_size_*_rank_*.pt", "dist_ckpt", "latest_*_iteration.txt", "global_step_*")
+    is_checkpoint = any(any(place.glob(mark)) for place in places for mark in marks)
+    if not is_checkpoint and not (folder.name in {"actor", "huggingface"} and "global_step_" in str(folder)):
+        return ""
+    if any((folder / "huggingface").glob("model*.safetensors")):
+        return f"; this is a checkpoint of Trinity-RFT, whose model is in {folder / 'huggingface'}"
+    if any((folder / "actor" / "huggingface").glob("model*.safetensors")):
+        return f"; this is a checkpoint of Trinity-RFT, whose model is in {folder / 'actor' / 'huggingface'}"
+    source = folder.parent if folder.name == "huggingface" else folder
+    return (
+        f"; this is a checkpoint of Trinity-RFT: convert it once with `trinity-mq convert-checkpoint {source} --out "
+        "NEW_FOLDER` and give the new folder"
+    )
+
+
 def _checked(model_path: str, folder: Path) -> Path:
+    hint = trinity_checkpoint_hint(folder)
     try:
         settings = json.loads((folder / CONFIG_FILE).read_text())
         if not isinstance(settings, dict):
@@ -292,7 +326,10 @@ def _checked(model_path: str, folder: Path) -> Path:
         if beyond := [count for count in layers if isinstance(count, int) and count > MOST_LAYERS]:
             raise ValueError(f"it has {beyond[0]} layers, wanted at most {MOST_LAYERS}")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelError(f"model.model_path {model_path}: {folder}/{CONFIG_FILE} cannot be read: {error}") from error
+        reason = f"{folder}/{CONFIG_FILE} cannot be read: {error}"
+        raise ModelError(f"model.model_path {model_path}: {reason}{hint}") from error
+    if hint and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.model_path {model_path}: {folder} holds no weights{hint}")
     return folder
 
 

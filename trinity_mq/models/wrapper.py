@@ -20,7 +20,7 @@ from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.calls import RecordedCall, RecordedModel
 from trinity_mq.models.recording.history import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns as merged
-from trinity_mq.models.recording.responses import conversation_experience
+from trinity_mq.models.recording.responses import conversation_experience, masked_experiences
 from trinity_mq.models.retried import call_with_retries, engine_retries
 from trinity_mq.telemetry.trace import span
 
@@ -51,6 +51,7 @@ class ModelWrapper(RecordedModel):
         pinned: Version | None = None,
         enable_history: bool = False,
         max_prompt_tokens: int | None = None,
+        enable_prompt_truncation: bool = False,
         max_response_tokens: int | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -69,6 +70,8 @@ class ModelWrapper(RecordedModel):
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
             max_prompt_tokens: For a longer prompt, :meth:`chat` and :meth:`generate` return masked experiences. None:
                 the limit is the context length of the model, as for OpenAI clients, whose conversations grow.
+            enable_prompt_truncation: Masked experiences are wanted: a workflow returns them, and
+                :meth:`convert_messages_to_experience` makes them too. False: they are a failure of the task.
             max_response_tokens: Maximum tokens of a response. None: the engine's limit.
             temperature: Sampling temperature.
             top_p: Probability mass for nucleus sampling.
@@ -88,6 +91,7 @@ class ModelWrapper(RecordedModel):
             request_timeout=request_timeout,
         )
         self.max_prompt_tokens = max_prompt_tokens
+        self.enable_prompt_truncation = enable_prompt_truncation
         self._clients = clients or EngineClients()
         self._owns_clients = clients is None
         self._openai: list[openai.OpenAI | openai.AsyncOpenAI] = []
@@ -127,6 +131,8 @@ class ModelWrapper(RecordedModel):
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation. The call blocks: it is for workflows in a thread.
 
+        If the last message is the assistant's, the answers continue its text, which is a part of their prompt.
+
         ``sampling`` takes the parameters of the OpenAI API, and ``chat_template_kwargs`` for the chat template, such as
         ``{"enable_thinking": False}``.
 
@@ -135,11 +141,11 @@ class ModelWrapper(RecordedModel):
             EngineLost: The engine did not answer.
             EngineRefused: The engine refused the request.
         """
-        return self._complete("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return self._complete("/v1/chat/completions", self._call(_chat_prompt(messages), sampling))
 
     async def chat_async(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation; errors as :meth:`chat`."""
-        return await self._complete_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return await self._complete_async("/v1/chat/completions", self._call(_chat_prompt(messages), sampling))
 
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
@@ -174,10 +180,13 @@ class ModelWrapper(RecordedModel):
         """Return a whole conversation as one experience with logprobs of the current policy.
 
         The action mask covers the assistant's turns. A conversation longer than the model's limit is cut and marked
-        ``response_truncated``. Errors as :meth:`chat`.
+        ``response_truncated``. With ``enable_prompt_truncation``, a conversation whose first answer begins behind
+        ``max_prompt_tokens`` becomes a masked experience. Errors as :meth:`chat`.
         """
         body = self._conversation_body(messages, tools)
         tokenized = self._post("/v1/tokenize", body)
+        if (masked := self._masked_conversation(tokenized, messages, tools, temperature)) is not None:
+            return masked
         scored = self._post(
             "/v1/logprobs", self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
         )
@@ -192,6 +201,8 @@ class ModelWrapper(RecordedModel):
         """Return a whole conversation as one experience; see :meth:`convert_messages_to_experience`."""
         body = self._conversation_body(messages, tools)
         tokenized = await self._post_async("/v1/tokenize", body)
+        if (masked := self._masked_conversation(tokenized, messages, tools, temperature)) is not None:
+            return masked
         score_body = self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
         return self._conversation(
             tokenized, await self._post_async("/v1/logprobs", score_body), messages, tools, temperature
@@ -364,5 +375,32 @@ class ModelWrapper(RecordedModel):
             temperature=self._temperature(temperature) or 1.0,
         )
 
+    def _masked_conversation(
+        self,
+        tokenized: Mapping[str, Any],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        temperature: float | None,
+    ) -> Experience | None:
+        """Return the masked experience of a conversation whose prompt is too long; None for any other conversation."""
+        limit = min(self.max_prompt_tokens or tokenized["max_model_len"], tokenized["max_model_len"] - 1)
+        if not self.enable_prompt_truncation or len(tokenized["tokens"]) <= limit:
+            return None
+        if 1 in tokenized["assistant_mask"][: limit + 1]:
+            return None
+        error = PromptTooLong("the prompt of the conversation is too long", tokenized["tokens"], limit)
+        [experience] = masked_experiences(error, 1, self._temperature(temperature))
+        experience.messages = [dict(message) for message in messages]
+        experience.tools = None if tools is None else [dict(tool) for tool in tools]
+        return experience
+
     def _temperature(self, temperature: float | None) -> float:
         return float(self.sampling["temperature"] if temperature is None else temperature)
+
+
+def _chat_prompt(messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the fields of a chat request for a conversation. A last message of the assistant is continued."""
+    last = messages[-1] if messages else {}
+    continues = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+    flags = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}
+    return {"messages": list(messages), **flags}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.config.buffer.taskset import system_prompt_of
 from trinity_mq.config.switches import SwitchError
 from trinity_mq.data.records import Record, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
@@ -29,15 +30,25 @@ def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> lis
 
 
 def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) -> list[str]:
-    limit = min(config.model.max_prompt_tokens, config.model.max_model_len - 1)
-    texts = [text for record in records if isinstance(text := record.get(taskset.format.prompt_key), str)]
-    candidates = [text for text in texts if len(text.encode("utf-8", "replace")) > limit // 2]
+    limit, truncates = config.model.max_model_len - 1, config.model.enable_prompt_truncation
+    if truncates is not False:
+        limit = min(config.model.max_prompt_tokens, limit)
+    prefix = taskset.format.reply_prefix or ""
+    texts = [
+        (system_prompt_of(record, taskset.format.system_prompt_key), text + prefix)
+        for record in records
+        if isinstance(text := record.get(taskset.format.prompt_key), str)
+    ]
+    candidates = [
+        (system, text) for system, text in texts if len(((system or "") + text).encode("utf-8", "replace")) > limit // 2
+    ]
     length = _length(config, taskset) if candidates else None
     if length is None:
         return []
-    count = sum(length(text) > limit for text in candidates[:MOST_COUNTED])
+    count = sum(length(system, text) > limit for system, text in candidates[:MOST_COUNTED])
     total = f"of the first {MOST_COUNTED} of {len(candidates)} long ones" if len(candidates) > MOST_COUNTED else ""
-    return [_line(taskset.name, count, total or f"of {len(records)}", limit)] if count else []
+    total = total or f"of {len(records)}"
+    return [_line(taskset.name, count, total, limit, truncates=bool(truncates))] if count else []
 
 
 def _system_prompt(taskset: TasksetConfig) -> str:
@@ -48,27 +59,28 @@ def _system_prompt(taskset: TasksetConfig) -> str:
     )
 
 
-def _line(name: str, count: int, total: str, limit: int) -> str:
+def _line(name: str, count: int, total: str, limit: int, *, truncates: bool) -> str:
+    outcome = "will not be trained on (model.enable_prompt_truncation)" if truncates else "will fail"
     return (
-        f"taskset {name!r}: the prompts of {count} {total} records have more than {limit} tokens, and these tasks will "
-        "fail: leave them out, or raise model.max_prompt_tokens and model.max_model_len"
+        f"taskset {name!r}: the prompts of {count} {total} records have more than {limit} tokens, and these tasks "
+        f"{outcome}: leave them out, or raise model.max_prompt_tokens and model.max_model_len"
     )
 
 
-def _length(config: Config, taskset: TasksetConfig) -> Callable[[str], int] | None:
+def _length(config: Config, taskset: TasksetConfig) -> Callable[[str | None, str], int] | None:
     """Return a function that counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
-    system = _system_prompt(taskset)
+    default = _system_prompt(taskset)
     if config.model.tiny is not None:  # each character is one token
-        return lambda text: len(system) + len(text)
+        return lambda system, text: len(system or default) + len(text)
     try:
         folder = local_model_folder(str(config.model.model_path))
         if folder is None:
             return None
         codec = TextCodec.of_model(folder, config.model)
-        switches = codec.switches(taskset.rollout_args) if codec.has_template else {}
+        switches = codec.switches(taskset.task_rollout_args) if codec.has_template else {}
     except (ModelError, SwitchError):  # check_models and check_switches report these errors
         return None
-    return lambda text: _tokens(codec, system, text, switches)
+    return lambda system, text: _tokens(codec, system or default, text, switches)
 
 
 def _tokens(codec: TextCodec, system: str, text: str, switches: Mapping[str, Any]) -> int:

@@ -30,7 +30,12 @@ from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.model_folder import has_chat_template, local_model_folder, read_chat_template
+from trinity_mq.models.model_folder import (
+    configured_template,
+    has_chat_template,
+    local_model_folder,
+    read_chat_template,
+)
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.renamed import changed_meanings
@@ -45,6 +50,8 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow", "math_answer_wo
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workflow", "tool_choice_workflow"}
 """Built-in workflows that can make a greedy run."""
+RECORDS = "buffer.trainer_input"
+"""Key of the training data among the names of models, which have no dots."""
 WARNING = ": warning: "
 """Part of the lines about something that a run may need and this machine does not have."""
 
@@ -137,7 +144,13 @@ def _is_plain(taskset: TasksetConfig) -> bool:
 def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
     """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
-    pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
+    pieces = (
+        algorithm.surrogate,
+        *algorithm.correction,
+        algorithm.kl_loss,
+        algorithm.entropy_loss,
+        algorithm.estimator,
+    )
     return [piece for piece in pieces if isinstance(piece, PluginPiece | EstimatorPlugin)]
 
 
@@ -343,13 +356,15 @@ def check_algorithm(config: Config) -> list[str]:
     pieces = [] if config.mode == "bench" else _custom_pieces(config)
     if not pieces:
         return []
-    from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
+    from trinity_mq.algorithms.class_losses import load_classes  # imports torch
+    from trinity_mq.algorithms.estimators.plugin import check_plugin
     from trinity_mq.algorithms.plugins import load_plugins
 
     try:
         load_plugins(config.algorithm)
+        load_classes(config.algorithm)
         if isinstance(config.algorithm.estimator, EstimatorPlugin):
-            plugin_function(config.algorithm.estimator)
+            check_plugin(config.algorithm.estimator)
     except FatalError as error:
         raise ConfigError(f"algorithm: {error}") from error
     return [f"algorithm: your own {piece.kind}" for piece in pieces]
@@ -369,9 +384,9 @@ def check_models(config: Config) -> list[str]:
         folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
-        elif model is config.model and not has_chat_template(folder):
+        elif model is config.model and configured_template(model) is None and not has_chat_template(folder):
             lines += _check_without_template(config, f"model {model.model_path}")
-    if config.model.tiny is not None and not config.model.tiny.chat_template:
+    if config.model.tiny is not None and not (configured_template(config.model) or config.model.tiny.chat_template):
         lines += _check_without_template(config, "model.tiny")
     return lines
 
@@ -392,9 +407,14 @@ def check_switches(config: Config) -> list[str]:
         (f"rollout_args of taskset {taskset.name!r}", taskset.rollout_args.get("model", ""), taskset.task_rollout_args)
         for taskset in tasksets(config)
     ]
+    templates = {name: "" if model is None else _chat_template(model) for name, model in models.items()}
+    if config.mode == "train":
+        data = config.buffer.trainer_input.experience_buffer
+        uses.append((f"format of the training data {data.name!r}", RECORDS, data.format.switches))
+        models[RECORDS] = config.model
+        templates[RECORDS] = data.format.chat_template or templates[""]
     for setting, name, fields in uses:
-        model = models.get(name)
-        template = "" if model is None else _chat_template(model)
+        model, template = models.get(name), templates.get(name)
         if model is None or not template:
             continue
         merged = merge_switch_fields({SWITCHES: model.chat_template_kwargs}, fields)
@@ -414,9 +434,11 @@ def _family(model: ModelConfig, template: str) -> Family:
 
 
 def _chat_template(model: ModelConfig) -> str:
-    if model.tiny is not None:
-        return model.tiny.chat_template
     try:
+        if (template := configured_template(model)) is not None:
+            return template
+        if model.tiny is not None:
+            return model.tiny.chat_template
         folder = local_model_folder(str(model.model_path))
     except ModelError:  # check_models reports this error
         return ""

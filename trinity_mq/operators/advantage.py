@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.group import roles
-from trinity_mq.algorithms.estimators.plugin import plugin_function
+from trinity_mq.algorithms.estimators.plugin import check_plugin
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.config.estimators import EstimatorPlugin, GroupEstimator
 from trinity_mq.experience import ExperienceBatch, gather_custom_fields
@@ -23,7 +23,7 @@ class AdvantageOperator(ColumnOperator):
 
     def __init__(self, config: AlgorithmConfig) -> None:
         if isinstance(config.estimator, EstimatorPlugin):
-            plugin_function(config.estimator)  # fails before the first batch
+            check_plugin(config.estimator)  # fails before the first batch
         self.config = config
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:

@@ -157,6 +157,9 @@ class SliceJob:
     """Id of the runner, for logs."""
     needs_reward: bool = False
     """Whether the workflow must set the reward of each run, because no later step adds a reward."""
+    truncates_prompts: bool = False
+    """Whether a run may consist of masked experiences, because its prompt is too long
+    (``model.enable_prompt_truncation``)."""
 
 
 class RunGroup:
@@ -216,7 +219,7 @@ class RunGroup:
         experiences, seconds = await call_with_retries(self._engine_retrying, self._call_workflow, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
-            unasked = [run for run, listed in by_run.items() if not is_asked(listed)]
+            unasked = [run for run, listed in by_run.items() if not (self.job.truncates_prompts or is_asked(listed))]
             for run, listed in by_run.items():
                 if run in unasked:
                     continue

@@ -178,6 +178,7 @@ class WorkflowRunner:
             own_loops=mode == "multi-threading",
             runner=self.runner_id,
             needs_reward=needs_reward,
+            truncates_prompts=bool(self.config.model.enable_prompt_truncation),
         )
         shared = None if job.own_loops and job.kind.is_async else self._clients
         instances = Instances(
@@ -212,11 +213,12 @@ class WorkflowRunner:
         names = [auxiliary.name for auxiliary in self.config.explorer.auxiliary_models]
         policy = ModelWrapper(
             engine,
-            rollout_args=job.task.rollout_args,
+            rollout_args={**(rollout.ending if engine.role == "rollout" else {}), **job.task.rollout_args},
             seed=seed,
             pinned=pinned,
             enable_history=rollout.enable_history,
-            max_prompt_tokens=model.max_prompt_tokens,
+            max_prompt_tokens=None if model.enable_prompt_truncation is False else model.max_prompt_tokens,
+            enable_prompt_truncation=bool(model.enable_prompt_truncation),
             max_response_tokens=model.max_response_tokens,
             temperature=rollout.temperature,
             top_p=rollout.top_p,

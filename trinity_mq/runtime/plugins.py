@@ -10,12 +10,15 @@ import functools
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
+from trinity_mq.config.plugin_files import plugin_files, registered_paths, statements
+from trinity_mq.config.trinity_imports import TRINITY, is_old_line, old_imports, required_imports, rewritten
 from trinity_mq.errors import suggest
 from trinity_mq.runtime.errors import FatalError, describe_error, display_path
 
@@ -58,7 +61,7 @@ def add_plugins(folders: Sequence[str]) -> list[Path]:
             sys.path.append(str(path))
     importlib.invalidate_caches()
     for path in paths:
-        for file in _modules(path):
+        for file in plugin_files(path):
             _check_not_hidden(file)
         _added[path] = None
     return paths
@@ -72,8 +75,8 @@ def plugin_names() -> list[str]:
     return sorted(
         f"{file.stem}.{node.name}"
         for folder in _added
-        for file in _modules(folder)
-        for node in _statements(file)
+        for file in plugin_files(folder)
+        for node in statements(file)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
 
@@ -87,32 +90,11 @@ def registered_plugins(registries: Sequence[str]) -> dict[str, list[str]]:
     Args:
         registries: Names of the objects with ``register_module``, such as ``WORKFLOWS``.
     """
-    files = [file for folder in _added for file in _modules(folder)]
     paths_by_name: dict[str, list[str]] = {}
-    for file in files:
-        for registry, name, owner in _registrations(file, file.stat().st_mtime_ns):
-            if registry in registries:
-                paths_by_name.setdefault(name, []).append(f"{file.stem}.{owner}")
+    for (registry, name), places in registered_paths(list(_added)).items():
+        if registry in registries:
+            paths_by_name.setdefault(name, []).extend(path for path, _ in places)
     return paths_by_name
-
-
-@functools.lru_cache(maxsize=1024)
-def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
-    """Return registry, registered name and decorated name of each registration in a file."""
-    registrations = []
-    for node in _statements(file):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for call in node.decorator_list:
-            match call:
-                case ast.Call(
-                    func=ast.Attribute(
-                        attr="register_module", value=ast.Name(id=registry) | ast.Attribute(attr=registry)
-                    ),
-                    args=[ast.Constant(value=str(name)), *_],
-                ):
-                    registrations.append((registry, name, node.name))
-    return registrations
 
 
 class Registry(Mapping[str, str]):
@@ -143,24 +125,70 @@ class Registry(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._builtin)
 
-    def register_module(self, name: str) -> Callable[[T], T]:
-        """Return the decorator that registers a class or function under ``name``.
+    @overload
+    def register_module(
+        self,
+        name: str | None = None,
+        module_cls: None = None,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
+    ) -> Callable[[T], T]: ...
+    @overload
+    def register_module(
+        self,
+        name: str | None = None,
+        *,
+        module_cls: T,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
+    ) -> T: ...
+    @overload
+    def register_module(
+        self,
+        name: str | None,
+        module_cls: T,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
+    ) -> T: ...
+    def register_module(
+        self,
+        name: str | None = None,
+        module_cls: Any = None,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
+    ) -> Any:
+        """Return the decorator that registers a class or function under ``name``; with ``module_cls``, register that.
+
+        Args:
+            name: Registered name. None: ``module_name``, or the name of the class or function.
+            module_cls: Class or function to register.
+            module_name: Another name of ``name``, as in Trinity-RFT.
+            force: Whether another class may have the name, which it then loses.
+            lazy: Without effect, as in Trinity-RFT.
 
         Raises:
             ValueError: The name is built in, or another class is registered under it.
         """
 
         def register(target: T) -> T:
-            registered = self._added.get(name)
-            if name in self._builtin or (registered is not None and _path_of(registered) != _path_of(target)):
-                owner = self._builtin.get(name) or _path_of(registered)
-                raise ValueError(
-                    f"{self.names[0]}: {name!r} is {owner} already; register {_path_of(target)} as another"
-                )
-            self._added[name] = target
+            key = name or module_name or str(getattr(target, "__name__", target))
+            registered = self._added.get(key)
+            if key in self._builtin or (
+                registered is not None and _path_of(registered) != _path_of(target) and not force
+            ):
+                owner = self._builtin.get(key) or _path_of(registered)
+                raise ValueError(f"{self.names[0]}: {key!r} is {owner} already; register {_path_of(target)} as another")
+            self._added[key] = target
             return target
 
-        return register
+        return register if module_cls is None else register(module_cls)
 
     def find(self, kind: str, name: str) -> Any | None:
         """Return the object registered under ``name``, in this process or in a plug-in folder; None if no object is.
@@ -200,6 +228,11 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
     """
     try:
         if name in table:
+            if isinstance(table, Registry) and (others := registered_plugins(table.names).get(name)):
+                raise UnknownNameError(
+                    f"{kind} {name!r} is built in, and {' and '.join(others)} registers this name too: register yours "
+                    f"under another name, or choose it by its dotted path, {others[0]}"
+                )
             return _built_in(kind, name, table[name])
         if "." in name:
             return _at_path(kind, name)
@@ -211,7 +244,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
             return registered
         raise _unknown_name(kind, name, {*table, *added, *(registry.added() if registry is not None else ())})
     except UnknownNameError as error:
-        if similar := _similar_plugins(name):
+        if name not in plugin_names() and (similar := _similar_plugins(name)):
             raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(similar)})") from error.__cause__
         raise
 
@@ -264,9 +297,12 @@ def _describe_import_error(error: BaseException) -> str:
 
 def _at_path(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
+    _check_imports(kind, name, module)
     try:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
+        if (failed := _failed_import(kind, name, error)) is not None:
+            raise failed from error
         is_absent = (
             isinstance(error, ModuleNotFoundError) and module.partition(".")[0] == (error.name or "").partition(".")[0]
         )
@@ -282,6 +318,42 @@ def _at_path(kind: str, name: str) -> Any:
         near = difflib.get_close_matches(attribute, dir(holder), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"{kind} {name!r}: module {module!r} has no {attribute!r}{hint}") from None
+
+
+def _check_imports(kind: str, name: str, module: str) -> None:
+    """Refuse a module in a plug-in folder that imports names of Trinity-RFT.
+
+    Raises:
+        UnknownNameError: It does; the message has the line, and the line to write.
+    """
+    if module in sys.modules:
+        return
+    for file in (folder / f"{module}.py" for folder in _added):
+        for node in required_imports(ast.Module(statements(file), [])) if file.is_file() else ():
+            raise _old_import(kind, name, file, node)
+
+
+def _failed_import(kind: str, name: str, error: BaseException) -> UnknownNameError | None:
+    """Return the error about the import of Trinity-RFT that failed in a module, None if it was another import."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != TRINITY:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    for node in old_imports(ast.Module(statements(Path(frame.filename)), [])):
+        if node.lineno == frame.lineno:
+            return _old_import(kind, name, Path(frame.filename), node)
+    return None
+
+
+def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Import) -> UnknownNameError:
+    result = rewritten(node)
+    lines = "; ".join(line for line in result.lines if not is_old_line(line))
+    advice = [f"write `{lines}`"] if lines else []
+    advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
+    return UnknownNameError(
+        f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
+        f"`{ast.unparse(node)}`: {'; '.join(advice)}. `trinity-mq migrate {file.name} -o new.py` rewrites all such "
+        "lines"
+    )
 
 
 def name_of(kind: str, obj: Any, table: Mapping[str, str]) -> str:
@@ -316,18 +388,6 @@ def _core_name(name: str) -> str:
     """Return the distinguishing part of a dotted path: most workflow classes are called SomethingWorkflow."""
     last = name.rpartition(".")[2]
     return last.lower().removesuffix("workflow").strip("_") or last
-
-
-def _modules(folder: Path) -> Iterator[Path]:
-    """Yield the modules of a folder. Modules with a leading underscore are private to the folder."""
-    return (file for file in sorted(folder.glob("*.py")) if file.stem.isidentifier() and not file.stem.startswith("_"))
-
-
-def _statements(file: Path) -> list[ast.stmt]:
-    try:
-        return ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
 
 
 def _check_not_hidden(file: Path) -> None:

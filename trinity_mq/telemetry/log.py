@@ -43,9 +43,11 @@ def mask_passwords(text: str) -> str:
     return _PASSWORD.sub(r"\1:***@", text)
 
 
-def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """Return the logger ``name``. Use it as ``log.info("slice_done", ticket=ticket)``."""
-    return structlog.stdlib.get_logger(name)
+def get_logger(name: str | None = None, **_: Any) -> structlog.stdlib.BoundLogger:
+    """Return the logger ``name``. Use it as ``log.info("slice_done", ticket=ticket)``. Further arguments, which
+    Trinity-RFT has (``in_ray_actor``, ``level``), are ignored: the level is ``monitor.log_level``.
+    """
+    return structlog.stdlib.get_logger(name or "plugin")
 
 
 def work_for(batch: int | str, ticket: str | None = None) -> AbstractContextManager[None]:

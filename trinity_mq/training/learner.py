@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from trinity_mq.algorithms.class_losses import has_classes, load_classes
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.algorithms.plugins import load_plugins
 from trinity_mq.algorithms.scoring import Scores
@@ -71,7 +72,15 @@ from trinity_mq.training.memory.measure import (
 )
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
-from trinity_mq.training.packing import PAIRED, SAMPLED, StepTokens, mask_nonfinite_logprobs, split, train_tokens
+from trinity_mq.training.packing import (
+    IMITATED,
+    PAIRED,
+    SAMPLED,
+    StepTokens,
+    mask_nonfinite_logprobs,
+    split,
+    train_tokens,
+)
 from trinity_mq.training.parallel.ranks import FailedElsewhereError, Mailbox, RankCommand, RankError, Ranks
 from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.reference import Reference
@@ -79,13 +88,13 @@ from trinity_mq.training.stopwatch import Stopwatch
 from trinity_mq.training.update import (
     StepLoss,
     StepTotals,
-    compared,
     compares_tokens,
     entropy_coefficient,
     length_metrics,
     optimizer_step,
     score,
     skipped_for,
+    step_columns,
     token_metrics,
     tokens_of,
 )
@@ -583,6 +592,7 @@ class TorchLearner:
     def _open(self, checkpoint: Path | None) -> None:
         self._ranks.open(select_device(self._config.model.device, self._ranks.world))
         load_plugins(self._config.algorithm)
+        load_classes(self._config.algorithm)
         old = checkpoint if checkpoint is not None and is_legacy(checkpoint) else None
         facts: dict[str, dict[str, Any]] = {}
         if checkpoint is not None:
@@ -794,7 +804,7 @@ class TorchLearner:
         needed = set() if only_critic else needs(config, weights)
         with watch.part("score"):
             columns, before = self._score(tokens, needed, advantages.ref)
-        compares = bool(weights.get("rl")) and compares_tokens(config)
+        compares = (bool(weights.get("rl")) and compares_tokens(config)) or has_classes(config)
         reduction = self._config.reduction
         has_moved = False  # while False, the weights are the weights that ``old`` was scored with
         used = 0
@@ -809,14 +819,14 @@ class TorchLearner:
                     critic_tally.add(*critic.optimizer_step(batches, targets))
                 if only_critic:
                     continue
-                extra = dict(columns)
+                extra, class_metrics = dict(columns), dict[str, float]()
                 if compares:
                     with watch.part("score"):
-                        scored = before if not has_moved and before is not None else None
+                        scored = None if has_moved or has_classes(config) else before
                         scored = scored or score(policy, batches, tokens.tokens, needed)
-                        most = policy.division.max_tokens
-                        everything = tokens.micro_batches(part, most, reduction)
-                        extra |= compared(everything, scored, columns, config, f"{purpose}/{number}")
+                        everything = tokens.micro_batches(part, policy.division.max_tokens, reduction)
+                        joined = step_columns(everything, scored, columns, loss, f"{purpose}/{number}")
+                        extra, class_metrics = extra | joined.columns, joined.metrics
                 applied, metrics = optimizer_step(
                     policy,
                     optimizer,
@@ -831,7 +841,7 @@ class TorchLearner:
                 )
                 has_moved = has_moved or applied
                 used += len(part) * applied
-                tally.add(applied, metrics)
+                tally.add(applied, metrics | class_metrics)
                 if not applied:
                     norm, reason = metrics["actor/grad_norm"], skipped_for(metrics)
                     log.warning("optimizer_step_skipped", reason=reason, step=step_number, grad_norm=norm)
@@ -862,7 +872,8 @@ class TorchLearner:
             columns["ref"] = ref.to(policy.device)
         elif "ref" in needed:
             assert self.reference is not None
-            batches = policy.division.of(tokens, tokens.experiences({SAMPLED, PAIRED}))
+            roles = {SAMPLED, PAIRED, IMITATED} if has_classes(self._config.algorithm) else {SAMPLED, PAIRED}
+            batches = policy.division.of(tokens, tokens.experiences(roles))
             columns["ref"] = self.reference.logprobs(batches, tokens.tokens)
         return columns, before
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
+from trinity_mq.algorithms.class_losses import ClassLoss, class_losses, has_classes
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators.runs import is_finite, scores
 from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, step_weights
@@ -55,6 +56,11 @@ class StepLoss:
     """Weights of the loss components."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether the loss depends on the entropy of tokens."""
+        return self.entropy_coef > 0 or self.config.entropy_loss is not None
 
 
 @torch.no_grad()
@@ -146,15 +152,59 @@ def compared(
     return result
 
 
+def step_columns(
+    batches: Sequence[MicroBatch], scored: Scores, columns: Columns, loss: StepLoss, seed: str
+) -> ClassLoss:
+    """Return the columns of the parts of a loss that need all tokens of an optimizer step, and their metrics; see
+    :func:`compared` and :func:`class_columns`.
+    """
+    result = ClassLoss({}, {})
+    if has_classes(loss.config):
+        result = class_columns(batches, scored, columns, loss.config)
+    if loss.weights.get("rl") and compares_tokens(loss.config):
+        result.columns.update(compared(batches, scored, columns, loss.config, seed))
+    return result
+
+
+def class_columns(batches: Sequence[MicroBatch], scored: Scores, columns: Columns, config: LossConfig) -> ClassLoss:
+    """Call the classes of a loss with all tokens of an optimizer step, in the order of their indexes. The columns of
+    the result have shape ``[tokens]`` of the whole train step.
+
+    Args:
+        batches: All micro-batches of the optimizer step.
+        scored: Scores of the policy before the step, ``[tokens]`` of the train step.
+        columns: Contains ``old`` and ``ref`` where the loss uses them.
+        config: Configuration of the loss.
+
+    Raises:
+        PluginError: A class cannot be called, or did not return a loss.
+    """
+    parts = [packed.to(scored.logprob.device) for packed in batches]
+    index, sequence, role = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("index", "sequence", "role")
+    )
+    views = [token_view(part, scored.logprob[part.index], scored.entropy[part.index], columns) for part in parts]
+    order = index.argsort()
+    result = class_losses(_join_views(views, sequence).where(order), config, (role == IMITATED)[order])
+    spread = {
+        name: column.new_zeros(scored.logprob.shape).index_copy(0, index[order], column)
+        for name, column in result.columns.items()
+    }
+    return ClassLoss(spread, {f"actor/{name}": value for name, value in result.metrics.items()})
+
+
 def _join_views(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
     """Return the tokens of all ``views`` as one view. ``sequence`` holds the sequence index of each token."""
     columns: dict[str, Tensor] = {}
-    for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "entropy_baseline", "staleness"):
+    for name in (
+        "logprob", "mu", "advantage", "scale", "old", "ref", "teacher", "entropy", "entropy_baseline", "staleness",
+    ):  # fmt: skip
         parts = [getattr(view, name) for view in views]
         if parts[0] is not None:
             columns[name] = torch.cat(parts)
     more: dict[str, Any] = columns
-    return TokenView(segment=sequence, **more)
+    custom = {name: torch.cat([view.custom[name] for view in views]) for name in views[0].custom}
+    return TokenView(segment=sequence, custom=custom, **more)
 
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
@@ -213,7 +263,7 @@ def accumulate(
         total.sequences += int((packed.sequence[packed.role == SAMPLED].bincount() > 0).sum())
         batch = packed.to(policy.device)
         with watch.part("forward"):
-            logprob, entropy = policy.score(batch, entropy_gradient=loss.entropy_coef > 0)
+            logprob, entropy = policy.score(batch, entropy_gradient=loss.has_entropy)
         if not batch.tokens:
             with watch.part("backward"):
                 torch.autograd.backward(logprob.sum())

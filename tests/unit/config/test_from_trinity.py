@@ -46,7 +46,7 @@ def test_each_key_is_unknown_here_and_its_error_says_where_to_go(key: str) -> No
 
 @pytest.mark.parametrize("key", TASKSET_ADVICE)
 def test_the_same_of_tasksets(key: str) -> None:
-    taskset = {"storage_type": "synthetic", "path": "max3", key: "x"}
+    taskset = {"storage_type": "synthetic", "path": "max3", **nested(key)}
     for buffer in ({"taskset": taskset}, {"eval_tasksets": [taskset]}):
         with pytest.raises(ConfigError, match=f"{key}: a key of Trinity-RFT"):
             load_config({**TINY, "buffer": buffer})

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
+from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 
@@ -173,3 +174,243 @@ def leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         migrate(source)
+
+
+REFUSED = {
+    "megatron": ({"trainer": {"trainer_strategy": "megatron"}}, "trainer.trainer_strategy", "no Megatron"),
+    "megatron-of-verl": (
+        {"trainer": {"trainer_config": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}}},
+        "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
+    ),
+    "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
+    "external-policy": (
+        {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
+        "model.external_model.enable", "cannot be trained",
+    ),
+    "workflow": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "simple_mm_workflow"}}},
+        "buffer.explorer_input.default_workflow_type", "text only",
+    ),
+    "reward": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "p", "default_reward_fn_type": "rm_gallery_reward"}}}},
+        "buffer.explorer_input.taskset.default_reward_fn_type", "RM-Gallery",
+    ),
+    "task-pipeline": (
+        {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
+        "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
+    ),
+    "images": (
+        {"buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": {"image_key": "images"}}}}},
+        "buffer.explorer_input.taskset.format.image_key", "read text only",
+    ),
+    "images-to-imitate": (
+        {
+            "mode": "train", "algorithm": {"algorithm_type": "sft"},
+            "buffer": {"trainer_input": {"experience_buffer": {
+                "path": "t.jsonl", "storage_type": "file", "format": {"image_key": "images"},
+            }}},
+        },
+        "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
+    ),
+    "experience-pipeline": (
+        {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
+        "data_processor.experience_pipeline.operators", "Data-Juicer server",
+    ),
+}  # fmt: skip
+"""Settings without which a run would lose its purpose, their key and a word of the reason."""
+
+
+def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """Return the exit code of ``trinity-mq migrate`` and the lines on standard error."""
+    code = main(["migrate", str(path), "-o", str(path.with_suffix(".ours")), "--force"])
+    return code, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_run_that_would_lose_its_purpose_is_refused_in_a_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, key, word = REFUSED[name]
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump({**LEAST, **settings}))
+    code, lines = migrated(path, capsys)
+    assert (code, len(lines)) == (1, 1), lines
+    last = key.split(".")[-1]
+    numbers = [number for number, text in enumerate(path.read_text().splitlines(), 1) if f"{last}:" in text]
+    assert f"{key} (theirs.yaml line {numbers[0]}): " in lines[0]
+    assert word in lines[0]
+
+
+def test_names_in_records_need_a_list_of_what_is_allowed() -> None:
+    format_ = {"workflow_key": "wf", "reward_fn_key": "rf"}
+    found, config = checked(
+        {**LEAST, "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": format_}}}}
+    )
+    assert important(found) == {f"buffer.explorer_input.taskset.format.{name}" for name in format_}
+    assert all("of the taskset lists" in left.reason for left in found.left_out if left.matters)
+    assert config.buffer.taskset is not None
+    assert (config.buffer.taskset.format.workflow_key, config.buffer.taskset.format.reward_fn_key) == ("wf", "rf")
+
+
+def test_what_records_to_imitate_keep_of_their_format() -> None:
+    format_ = {"prompt_type": "messages", "messages_key": "m", "chat_template": "x", "enable_thinking": False}
+    data = {"path": "t.jsonl", "storage_type": "file", "format": format_}
+    buffer = {"trainer_input": {"experience_buffer": data}}
+    found, config = checked({**LEAST, "mode": "train", "algorithm": {"algorithm_type": "sft"}, "buffer": buffer})
+    kept = config.buffer.trainer_input.experience_buffer.format
+    assert (kept.messages_key, kept.chat_template, kept.enable_thinking) == ("m", "x", False)
+    assert not important(found)
+
+
+def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(
+        "model:\n  model_path: m\n"
+        "algorithm:\n  algorithm_type: grpo\n  optimizer:\n    lr: fast\n"
+        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: bfloat16\n"
+        "buffer:\n  explorer_input:\n    eval_tasksets:\n"
+        "    - name: held_out\n      path: p\n      repeat_times: none\n"
+    )
+    code, lines = migrated(path, capsys)
+    assert code == 1
+    text = "\n".join(lines)
+    for key, line in (
+        ("algorithm.optimizer.lr", 6),
+        ("explorer.rollout_model.gpu_memory_utilization", 9),
+        ("explorer.rollout_model.dtype", 10),
+        ("buffer.explorer_input.eval_tasksets.0.repeat_times", 16),
+    ):
+        assert f"{key} (theirs.yaml line {line})" in text, (key, text)
+
+
+EXPLORER: dict[str, Any] = {
+    "project": "p", "name": "async", "mode": "explore", "checkpoint_root_dir": "/c",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 8},
+    "model": {"model_path": "m", "max_model_len": 512},
+    "buffer": {
+        "batch_size": 16,
+        "explorer_input": {"taskset": {"name": "t", "path": "t.jsonl"}},
+        "trainer_input": {"experience_buffer": {"name": "q", "storage_type": "queue"}},
+    },
+    "explorer": {"eval_interval": 7},
+    "synchronizer": {"sync_method": "checkpoint", "sync_interval": 10},
+}  # fmt: skip
+TRAINER: dict[str, Any] = {
+    **EXPLORER, "mode": "train",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 8, "optimizer": {"lr": 2e-6}},
+    "buffer": {"train_batch_size": 128, "trainer_input": EXPLORER["buffer"]["trainer_input"]},
+    "explorer": {"eval_interval": 9},
+    "trainer": {"grad_clip": 0.5},
+}  # fmt: skip
+
+
+def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, settings in (("explorer", EXPLORER), ("trainer", TRAINER), ("other", {**TRAINER, "name": "other"})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "notes.yaml").write_text("- no configuration")
+    found = []
+    for name, other in (("explorer", "trainer"), ("trainer", "explorer")):
+        code, lines = migrated(tmp_path / f"{name}.yaml", capsys)
+        assert code == 0, lines
+        assert f"{name}.yaml and {other}.yaml are the explorer and the trainer of one run" in lines[0]
+        assert any(line.startswith("no counterpart: explorer.eval_interval") and "9" in line for line in lines)
+        found.append(load_config(tmp_path / f"{name}.ours"))
+    assert found[0] == found[1]
+    config = found[0]
+    assert (config.name, config.mode, config.run_dir) == ("async", "both", "/c/p/async")
+    assert (config.buffer.batch_size, config.explorer.eval_interval) == (16, 7)
+    assert (config.algorithm.optimizer.lr, config.algorithm.optimizer.clip_grad) == (2e-6, 0.5)
+    assert (config.trainer.batches_per_step, config.synchronizer.sync_interval) == (1, 10)
+    code, (line,) = migrated(tmp_path / "other.yaml", capsys)
+    assert code == 2
+    assert "the explorer's file" in line
+
+
+def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
+    config = checked(EXPLORER)[1]
+    assert (config.mode, config.buffer.batch_size) == ("explore", 16)
+
+
+def test_the_file_of_verl_is_read_with_the_file_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verl = {
+        "actor_rollout_ref": {
+            "hybrid_engine": True,
+            "model": {"use_remove_padding": True, "enable_gradient_checkpointing": True},
+            "actor": {
+                "strategy": "fsdp",
+                "ppo_max_token_len_per_gpu": 4096,
+                "grad_clip": 0.25,
+                "ppo_epochs": 2,
+                "optim": {"lr": 3e-6, "warmup_style": "cosine", "lr_warmup_steps": 4, "min_lr_ratio": 0.2},
+                "fsdp_config": {"param_offload": True},
+            },
+            "ref": {"log_prob_use_dynamic_bsz": "${actor_rollout_ref.actor.use_dynamic_bsz}"},
+        },
+        "trainer": {"balance_batch": True, "max_actor_ckpt_to_keep": 5, "resume_mode": "auto"},
+    }
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(verl))
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump({**LEAST, "trainer": {"trainer_config_path": "examples/x/train.yaml"}}))
+    code, lines = migrated(path, capsys)
+    assert (code, len(lines)) == (0, 1), lines
+    config = load_config(path.with_suffix(".ours"))
+    optimizer, trainer = config.algorithm.optimizer, config.trainer
+    assert (optimizer.lr, optimizer.lr_scheduler_type, optimizer.lr_warmup_steps) == (3e-6, "cosine", 4)
+    assert (optimizer.min_lr_ratio, optimizer.clip_grad, config.algorithm.epochs) == (0.2, 0.25, 2)
+    assert (trainer.max_tokens_per_micro_batch, trainer.gradient_checkpointing) == (4096, True)
+    assert trainer.max_checkpoints_to_keep == 5
+    (tmp_path / "train.yaml").unlink()
+    code, lines = migrated(path, capsys)
+    assert code == 0
+    assert "no counterpart: trainer.trainer_config_path (theirs.yaml line" in lines[0]
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump(verl))
+    code, (line,) = migrated(tmp_path / "verl.yaml", capsys)
+    assert code == 2
+    assert "veRL's own configuration" in line
+
+
+def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    taskset = {"path": "p", "default_workflow_type": "toolcall_workflow"}
+    explorer_input = {
+        "taskset": taskset,
+        "eval_tasksets": [{"name": "a", "path": "p"}, {"name": "b", "path": "p"}],
+        "default_workflow_type": "webshop_workflow",
+    }
+    path.write_text(yaml.safe_dump({**LEAST, "buffer": {"explorer_input": explorer_input}}))
+    code, lines = migrated(path, capsys)
+    assert code == 0, lines
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert len(notes) == 1, "once for both sets"
+    assert "buffer.explorer_input.default_workflow_type (theirs.yaml line" in notes[0]
+    buffer = load_config(path.with_suffix(".ours")).buffer
+    assert buffer.taskset.workflow == "tool_call_workflow"
+    assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
+
+
+def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "migrated_names_plugin.py").write_text(
+        '@POLICY_LOSS_FN.register_module("mine")\nclass Loss: ...\n'
+        '@ENTROPY_LOSS_FN.register_module("mine")\nclass Entropy: ...\n'
+        '@SELECTORS.register_module("mine")\nclass Selector: ...\n'
+    )
+    taskset = {"storage_type": "file", "path": "x", "data_selector": {"selector_type": "mine"}}
+    source = {
+        **LEAST,
+        "algorithm": {"algorithm_type": "grpo", "policy_loss_fn": "mine", "entropy_loss_fn": "mine"},
+        "buffer": {"explorer_input": {"taskset": taskset}},
+    }
+    _, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    assert config.algorithm.surrogate.kind == "migrated_names_plugin.Loss"
+    assert config.algorithm.entropy_loss is not None
+    assert config.algorithm.entropy_loss.kind == "migrated_names_plugin.Entropy"
+    assert config.buffer.taskset.effective_selector.selector_type == "migrated_names_plugin.Selector"
+    message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
+    with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
+        checked(source)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.chat_codec import codec_of
-from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
-from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
+from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig, load_config
+from trinity_mq.config.switches import SwitchError
+from trinity_mq.data import TasksetError
+from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, find_formatter, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.experience import Experience, split_dpo_experience_to_single_turn
+from trinity_mq.runtime.plugins import add_plugins, resolve
 
 CHAT = (
     "{% if tools %}({% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}){% endif %}"
@@ -58,6 +64,27 @@ def shown(reader: Reader, one: Experience) -> tuple[str, str]:
 
 def sft(reader: Reader, record: dict[str, Any]) -> tuple[str, str]:
     return shown(reader, FORMATTERS["sft"](reader, record))
+
+
+THINKS = (
+    "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_records_may_have_their_own_template_and_no_thoughts(reader_of: ReaderOf) -> None:
+    own = reader_of(chat_template="{% for message in messages %}{{ message['content'] }};{% endfor %}")
+    assert sft(own, {"question": "1+1=", "answer": "2"}) == ("1+1=;", "2;<eos>")
+    assert sft(reader_of(), {"question": "1+1=", "answer": "2"})[0] == "[u]1+1=[a]", (
+        "the codec of the model is the same"
+    )
+    pair = FORMATTERS["dpo"](own, {"question": "q", "chosen": "a", "rejected": "b"})
+    assert own.codec.decode([pair.tokens.tolist()]) == ["q;"]
+    silent = reader_of(template=THINKS, enable_thinking=False)
+    assert silent.codec.decode([silent.prompt_tokens([ASK], None)]) == ["[u]q[a]<think></think>"]
+    assert codec(THINKS).render([ASK]) == "[u]q[a]"
+    with pytest.raises(SwitchError, match="cannot be switched on"):
+        reader_of(enable_thinking=True)
 
 
 def test_plain_text_goes_through_the_chat_template_and_ends_as_an_engine_would(reader_of: ReaderOf) -> None:
@@ -243,3 +270,64 @@ def test_what_the_template_does_not_write_is_left_out_as_a_record(reader_of: Rea
         FORMATTERS["dpo"](reader_of("", prompt_type="messages"), pair)
     with pytest.raises(TextError, match="does not write tools"):
         sft(reader_of(MARKED, prompt_type="messages"), {"messages": [ASK, SAY], "tools": [ADD]})
+
+
+CLASS_FORM = """
+import torch
+from transformers import AutoTokenizer
+
+from trinity_mq.data.formatters import FORMATTER, ExperienceFormatter, PromptType
+from trinity_mq.experience import Experience
+
+
+@FORMATTER.register_module("shout")
+class Shout(ExperienceFormatter):
+    def __init__(self, tokenizer_path, format_config):
+        assert format_config.prompt_type == PromptType.PLAINTEXT
+        assert format_config.image_key is None
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+        self.keys = format_config
+
+    def format(self, sample):
+        prompt = self.tokenizer(sample[self.keys.prompt_key], return_tensors="pt")["input_ids"][0]
+        answer = self.tokenizer(sample[self.keys.response_key].upper(), return_tensors="pt")["input_ids"][0]
+        return Experience(tokens=torch.cat([prompt, answer]), prompt_length=len(prompt))
+"""
+
+
+@pytest.fixture
+def shout(tmp_path: Path, fresh_imports: None) -> tuple[TextCodec, Path]:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "formatter_class_plugin.py").write_text(CLASS_FORM)
+    add_plugins([str(tmp_path / "plugins")])
+    codec_of(CHAT)._tokenizer.save_pretrained(tmp_path / "model")
+    return TextCodec.load(tmp_path / "model"), tmp_path / "plugins"
+
+
+def test_a_formatter_in_class_form_makes_what_a_direct_call_makes(shout: tuple[TextCodec, Path]) -> None:
+    saved, folder = shout
+    data: dict[str, Any] = {"storage_type": "file", "path": "x", "schema_type": "shout", "format": {"prompt_key": "q"}}
+    settings: dict[str, Any] = {"plugin_dirs": [str(folder)], "mode": "train", "model": {"model_path": "m"}}
+    config = load_config(
+        {**settings, "algorithm": {"algorithm_type": "sft"}, "buffer": {"trainer_input": {"experience_buffer": data}}}
+    )
+    source = config.buffer.trainer_input.experience_buffer
+    assert (source.schema_type, source.required_keys) == ("formatter_class_plugin.Shout", {})
+    experience = find_formatter(source, saved)(Reader(source.format, saved), {"q": "one", "answer": "two"})
+    kind = resolve("formatter", "formatter_class_plugin.Shout")
+    keys = SimpleNamespace(prompt_type="plaintext", prompt_key="q", response_key="answer", image_key=None)
+    direct = kind(tokenizer_path=saved.path, format_config=keys).format({"q": "one", "answer": "two"})
+    assert experience.tokens.tolist() == direct.tokens.tolist()
+    assert shown(Reader(source.format, saved), experience) == ("one", "TWO")
+
+
+def test_a_record_that_a_class_cannot_format_is_left_out(shout: tuple[TextCodec, Path]) -> None:
+    saved, _ = shout
+    source = ExperienceBufferConfig(storage_type="file", path="x", schema_type="formatter_class_plugin.Shout")
+    formatter = find_formatter(source, saved)
+    with pytest.raises(FormatError, match=r"cannot be formatted by formatter_class_plugin.Shout: KeyError: 'question'"):
+        formatter(Reader(source.format, saved), {"q": "one"})
+    with pytest.raises(TasksetError, match=r"schema_type formatter_class_plugin.Shout cannot be made of a tokenizer"):
+        find_formatter(source.model_copy(update={"format": RecordFormatConfig(prompt_type="messages")}), saved)
+    with pytest.raises(ValidationError, match=r"unknown schema_type 'shuot'; wanted experience, sft, dpo, cpt or the"):
+        ExperienceBufferConfig(storage_type="file", path="x", schema_type="shuot")

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,11 @@ import pytest
 from pydantic import ValidationError
 
 from tests.unit.algorithms.vectors import VECTORS
-from trinity_mq.config import TasksetConfig
+from trinity_mq.config import TasksetConfig, load_config
 from trinity_mq.config.buffer.selectors import DifficultyBasedSelector
 from trinity_mq.data import Taskset, TasksetError, TaskStats, open_taskset
 from trinity_mq.data.selectors.difficulty_based import DifficultyBased, PassRates, probabilities
+from trinity_mq.runtime.plugins import add_plugins, resolve
 
 POOLS = [{"threshold": 0.0, "weight": 0.5}, {"threshold": 0.25, "weight": 3.0}, {"threshold": 0.75, "weight": 0.0}]
 SELECTORS: dict[str, dict[str, Any]] = {
@@ -50,6 +51,104 @@ def opened(path: Path, name: str, *, seed: int = 7, **more: Any) -> Taskset:
 
 def taken(taskset: Taskset, size: int) -> list[int]:
     return [body.index["index"] for body in taskset.next_batch(size)]
+
+
+CLASS_FORM = """
+from typing import Dict, List
+
+import numpy as np
+
+from trinity_mq.data.selectors import SELECTORS, BaseSelector
+
+
+@SELECTORS.register_module("rising")
+class Rising(BaseSelector):
+    def __init__(self, data_source, config):
+        super().__init__(data_source, config)
+        self.bias = config.kwargs.get("bias", 0.0) + config.seed
+        self.features = np.array(list(data_source.dataset[config.feature_keys[0]]))
+        self.values = np.zeros(data_source.dataset_size)
+        self.current_index = 0
+
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> List[int]:
+        order = np.lexsort([self.features, np.roll(self.values, self.current_index) + self.bias])
+        self.current_index += batch_size
+        return np.resize(order, batch_size)
+
+    def feedback(self, indices: List[int], values: List[float]) -> None:
+        self.values[indices] = values
+
+    def state_dict(self) -> Dict:
+        return {"current_index": np.int64(self.current_index)}
+
+    def load_state_dict(self, state_dict: Dict) -> None:
+        self.current_index = state_dict.get("current_index", 0)
+"""
+RISING: dict[str, Any] = {"feature_keys": ["weak"], "kwargs": {"bias": 0.5}}
+
+
+@pytest.fixture
+def rising(tmp_path: Path, fresh_imports: None) -> Path:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "selector_class_plugin.py").write_text(CLASS_FORM)
+    add_plugins([str(tmp_path / "plugins")])
+    return tmp_path / "plugins"
+
+
+def test_a_selector_in_class_form_chooses_as_a_direct_call(rising: Path, path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kind = resolve("selector", "selector_class_plugin.Rising")
+    data = SimpleNamespace(
+        dataset={key: [row[key] for row in rows] for key in rows[0]}, dataset_size=len(rows), name="tasks"
+    )
+    direct = kind(data, SimpleNamespace(seed=7, feature_keys=["weak"], kwargs={"bias": 0.5}))
+    taskset = opened(path, "selector_class_plugin.Rising", **RISING)
+    for step, size in enumerate((5, 5, 12, 30)):
+        chosen = taken(taskset, size)
+        assert chosen == direct.get_indices(size).tolist()
+        results = [outcome(index, step) for index in dict.fromkeys(chosen)]
+        taskset.observe({"train": results})
+        direct.feedback([result.task for result in results], [result.reward for result in results])
+
+
+def test_a_selector_in_class_form_resumes_from_its_position_and_its_results(rising: Path, path: Path) -> None:
+    whole, observed = opened(path, "selector_class_plugin.Rising", **RISING), list[Any]()
+    for step in range(3):
+        observed.append({"train": [outcome(index, step) for index in taken(whole, 5)]})
+        whole.observe(observed[-1])
+    again = opened(path, "selector_class_plugin.Rising", **RISING)
+    for stats in observed:
+        again.observe(stats)
+    again.restore(json.loads(json.dumps(whole.state())))
+    assert [taken(again, 4), taken(again, 4)] == [taken(whole, 4), taken(whole, 4)]
+
+
+def test_a_registered_selector_is_chosen_by_its_name(rising: Path, path: Path) -> None:
+    taskset = {"path": str(path), "data_selector": {"selector_type": "rising", **RISING}}
+    config = load_config({"plugin_dirs": [str(rising)], "model": {"model_path": "m"}, "buffer": {"taskset": taskset}})
+    selector = config.buffer.taskset.effective_selector
+    assert selector.selector_type == "selector_class_plugin.Rising"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [0, 1]", r"get_indices\(5\) returns \[0, 1\], wanted 5 numbers from 0 to 11"),
+        ("return range(8, 13)", r"wanted 5 numbers from 0 to 11"),
+        ("return None", r"get_indices returns None, wanted a list of numbers"),
+        ("raise KeyError(3)", r"get_indices raised KeyError"),
+    ],
+)
+def test_a_selector_in_class_form_that_chooses_no_tasks_is_one_error(
+    rising: Path, path: Path, body: str, message: str
+) -> None:
+    (rising / "selector_wrong_plugin.py").write_text(
+        "class Wrong:\n    def __init__(self, data_source, config): ...\n"
+        f"    def get_indices(self, batch_size):\n        {body}\n"
+    )
+    taskset = opened(path, "selector_wrong_plugin.Wrong")
+    with pytest.raises(TasksetError, match=f"selector_wrong_plugin.Wrong.*{message}"):
+        taskset.next_batch(5)
 
 
 def outcome(index: int, step: int) -> TaskStats:

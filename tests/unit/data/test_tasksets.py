@@ -1,3 +1,4 @@
+import contextlib
 import datetime
 import decimal
 import json
@@ -49,6 +50,17 @@ def test_a_body_has_all_that_a_workflow_needs_and_travels(jsonl):
         **keys,
     )
     assert decode(encode(TaskSubmission(task=body)), TaskSubmission).task == body
+
+
+@pytest.mark.parametrize(
+    ("workflow", "refused"), [("math_workflow", True), ("gymnasium_workflow", False), ("my.Workflow", False)]
+)
+def test_records_of_environments_need_no_prompt(tmp_path, workflow, refused):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"seed": 1, "size": 4}\n')
+    with pytest.raises(TasksetError, match="has nothing at 'question'") if refused else contextlib.nullcontext():
+        (body,) = open_taskset(file_config(path, workflow=workflow)).all_tasks()
+        assert body.raw_task == {"seed": 1, "size": 4}
 
 
 CHOICES = {

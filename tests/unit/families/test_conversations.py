@@ -114,6 +114,25 @@ def test_an_answer_that_was_cut_gets_the_end_of_its_turn_as_context(name: str) -
     assert prompt.text.endswith(f"{CUT}<|im_end|>\n<|im_start|>user\nAnd 2 + 2?<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-instruct-2507", "llama3.1", "deepseek-r1-distill", "phi3.5"])
+def test_an_answer_with_a_beginning_continues_it_as_transformers_does(name: str) -> None:
+    codec = codec_of(name)
+    beginning = "<think>\nSo" if "deepseek" in name else "So, 1 + 1"
+    begun = {"role": "assistant", "content": beginning}
+    wanted = codec._tokenizer.apply_chat_template([ASK, begun], tokenize=False, continue_final_message=True)
+    prompt = codec.prompt([ASK], beginning=beginning, limit=1000)
+    assert (prompt.text, prompt.token_ids) == (wanted, codec.encode(wanted))
+    assert prompt.text.count("<think>") == beginning.count("<think>"), "the tag of the template is not written twice"
+
+
+@pytest.mark.parametrize(
+    ("switches", "end"), [({}, "assistant\n<think>\nOkay"), ({"enable_thinking": False}, "</think>\n\n<think>\nOkay")]
+)
+def test_an_answer_may_begin_with_thoughts(switches: dict[str, bool], end: str) -> None:
+    codec = codec_of("qwen3")
+    assert codec.prompt([ASK], None, switches, beginning="<think>\nOkay", limit=1000).text.endswith(end)
+
+
 def test_a_family_that_drops_earlier_thoughts_renders_anew() -> None:
     codec = codec_of("qwen3")
     assert codec.rendering == "renderers: qwen3"

@@ -156,6 +156,16 @@ async def test_a_chat_reaches_the_server_as_it_understands_it(theirs: Theirs) ->
     assert not {name for headers in theirs.headers for name in headers if name.lower().startswith("x-tmq")}
 
 
+async def test_an_answer_that_is_begun_is_continued_where_the_server_can(theirs: Theirs) -> None:
+    begun, flags = [*ASK, {"role": "assistant", "content": "4"}], {"add_generation_prompt", "continue_final_message"}
+    async with serving(theirs) as server, wrapped(server) as model:
+        await model.chat_async(begun)
+    theirs.knows |= {"return_token_ids", *flags}
+    async with serving(theirs, token_ids=True) as server, wrapped(server) as model:
+        await model.chat_async(begun)
+    assert [flags & body.keys() for body in theirs.bodies] == [set(), flags]
+
+
 async def test_streams_pass_as_they_come(theirs: Theirs) -> None:
     async with serving(theirs) as server, aiohttp.ClientSession() as session:
         body = {"model": "judge", "messages": ASK, "stream": True}

@@ -36,6 +36,8 @@ from trinity_mq.models.recording.sse import AnswerAssembler
 Post = Callable[..., Any]
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = "response_format.json_schema.schema"
+ANSWER = {"role": "assistant", "content": "1"}
+CONTINUE, GENERATION = "continue_final_message", "add_generation_prompt"
 
 
 def schema(value: Any) -> dict[str, Any]:
@@ -167,6 +169,17 @@ async def test_models_and_health(server: EngineServer) -> None:
         ({"logit_bias": {"900": 1}}, 400, "logit_bias", "token id 900, the vocabulary has 0 to"),
         ({"logit_bias": {str(token): 1 for token in range(MAX_BIASES + 1)}}, 400, "logit_bias", "at most 300"),
         ({"min_tokens": 6}, 400, "min_tokens", "more than the 5 tokens"),
+        ({"continue_final_message": True}, 400, CONTINUE, "needs an assistant's last message with text"),
+        ({"continue_final_message": True, "messages": [ANSWER | {"content": ""}]}, 400, CONTINUE, "with text"),
+        (
+            {"continue_final_message": True, "messages": [ANSWER | {"reasoning_content": "x"}]},
+            400,
+            CONTINUE,
+            "thoughts",
+        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, 400, GENERATION, "leave one of them out"),
+        ({"continue_final_message": True, "continue_tokens": [3]}, 400, "continue_tokens", "leave one of them out"),
+        ({"add_generation_prompt": False}, 400, GENERATION, "the answer would have no turn"),
         ({"min_tokens": -1}, 400, "min_tokens", "greater than or equal to 0"),
         ({"ignore_eos": "maybe"}, 400, "ignore_eos", "valid boolean"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
@@ -322,6 +335,8 @@ async def test_max_tokens_beyond_the_window_ends_with_length(post: Post) -> None
     _, answer = await post("/v1/completions", body)
     lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
     assert max(lengths) == 4
+    _, least = await post("/v1/completions", {**body, "min_tokens": 8})
+    assert {len(choice["token_ids"]) for choice in least["choices"]} == {4}, "as many as fit"
     _, short = await post("/v1/chat/completions", question(max_tokens=None, max_completion_tokens=2, seed=0, n=16))
     assert short["usage"]["completion_tokens"] <= 32
     assert {c["finish_reason"] for c in answer["choices"] if len(c["token_ids"]) == 4 and c["token_ids"][-1] != 1} == {
@@ -435,6 +450,34 @@ async def test_chat_gives_experiences_with_everything_the_trainer_needs(
     assert Experience.deserialize_many(Experience.serialize_many(experiences)) == experiences
 
 
+@pytest.mark.parametrize("client", [False, True])
+async def test_an_answer_that_is_begun_is_continued(
+    wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any, client: bool
+) -> None:
+    model = wrap(seed=1, enable_history=True)
+    begun = [*MESSAGES, {"role": "assistant", "content": "12"}]
+    if client:
+        flags = {"continue_final_message": True, "add_generation_prompt": False}
+        async with model.get_openai_async_client() as openai:
+            await openai.chat.completions.create(model="tiny", messages=begun, n=4, extra_body=flags)
+    else:
+        await model.chat_async(begun, n=4)
+    prompt = shared_generator.codec.encode("+372=12")
+    for experience in model.extract_experience_from_history():
+        response = experience.tokens[len(prompt) :].tolist()
+        assert experience.tokens[: experience.prompt_length].tolist() == prompt, "the beginning is not sampled"
+        assert (experience.prompt_text, experience.action_mask.tolist()) == ("+372=12", [True] * len(response))
+        assert experience.response_text == shared_generator.codec.decode([[t for t in response if t != 1]])[0]
+        wanted = plain_logprobs(shared_generator, prompt, response, 1.0)
+        assert torch.allclose(experience.logprobs, wanted, atol=1e-5, rtol=0)
+
+
+async def test_a_call_of_the_assistant_is_not_continued(wrap: Wrap) -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(EngineRefused, match="does not write tool calls"):  # the template, which gets the whole message
+        await wrap().chat_async([*MESSAGES, {"role": "assistant", "content": "1", "tool_calls": [call]}])
+
+
 async def test_a_seeded_run_repeats_itself_call_by_call(wrap: Wrap) -> None:
     first, second = wrap(seed=5), wrap(seed=5)
     ones = [await first.chat_async(MESSAGES, n=4) for _ in range(2)]
@@ -504,6 +547,21 @@ async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: Text
     assert len(cut.tokens) == 64
     with pytest.raises(ValueError, match="no token of the assistant"):
         await model.convert_messages_to_experience_async(conversation[:1])
+
+
+async def test_a_conversation_whose_prompt_is_too_long_is_masked_where_that_is_wanted(wrap: Wrap) -> None:
+    conversation = [{"role": "user", "content": "+12="}, {"role": "assistant", "content": "22"}]
+    for limit, status in ((4, None), (3, "prompt_truncated")):
+        model = wrap(max_prompt_tokens=limit, enable_prompt_truncation=True)
+        experience = await model.convert_messages_to_experience_async(conversation)
+        assert experience == _with_eid(
+            experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation)
+        )
+        assert (experience.truncate_status, experience.messages) == (status, conversation)
+    assert experience.action_mask is not None
+    assert (experience.prompt_length, len(experience.tokens), experience.action_mask.tolist()) == (3, 4, [False])
+    whole = await wrap(max_prompt_tokens=3).convert_messages_to_experience_async(conversation)
+    assert whole.truncate_status is None
 
 
 def _with_eid(source: Experience, target: Experience) -> Experience:

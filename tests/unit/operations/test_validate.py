@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -348,6 +349,14 @@ def test_a_model_folder_needs_a_chat_template_for_workflows_that_chat(
     assert "has no chat template, so it answers no chat requests, and workflow" in capsys.readouterr().err
     assert main(["validate", write(tmp_path, text), "buffer.taskset.storage_type=queue"]) == 0
     assert "has no chat template" in capsys.readouterr().out
+    assert main(["validate", write(tmp_path, text), "model.custom_chat_template='x'"]) == 0
+    (tmp_path / "mine.jinja").write_text("x")
+    path = f"model.chat_template_path={tmp_path / 'mine.jinja'}"
+    assert main(["validate", write(tmp_path, text), path]) == 0
+    assert main(["validate", write(tmp_path, text), path, "model.custom_chat_template='x'"]) == 2
+    assert "custom_chat_template and chat_template_path are both given" in capsys.readouterr().err
+    assert main(["validate", write(tmp_path, text), f"{path}.old"]) == 2
+    assert "mine.jinja.old cannot be read" in capsys.readouterr().err
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert main(["validate", write(tmp_path, text)]) == 0
     (folder / "chat_template.jinja").unlink()
@@ -378,8 +387,18 @@ def test_switches_are_compared_with_the_chat_template(tmp_path: Path, capsys: py
             "rollout_args of taskset 'mine': reasoning_effort is low",
         ),
         ("buffer.taskset.rollout_args={reasoning_effort: huge}", "wanted one of none, minimal"),
+        (
+            "buffer.taskset.format.enable_thinking=true model.custom_chat_template=x model.chat_template_kwargs={}",
+            "rollout_args of taskset 'mine': thinking cannot be switched on",
+        ),
+        (
+            "mode=train algorithm.algorithm_type=sft buffer.total_steps=1 buffer.trainer_input.experience_buffer={"
+            "storage_type: synthetic, path: ops3, schema_type: sft, format: {chat_template: x, enable_thinking: true}}",
+            "format of the training data 'train': thinking cannot be switched on",
+        ),
     ):
-        assert main(["validate", file, override]) == 2
+        overrides = re.split(r" (?=[a-z_.]+=)", override)
+        assert main(["validate", file, *overrides]) == 2
         assert problem in capsys.readouterr().err
 
 
@@ -409,6 +428,13 @@ def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, caps
     )
     said = capsys.readouterr().out
     assert "the prompts of 2 of 4 records have more than 64 tokens, and these tasks will fail" in said
+    file = write(tmp_path, f"model: {{tiny: {{}}, max_response_tokens: 64, {limits}}}\n{taskset}")
+    assert (
+        main(["validate", file, "model.enable_prompt_truncation=true", "buffer.taskset.format.reply_prefix='11'"]) == 0
+    )
+    assert "the prompts of 3 of 4 records have more than 64 tokens, and these tasks will not" in capsys.readouterr().out
+    assert main(["validate", file, "model.enable_prompt_truncation=false"]) == 0
+    assert "tokens" not in capsys.readouterr().out, "the longest fits into max_model_len"
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")

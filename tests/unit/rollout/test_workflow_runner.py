@@ -133,6 +133,58 @@ class Numberless(AsyncSimpleWorkflow):
         return experiences
 
 
+class Unnumbered(AsyncSimpleWorkflow):
+    """Sets no run number, as workflows for Trinity-RFT may."""
+
+    copies: ClassVar = 1
+
+    async def run_async(self):
+        experiences = await self.model.chat_async([{"role": "user", "content": "q"}], n=self.repeat_times * self.copies)
+        for place, experience in enumerate(experiences):
+            experience.reward = float(place)
+        return experiences
+
+
+class UnnumberedPairs(Unnumbered):
+    copies = 2
+
+
+class UnnumberedOdd(Unnumbered):
+    async def run_async(self):
+        return (await super().run_async() + await super().run_async())[1:]
+
+
+class OnlyTheFirstRun(Coroutine):
+    """Two steps of run 0, with its number; the other runs are missing the first time."""
+
+    can_repeat = True
+
+    async def run_async(self):
+        runs = range(self.run_id_base, self.run_id_base + (1 if self.run_id_base == 0 else self.repeat_times))
+        experiences = []
+        for run in runs:
+            for step in range(2):
+                (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
+                experience.eid.run, experience.eid.step = run, step
+                experiences.append(experience)
+        return experiences
+
+
+class Forgets(AsyncSimpleWorkflow):
+    """Its reset() does not keep the task."""
+
+    seen: ClassVar = []
+
+    def reset(self, task):
+        self.truth = task.truth
+
+    async def run_async(self):
+        self.seen.append(self.task.raw_task["question"])
+        (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
+        experience.eid.run, experience.reward = self.run_id_base, 1.0
+        return [experience]
+
+
 class Empty(Coroutine):
     async def run_async(self):
         return []
@@ -169,6 +221,39 @@ async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner
     assert len(outcome.metrics) == 3
     assert outcome.metrics[0].pop("time/run_execution") > 0
     assert outcome.metrics[0] == {"accuracy": 1.0, "reward": 1.0, "response_tokens:sum": 2.0}
+
+
+@pytest.mark.parametrize("base", [0, 3])
+@pytest.mark.parametrize(("kind", "copies"), [("Unnumbered", 1), ("UnnumberedPairs", 2)])
+async def test_runs_without_numbers_are_numbered_in_their_order(runner, engine, kind, copies, base):
+    outcome = await runner.run_slice(task_slice(kind, runs=3, base=base), lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([base, base + 1, base + 2], None)
+    assert [(exp.eid.run, exp.reward) for exp in outcome.experiences] == [
+        (base + place // copies, float(place)) for place in range(3 * copies)
+    ]
+
+
+async def test_experiences_that_cannot_be_divided_among_the_runs_need_numbers(runner, engine):
+    outcome = await runner.run_slice(task_slice("UnnumberedOdd", runs=3, base=3), lambda: engine.model)
+    assert outcome.runs == []
+    assert "returned experiences with eid.run [0], was asked for [3, 4, 5]" in outcome.message
+
+
+async def test_steps_of_the_first_run_stay_with_it(runner, engine):
+    outcome = await runner.run_slice(task_slice("OnlyTheFirstRun", runs=3), lambda: engine.model)
+    assert (outcome.runs, len(outcome.experiences)) == ([0, 1, 2], 6), "the others were tried again"
+    assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [(r, s) for r in range(3) for s in range(2)]
+
+
+async def test_an_instance_has_the_task_that_it_runs(config, engine):
+    one_at_a_time = config.model_copy(update={"runner": RunnerConfig(concurrent_mode="sequential")})
+    runner = WorkflowRunner(one_at_a_time, runner_id="runner-0")
+    for question in ("3+4=", "5+5="):
+        task = {"raw_task": {"question": question, "answer": "7"}}
+        outcome = await runner.run_slice(task_slice("Forgets", runs=1, task=task), lambda: engine.model)
+        assert outcome.message is None
+    await runner.close()
+    assert Forgets.seen == ["3+4=", "5+5="]
 
 
 @pytest.mark.parametrize("kind", ["Asks", "Blocking"])
@@ -349,6 +434,47 @@ async def test_a_prompt_that_is_too_long_is_a_failure_of_the_task(runner, engine
     assert (outcome.failure_kind, outcome.retryable) == ("task", False)
     assert "the prompt has more than 2 tokens, the limit of model.max_prompt_tokens" in outcome.message
     assert len(engine.requests) == (1 if kind == "async_simple_workflow" else 2), "not tried again"
+
+
+def with_model(config, **model):
+    """Return the configuration with other settings of the model and of the engine."""
+    rollout = model.pop("rollout_model", {})
+    settings = config.model_dump(include={"model", "explorer"}, exclude_unset=True)
+    settings["model"] |= model
+    settings["explorer"]["rollout_model"] |= rollout
+    return Config.model_validate(settings)
+
+
+@pytest.mark.parametrize("kind", ["Asks", "Blocking", "async_simple_workflow"])
+async def test_a_prompt_that_is_too_long_gives_masked_runs_where_that_is_configured(config, engine, kind):
+    runner = WorkflowRunner(with_model(config, enable_prompt_truncation=True))
+    engine.script = too_long
+    outcome = await runner.run_slice(task_slice(kind, runs=2), lambda: engine.model)
+    await runner.close()
+    assert (outcome.runs, outcome.message) == ([0, 1], None)
+    for experience in outcome.experiences:
+        assert (experience.truncate_status, experience.tokens.tolist()) == ("prompt_truncated", [1, 2, 3])
+        assert (experience.reward, experience.action_mask.tolist()) == (0.0, [False])
+    counts = [metrics.get("prompt_truncated:sum") for metrics in outcome.metrics]
+    assert counts == ([None, None] if kind == "Asks" else [1.0, 1.0]), "Asks removes its metrics"
+
+
+@pytest.mark.parametrize(
+    ("truncation", "limit"),
+    [({}, 30), ({"enable_prompt_truncation": True}, 30), ({"enable_prompt_truncation": False}, None)],
+)
+async def test_the_limits_of_prompts_and_answers_reach_the_engine(config, engine, truncation, limit):
+    ending = {"min_response_tokens": 3, "ignore_eos": True}
+    runner = WorkflowRunner(with_model(config, **truncation, rollout_model=ending))
+    await runner.run_slice(task_slice("async_simple_workflow", runs=1), lambda: engine.model)
+    overridden = {"rollout_args": {"min_tokens": 2, "ignore_eos": False}, "format_args": {"reply_prefix": "So"}}
+    await runner.run_slice(task_slice("async_simple_workflow", runs=1, task=overridden), lambda: engine.model)
+    await runner.close()
+    first, second = engine.requests
+    assert (first["min_tokens"], first["ignore_eos"], first.get("max_prompt_tokens")) == (3, True, limit)
+    assert (second["min_tokens"], second["ignore_eos"]) == (2, False)
+    assert (second["messages"][-1], second["continue_final_message"]) == ({"role": "assistant", "content": "So"}, True)
+    assert "continue_final_message" not in first
 
 
 class AsksOnceTooLong(AsyncSimpleWorkflow):

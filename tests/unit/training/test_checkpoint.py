@@ -655,6 +655,8 @@ def test_some_of_them(tmp_path: Path, wanted: Any, labels: list[int]) -> None:
 def test_what_is_not_there_or_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint to evaluate in .*run/checkpoints: give the folder"):
         select_checkpoints(bench_config(tmp_path))
+    first = bench_config(tmp_path, {"checkpoints": [0]})
+    assert select_checkpoints(first) == {0: None}, "the first model is in no checkpoint"
     save_some(tmp_path, 5, 20)
     missing = r"bench\.checkpoints: 7 not among the checkpoints in .*, which are 5, 20"
     with pytest.raises(CheckpointError, match=missing):

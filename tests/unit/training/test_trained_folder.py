@@ -63,8 +63,10 @@ def in_transformers(folder: Path) -> list[list[int]]:
     return answers
 
 
-def test_it_answers_alike(folder: Path, tmp_path: Path) -> None:
-    config = ModelConfig(model_path=str(folder), max_model_len=128, max_prompt_tokens=96, max_response_tokens=16)
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message['content'] }}:{% endfor %}"])
+def test_it_answers_alike(folder: Path, tmp_path: Path, template: str | None) -> None:
+    limits = {"max_model_len": 128, "max_prompt_tokens": 96, "max_response_tokens": 16}
+    config = ModelConfig(model_path=str(folder), custom_chat_template=template, **limits)
     policy, engine = Policy(config, folder, 0), TextGenerator.build(config, folder, num_threads=1)
     answers = []
     for _ in range(2):
@@ -74,3 +76,5 @@ def test_it_answers_alike(folder: Path, tmp_path: Path) -> None:
         policy.save(tmp_path / "final", folder)
         assert answers[-1] == in_transformers(tmp_path / "final")
     assert answers[0] != answers[1], "the weights have changed in between"
+    if template is not None:
+        assert engine.codec.render(CHATS[1]) == "3:"

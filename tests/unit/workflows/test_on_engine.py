@@ -234,6 +234,14 @@ async def test_a_truncated_answer_makes_its_step_the_last(tmp_path, kind):
     assert status.ok, status.message
     assert [exp.response_text for exp in experiences] == ["a", "b" * 5]
     assert all(exp.reward is not None for exp in experiences)
+    assert status.metric["ended_truncated"] == 1.0, "what upstream does not do is reported"
+
+
+@STEPS
+async def test_a_run_that_no_truncated_answer_ended_reports_this(tmp_path, kind):
+    async with running(ScriptedGenerator(["a", "b" * 9, *"cdefgh"]), tmp_path) as runner:
+        status, _ = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
+    assert (status.ok, status.metric["ended_truncated"]) == (True, 0.0)
 
 
 class Late(StepWiseRewardWorkflow):

@@ -1,4 +1,6 @@
-"""Custom estimators: a function from the rewards of a task's runs to their advantages."""
+"""Custom estimators: a function from the rewards of a task's runs to their advantages, or a class in Trinity-RFT's
+form.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trinity_mq.algorithms.estimators.class_form import advantage_object, class_advantages
 from trinity_mq.algorithms.estimators.runs import is_finite, mask_lengths, reward_metrics, run_values, with_scores
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
@@ -21,6 +24,18 @@ WANTED = "def {name}(rewards: list[float], *, your_argument: float = 1.0) -> lis
 
 class EstimatorError(FatalError, ValueError):
     """A custom estimator cannot be called as required, or did not return advantages."""
+
+
+def check_plugin(args: EstimatorPlugin) -> None:
+    """Import and check a custom estimator.
+
+    Raises:
+        FatalError: It cannot be imported, or cannot be made or called with these arguments.
+    """
+    if inspect.isclass(kind := resolve("estimator", args.kind)):
+        advantage_object(kind, args)
+    else:
+        plugin_function(args)
 
 
 def plugin_function(args: EstimatorPlugin) -> PluginFunction:
@@ -47,7 +62,8 @@ def plugin_function(args: EstimatorPlugin) -> PluginFunction:
 def plugin_advantages(
     batch: ExperienceBatch, args: EstimatorPlugin, min_group_runs: int = 1
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Give every run the number that the custom function returns for it.
+    """Give every run the number that the custom function returns for it, or let a class set the advantages, see
+    :func:`class_advantages`.
 
     The function is called for each task with the finite rewards of its runs, as in the group estimator. Runs without a
     finite reward are dropped and counted, and so are tasks with fewer than ``min_group_runs`` remaining runs.
@@ -56,6 +72,8 @@ def plugin_advantages(
         ValueError: An experience has no action mask (dpo).
         EstimatorError: The function does not accept the arguments, raised an error, or did not return finite numbers.
     """
+    if inspect.isclass(kind := resolve("estimator", args.kind)):
+        return class_advantages(batch, kind, args)
     mask_lengths(batch)
     function = plugin_function(args)
     runs = dict(zip(batch.ids("rid"), batch.values("eid.run"), strict=True))

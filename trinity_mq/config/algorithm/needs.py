@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trinity_mq.config.algorithm.pieces import BY_AGE, LossConfig, Piece
+from trinity_mq.config.algorithm.pieces import BY_AGE, LossConfig, Piece, SurrogatePlugin
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 
@@ -29,6 +29,8 @@ def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
         pieces += [config.kl] if config.kl is not None and config.kl.coef else []
         inputs |= {"old"} if config.anchor == "old" else set()
         inputs |= {"staleness"} if config.anchor in BY_AGE else set()
+    has_reference = isinstance(config.surrogate, SurrogatePlugin) and config.surrogate.reference
+    inputs |= {"ref"} if has_reference or config.kl_loss is not None else set()
     pieces += [config.distillation] if weights.get("ref_kl") else []
     pieces += [config.pair] if weights.get("pair") else []
     return inputs.union(*(piece.needs for piece in pieces))

@@ -23,12 +23,12 @@ class Piece(Section):
 
 
 class PluginPiece(Piece):
-    """A user-defined function, imported by its dotted path."""
+    """A user-defined function or class, imported by its dotted path."""
 
     kind: str
     """``package.module.function``. The module must be on the Python path or in ``plugin_dirs``."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments of the function, or of the class's constructor."""
 
     @field_validator("kind")
     @classmethod
@@ -36,6 +36,16 @@ class PluginPiece(Piece):
         if not DOTTED.fullmatch(value):
             raise ValueError(f"{value!r} is not a known kind, wanted a known kind or the dotted path of a function")
         return value
+
+
+class SurrogatePlugin(PluginPiece):
+    """A user-defined surrogate: a function of log ratios, logprobs and advantages, or a class in Trinity-RFT's form
+    (``PolicyLossFn``), which computes the loss of all tokens of an optimizer step.
+    """
+
+    reference: bool = False
+    """Whether the class takes the reference model's logprobs (``ref_logprob``). ``policy_loss_fn`` sets it for a class
+    that a module in ``plugin_dirs`` registers."""
 
 
 def _by_kind(*kinds: str) -> Discriminator:
@@ -274,7 +284,7 @@ Surrogate = Annotated[
     | Annotated[LogRatio, Tag("log_ratio")]
     | Annotated[Quadratic, Tag("quadratic")]
     | Annotated[Vespo, Tag("vespo")]
-    | Annotated[PluginPiece, Tag("plugin")],
+    | Annotated[SurrogatePlugin, Tag("plugin")],
     _by_kind("clip", "truncate", "gate", "linear", "log_linear", "log_ratio", "quadratic", "vespo"),
 ]
 
@@ -562,6 +572,12 @@ class LossConfig(Section):
     """Constant weights for tokens that were sampled by older weights or by another implementation of the model."""
     kl: ReferenceKL | None = None
     """KL term that holds the policy near a reference model."""
+    kl_loss: PluginPiece | None = None
+    """A KL term of your own: a class in Trinity-RFT's form (``KLFn``), by its dotted path. ``kl_loss_fn`` sets it for a
+    class that a module in ``plugin_dirs`` registers."""
+    entropy_loss: PluginPiece | None = None
+    """An entropy term of your own: a class in Trinity-RFT's form (``EntropyLossFn``), by its dotted path.
+    ``entropy_loss_fn`` sets it for a class that a module in ``plugin_dirs`` registers."""
     regularisers: tuple[Regulariser, ...] = ()
     """Additional terms for each token."""
     reduction: Reduction = Field(default_factory=Reduction)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS, Preset
 from trinity_mq.config.algorithm.translate import take_trinity_names
+from trinity_mq.config.algorithm.trinity_losses import OF_PLUGINS
 
 
 def preset_of(name: Any) -> Preset:
@@ -23,7 +24,8 @@ def preset_of(name: Any) -> Preset:
     if preset is None:
         near = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"algorithm_type {name!r} is not known, wanted one of {', '.join(sorted(PRESETS))}{hint}")
+        names = ", ".join(sorted(PRESETS))
+        raise ValueError(f"algorithm_type {name!r} is not known, wanted one of {names}, or {OF_PLUGINS}{hint}")
     return preset
 
 
@@ -45,7 +47,7 @@ def resolve_algorithm(data: Mapping[str, Any]) -> dict[str, Any]:
     user_settings = {key: _plain(key, value) for key, value in data.items()}
     estimator = {} if "advantage_fn" in user_settings else {"estimator": preset.estimator}
     loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in user_settings}
-    for layer in (estimator, loss, take_trinity_names(user_settings, preset), user_settings):
+    for layer in (estimator, loss, take_trinity_names(user_settings, canonical_name(name), preset), user_settings):
         for key, value in layer.items():
             result[key] = _merged(result.get(key), value)
     return {**result, "algorithm_type": canonical_name(name)}

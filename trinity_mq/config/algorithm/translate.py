@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_mq.config.algorithm.presets import CLIP, PRESETS, Preset
+from trinity_mq.config.algorithm.presets import CLIP, K2, PRESETS, Preset
+from trinity_mq.config.algorithm.rollout_correction import correction_pieces
+from trinity_mq.config.algorithm.trinity_losses import (
+    BY_SURROGATE,
+    CLIPPED,
+    POLICY_LOSSES,
+    REDUCTIONS,
+    argument_pieces,
+    choice,
+    merged,
+    number_of,
+    policy_loss_of,
+)
 from trinity_mq.config.estimators import FIELDS
 from trinity_mq.config.trinity_names import trinity_names
 
@@ -18,19 +30,15 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-SURROGATE_KEYS = {
-    "clip_range": ("low", "high"),
-    "clip_range_low": ("low",),
-    "clip_range_high": ("high",),
-    "clip_ratio_c": ("dual",),
-}
-"""Settings of clipped losses, and the corresponding fields of ``surrogate``."""
+CLIP_KEYS = ("clip_range", "clip_range_low", "clip_range_high", "clip_ratio_c")
+"""Arguments of clipped losses that may also stand directly in the section."""
 
 ESTIMATOR_KEYS = {
     "std_level": "scale",
     "std_epsilon": "epsilon",
     "std_cal_level": "scale",
     "opmd_baseline": "baseline",
+    "baseline_shift": "shift",
     "enable_step_norm": "step_norm",
     "lambda_coef": "beta",
     "fnorm": "scale",
@@ -38,29 +46,37 @@ ESTIMATOR_KEYS = {
 """Settings of advantage functions, and the corresponding fields of ``estimator``."""
 TOP_LEVEL = ("std_level", "std_epsilon", "kl_coef")
 """Settings of advantage functions that may also stand directly in the section. Null there counts as unset."""
-ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group"}
+ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group", ("drop", None): "none"}
+CORRECTION_KEYS = {
+    "clipb": {"mu": "bound"},
+    "clipv": {"mu": "bound", "max_frac": "share"},
+}
+"""Settings of the advantage functions that also leave out tokens, and the corresponding fields of their correction."""
+FIXED = {
+    "duplicate_experiences": (False, "a step is not filled up with copies of groups"),
+    "step_reward_key": ("step_reward", 'the reward of a step is info["step_reward"]'),
+    "env_state_hash_key": ("env_state_hash", 'the state of a step is info["env_state_hash"]'),
+    "temperature": (1.0, "the logprobs of teacher and student are those of their distributions"),
+    "chunk_size": (None, ""),
+}
+"""Settings of advantage functions that have one value here, and what holds."""
 
 ADVANTAGES = _same(
     "ppo", "grpo", "rloo", "reinforceplusplus", "remax", "opmd", "asymre", "rec", "gigpo", "on_policy_distill", "jsd"
-) | {"step_wise_grpo": "multi_step_grpo", "reinforce": "topr"}
+) | {
+    "step_wise_grpo": "multi_step_grpo", "reinforce": "topr", "grpo_verl": "grpo", "opmd_verl": "opmd",
+    "asymre_verl": "asymre", "clipb": "clip_b", "clipv": "clip_v",
+}  # fmt: skip
 """Preset with the same estimator by ``advantage_fn`` of Trinity-RFT."""
-
-POLICY_LOSSES = _same(
-    "gspo", "sapo", "cispo", "topr", "sppo", "rec", "importance_sampling", "sft", "sft_is", "sft_phi", "mix",
-    "mix_chord", "dpo",
-) | {"opmd": "asymre"}  # fmt: skip
-"""Preset with the same loss, reference term aside, by ``policy_loss_fn`` of Trinity-RFT except ``ppo``."""
-
-REDUCTIONS = {
-    "token-mean": "token",
-    "seq-mean-token-mean": "sequence",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "constant",
-}
-"""Kinds of ``reduction`` by ``loss_agg_mode`` of Trinity-RFT."""
 
 KL_KINDS = _same("k1", "k2", "k3", "abs") | {"low_var_kl": "k3_clamped", "corrected_k3": "k3_weighted"}
 """Kinds of ``kl`` by ``kl_loss_fn`` of Trinity-RFT."""
+KL_ARGUMENTS = ("kl_coef", "adaptive", "target_kl", "horizon")
+"""Names in ``kl_loss_fn_args``. Only the weight of a term in the rewards ever adapts."""
+WITHOUT_KL = frozenset({"sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "dpo", "m2po"})
+"""Algorithms that have no KL in the loss unless ``kl_loss_fn`` names one; all others have ``k2``."""
+ENTROPY_LOSSES = ("none", "default", "mix")
+"""Values of ``entropy_loss_fn``. The bonus belongs to sampled answers alone, which is ``mix``."""
 
 
 REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
@@ -69,53 +85,144 @@ REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"
 """Fields of ``reward_kl`` by ``kl_penalty_fn_args`` except ``adaptive``."""
 
 
-def take_trinity_names(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+def take_trinity_names(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str, Any]:
     """Remove names of Trinity-RFT from ``user_settings`` and return the corresponding pieces.
+
+    Args:
+        user_settings: The section; the names are removed from it.
+        name: Name of the preset.
+        preset: The preset.
 
     Raises:
         ValueError: A name has no meaning for the algorithm, or a value is unknown.
     """
-    result: dict[str, Any] = {}
-    if (name := user_settings.pop("advantage_fn", None)) is not None:
-        result["estimator"] = dict(PRESETS[_lookup("advantage_fn", name, ADVANTAGES)].estimator)
-    if (name := user_settings.pop("policy_loss_fn", None)) is not None:
-        plain = {"surrogate": CLIP} if name == "ppo" else None
-        loss = plain or PRESETS[_lookup("policy_loss_fn", name, {"ppo": "", **POLICY_LOSSES})].loss
-        result |= {key: value for key, value in loss.items() if key != "kl"}
-    top_level = {name: user_settings.pop(name, None) for name in TOP_LEVEL}
-    settings = {name: value for name, value in top_level.items() if value is not None}
-    if settings := settings | _arguments(user_settings, "advantage_fn_args"):
-        base = result.get("estimator", preset.estimator)
-        result["estimator"] = {**base, **_estimator_settings(settings, user_settings.get("estimator", base))}
-    for section in ("policy_loss_fn_args", "entropy_loss_fn_args"):
-        for name, value in _arguments(user_settings, section).items():
-            user_settings.setdefault(name, value)
-    surrogate: dict[str, Any] = {}
-    for name, targets in SURROGATE_KEYS.items():
-        if name in user_settings:
-            surrogate |= dict.fromkeys(targets, user_settings.pop(name))
-    if surrogate:
-        base = {"kind": "clip", **(result.get("surrogate") or preset.loss.get("surrogate") or {})}
-        if (kind := (user_settings.get("surrogate") or base).get("kind", base["kind"])) != "clip":
-            raise ValueError(f"a clip range has no meaning for the surrogate {kind!r}; set the fields of surrogate")
-        result["surrogate"] = {**base, **surrogate}
+    own_rules: Sequence[Any] = (
+        () if user_settings.get("policy_loss_fn") is not None else preset.loss.get("correction", ())
+    )
+    result = _loss(user_settings, name, preset)
+    result |= _advantages(user_settings, preset, [*result.get("correction", own_rules)])
     if "loss_agg_mode" in user_settings:
-        result["reduction"] = {"kind": _lookup("loss_agg_mode", user_settings.pop("loss_agg_mode"), REDUCTIONS)}
-    return result | _kl_terms(user_settings, preset)
+        result["reduction"] = {"kind": choice("loss_agg_mode", user_settings.pop("loss_agg_mode"), REDUCTIONS)}
+    result |= _kl_terms(user_settings, name, preset)
+    bypass = user_settings.pop("bypass_old_logprobs", None)
+    if bypass is not None:
+        result["anchor"] = "mu" if bypass else "old"
+    if rules := _arguments(user_settings, "rollout_correction"):
+        pieces = correction_pieces(rules)
+        result |= pieces | {"correction": [*result.get("correction", own_rules), *pieces["correction"]]}
+    result |= _entropy(user_settings)
+    return _with_whole_weights(result, user_settings, preset)
 
 
-def _kl_terms(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+def _loss(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str, Any]:
+    """Remove the policy loss and its arguments, and return their pieces."""
+    named = user_settings.pop("policy_loss_fn", None)
+    arguments = {key: user_settings.pop(key) for key in CLIP_KEYS if key in user_settings}
+    clips = tuple(arguments)
+    arguments |= _arguments(user_settings, "policy_loss_fn_args")
+    base: Mapping[str, Any] = preset.loss
+    function = policy_loss_of(name)
+    if named is not None:
+        function = choice("policy_loss_fn", named, {key: key for key in POLICY_LOSSES})
+        base = POLICY_LOSSES[function].pieces
+    kind = _kind_of(user_settings.get("surrogate"))
+    if kind is not None and kind != _kind_of(base.get("surrogate", CLIP)):
+        if clips and kind != "clip":
+            raise ValueError(f"a clip range has no meaning for the surrogate {kind!r}; set the fields of surrogate")
+        function = BY_SURROGATE.get(kind, "")
+    result = dict(base) if named is not None else {}
+    if any(value is not None for value in arguments.values()):
+        if not function:
+            raise ValueError(
+                f"policy_loss_fn_args have no meaning for {name}, which is no loss of Trinity-RFT; set the fields of "
+                "surrogate"
+            )
+        pieces = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
+        if function in CLIPPED and kind is None:
+            pieces = {"surrogate": {"kind": "clip"}} | pieces
+        changes = argument_pieces(function, arguments)
+        if "correction" in changes and function != "m2po":
+            changes["correction"] = [*base.get("correction", ()), *changes["correction"]]
+        result |= merged({key: value for key, value in pieces.items() if key in changes}, changes)
+    return result
+
+
+def _kind_of(piece: Any) -> Any:
+    return piece.get("kind") if isinstance(piece, Mapping) else None
+
+
+def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Sequence[Any]) -> dict[str, Any]:
+    """Remove the advantage function and its arguments, and return their pieces.
+
+    Args:
+        user_settings: The section; the names are removed from it.
+        preset: The preset, whose estimator holds without an advantage function.
+        loss_rules: Corrections of the loss. The corrections of the advantage function follow them.
+    """
+    result: dict[str, Any] = {}
+    named = user_settings.pop("advantage_fn", None)
+    source = preset if named is None else PRESETS[choice("advantage_fn", named, ADVANTAGES)]
+    if named is not None:
+        result["estimator"] = dict(source.estimator)
+    top_level = {key: user_settings.pop(key, None) for key in TOP_LEVEL}
+    settings = {key: value for key, value in top_level.items() if value is not None}
+    settings |= _arguments(user_settings, "advantage_fn_args")
+    keys = CORRECTION_KEYS.get(str(named), {})
+    changes = {keys[key]: settings.pop(key) for key in list(settings) if key in keys}
+    if keys:
+        rules = [
+            {**rule, **{key: value for key, value in changes.items() if value is not None}}
+            for rule in source.loss["correction"]
+        ]
+        result["correction"] = [*loss_rules, *rules]
+    if settings:
+        base = result.get("estimator", preset.estimator)
+        chosen = _estimator_settings(settings, user_settings.get("estimator", base))
+        result["estimator"] = chosen if "kind" in chosen else {**base, **chosen}
+    return result
+
+
+def _entropy(user_settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the entropy loss and its arguments, and return the ``entropy_coef`` that they set."""
+    named = user_settings.pop("entropy_loss_fn", None)
+    if named is not None:
+        choice("entropy_loss_fn", named, _same(*ENTROPY_LOSSES))
+    arguments = _arguments(user_settings, "entropy_loss_fn_args")
+    if unknown := arguments.keys() - {"entropy_coef"}:
+        raise ValueError(f"entropy_loss_fn_args.{min(unknown)} is not known, wanted entropy_coef")
+    coef = 0.0 if named == "none" else arguments.get("entropy_coef")
+    return {} if coef is None else {"entropy_coef": coef}
+
+
+def _kl_terms(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str, Any]:
     """Remove the KL to a reference from ``user_settings``, and return the ``kl`` and ``reward_kl`` that it sets."""
     result: dict[str, Any] = {}
     args = _arguments(user_settings, "kl_loss_fn_args")
+    if unknown := args.keys() - set(KL_ARGUMENTS):
+        raise ValueError(f"kl_loss_fn_args.{min(unknown)} is not known, wanted one of {', '.join(KL_ARGUMENTS)}")
+    coef = args.get("kl_coef")
     if (kind := user_settings.pop("kl_loss_fn", None)) is not None:
-        term = {"kind": _lookup("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": args.get("kl_coef", 0.001)}
+        term = {"kind": choice("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": 0.001 if coef is None else coef}
         result["kl"] = term if kind != "none" else None
-    elif "kl_coef" in args and preset.loss.get("kl"):
-        result["kl"] = {**preset.loss["kl"], "coef": args["kl_coef"]}
+    elif coef is not None and name not in WITHOUT_KL:
+        result["kl"] = {**(preset.loss.get("kl") or K2), "coef": coef}
     args = _arguments(user_settings, "kl_penalty_fn_args")
     if (kind := user_settings.pop("kl_penalty_fn", None)) is not None:
         result["reward_kl"] = None if kind == "none" else _reward_kl(kind, args)
+    return result
+
+
+def _with_whole_weights(result: dict[str, Any], user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Return ``result`` with the weights of KL and entropy divided by the weight of sampled answers, because
+    these terms belong to sampled answers here. In Trinity-RFT they stand next to the mixture.
+    """
+    share = {"rl": 1.0, **preset.loss.get("weights", {}), **result.get("weights", {})}["rl"]
+    if "ce_schedule" in preset.loss or "weights" in user_settings or not 0 < share < 1:
+        return result
+    if (term := result.get("kl")) is not None:
+        result["kl"] = {**term, "coef": number_of("kl_coef", term["coef"]) / share}
+    if "entropy_coef" in result:
+        result["entropy_coef"] = number_of("entropy_coef", result["entropy_coef"]) / share
     return result
 
 
@@ -133,17 +240,21 @@ def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     values = {name: args[key] for key, name in REWARD_KL_KEYS.items() if args.get(key) is not None}
     fields = values if adaptive else {name: value for name, value in values.items() if name == "coef"}
-    term = {"kind": _lookup("kl_penalty_fn", kind, REWARD_KL_KINDS), "coef": 0.001, **fields}
+    term = {"kind": choice("kl_penalty_fn", kind, REWARD_KL_KINDS), "coef": 0.001, **fields}
     return term if term["coef"] else None
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
-    """Return settings of an advantage function as fields of the estimator."""
+    """Return settings of an advantage function as fields of the estimator; with a ``kind`` for another estimator."""
     kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
-    result = {}
+    result: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "std_normalize":
             result["scale"] = "population" if value else "none"
+        elif name in FIXED:
+            only, reason = FIXED[name]
+            if only is not None and value not in (None, only):
+                raise ValueError(f"advantage_fn_args.{name} is {value!r}, wanted {only!r}: {reason}")
         elif name not in ESTIMATOR_KEYS:
             raise ValueError(f"advantage_fn_args.{name} is not known, wanted one of {', '.join(ESTIMATOR_KEYS)}")
         elif name == "kl_coef" and kind not in {"distill", "jsd"}:
@@ -157,6 +268,9 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
         else:
             is_plain = not isinstance(value, dict | list)  # the model of the estimator refuses others
             result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value) if is_plain else value
+    if kind == "jsd" and result.get("beta") == 0:
+        # without a share of the teacher, the divergence is the reverse KL to the teacher
+        result = {"kind": "distill", **{key: value for key, value in result.items() if key != "beta"}}
     return result
 
 
@@ -170,12 +284,6 @@ def _arguments(user_settings: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {value!r}, wanted settings by name, such as {{epsilon: 1.0e-6}}")
     return dict(value)
-
-
-def _lookup(name: str, value: Any, table: Mapping[str, str]) -> str:
-    if isinstance(value, dict | list) or value not in table:
-        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
-    return table[value]
 
 
 def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:

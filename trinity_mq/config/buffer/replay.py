@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ConfigDict, Field
 
 from trinity_mq.config.base import Section
@@ -33,6 +35,12 @@ class ReplayConfig(Section):
     max_age: int = Field(default=16, ge=1)
     """Maximum number of train steps since a group was fresh. ``synchronizer.max_staleness`` applies only to fresh
     groups."""
+    priority_fn: str | None = Field(default=None, pattern=r"^\w+(\.\w+)+$")
+    """Priority of your own: the dotted path of a class in Trinity-RFT's form (``PriorityFunction``), or the name under
+    which a module in ``plugin_dirs`` registers it with ``PRIORITY_FUNC``. It replaces ``decay``; ``sigma`` and the
+    limits hold for it too. None: the priority above."""
+    priority_fn_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor, over its ``default_config``."""
     capacity: int = Field(default=10_000, ge=1)
     """Maximum number of groups to choose from. The groups with the lowest priority are removed. 256 MiB of groups are
     kept in memory; the others are read again from the broker's stream, whose retention (``broker.ready_max_bytes``)

@@ -134,10 +134,10 @@ class DifficultyPoolsSelector(SelectorBase):
 
 
 class SelectorPlugin(SelectorBase):
-    """A user-defined selector."""
+    """A user-defined selector, also in Trinity-RFT's form (``BaseSelector``)."""
 
     selector_type: str = Field(pattern=r"^\w+(\.\w+)+$")
-    """Dotted path of the class."""
+    """Dotted path of the class, or the name under which a module in ``plugin_dirs`` registers it with ``SELECTORS``."""
     feature_keys: tuple[str, ...] = ()
     """Passed to the class if not empty."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -157,7 +157,14 @@ SelectorConfig = Annotated[
     | Annotated[DifficultyBasedSelector, Tag("difficulty_based")]
     | Annotated[DifficultyPoolsSelector, Tag("difficulty_pools")]
     | Annotated[SelectorPlugin, Tag("plugin")],
-    Discriminator(_tag),
+    Discriminator(
+        _tag,
+        custom_error_type="unknown_selector",
+        custom_error_message=(
+            "selector_type is not one of sequential, shuffle, random, offline_easy2hard, difficulty_based, "
+            "difficulty_pools, and neither the dotted path of a class nor a name that a module in plugin_dirs registers"
+        ),
+    ),
 ]
 SIMPLE: Mapping[str, type[SequentialSelector | ShuffleSelector | RandomSelector]] = {
     "sequential": SequentialSelector,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer.selectors import LEARNING, SIMPLE, SelectorConfig, SelectorPlugin
@@ -15,6 +15,14 @@ from trinity_mq.config.switches import ENABLE_THINKING, check_switch_fields, say
 
 RELEASED_KEYS = {"prompt_key", "response_key", "system_prompt"}
 """Keys of ``format_args`` that all released peers read."""
+PROMPTED_WORKFLOWS = frozenset(
+    f"{name}_workflow"
+    for name in (
+        *("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "math_trainable_ruler"),
+        *("on_policy_distill", "on_policy_distill_math", "rubric_judge", "ruler", "tool_agent", "tool_call"),
+    )
+)
+"""Built-in workflows, each also with the prefix ``async_``, that ask the prompt of a record and judge by its answer."""
 MIN_TOKENS, MIN_RESPONSE_TOKENS = "min_tokens", "min_response_tokens"
 """A sampling parameter of engines, and Trinity-RFT's name for it."""
 _REGISTERED = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -49,9 +57,6 @@ def registered_name(name: Any) -> str:
     if not isinstance(name, str) or not _REGISTERED.fullmatch(name):
         raise ValueError(f"{name!r:.120} is no registered name; registered names have only letters, digits, _ and -")
     return name
-
-
-RegisteredName = Annotated[str, AfterValidator(registered_name)]
 
 
 class FormatConfig(Section):
@@ -154,7 +159,7 @@ class TasksetConfig(Section):
     """Registered name or dotted path of the workflow."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the workflow."""
-    allowed_workflows: tuple[RegisteredName, ...] = ()
+    allowed_workflows: tuple[str, ...] = ()
     """Further workflows that records may name under ``format.workflow_key``, by registered name. A record cannot name
     the path of a module or a file. ``workflow_args`` applies to all of them."""
     reward_fn: str = ""
@@ -162,7 +167,7 @@ class TasksetConfig(Section):
     ``reasoning_gym_reward``."""
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
-    allowed_reward_fns: tuple[RegisteredName, ...] = ()
+    allowed_reward_fns: tuple[str, ...] = ()
     """Further reward functions that records may name under ``format.reward_fn_key``, by registered name.
     ``reward_fn_args`` applies to all of them."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
@@ -185,6 +190,11 @@ class TasksetConfig(Section):
     def _check_rollout_args(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_switch_fields(value)
         return sampling_parameters(value)
+
+    @field_validator("allowed_workflows", "allowed_reward_fns")
+    @classmethod
+    def _check_registered_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(registered_name, value))
 
     @model_validator(mode="after")
     def _check_thinking(self) -> TasksetConfig:
@@ -226,8 +236,11 @@ class TasksetConfig(Section):
     @property
     def required_keys(self) -> dict[str, str]:
         """Keys that every record must have, by the name of the setting that gives the key. A storage with a reward
-        function of its own may have records without a single right answer.
+        function of its own may have records without a single right answer. The records of environments and of your own
+        workflows may have any keys.
         """
+        if not any(name.removeprefix("async_") in PROMPTED_WORKFLOWS for name in self.workflows):
+            return {}
         keys = {"prompt_key": self.format.prompt_key, "response_key": self.format.response_key}
         return {"prompt_key": keys["prompt_key"]} if self.storage.reward_fn else keys
 

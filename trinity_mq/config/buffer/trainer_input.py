@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import NameIn, Section
 from trinity_mq.config.buffer.replay import ReplayConfig
 from trinity_mq.config.buffer.storages import StorageRow, TrainingStorage, check_source, storage_row
+from trinity_mq.config.switches import ENABLE_THINKING
 
-Schema = Literal["experience", "sft", "dpo", "cpt"]
+SCHEMAS = ("experience", "sft", "dpo", "cpt")
+"""Kinds of records with a formatter here."""
+Schema = Annotated[str, AfterValidator(NameIn("schema_type", SCHEMAS, "trinity_mq.formatters"))]
 
 
 class RecordFormatConfig(Section):
@@ -37,6 +40,16 @@ class RecordFormatConfig(Section):
     """``dpo``: key of the preferred answer, a text or a list of messages."""
     rejected_key: str = "rejected"
     """``dpo``: key of the rejected answer."""
+    chat_template: str | None = None
+    """Chat template of these records, as Jinja text. None: the template of the model."""
+    enable_thinking: bool | None = None
+    """Whether the chat template writes these records as answers with thoughts. None: ``model.chat_template_kwargs``
+    decides."""
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Switches of the chat template, as in a request."""
+        return {} if self.enable_thinking is None else {ENABLE_THINKING: self.enable_thinking}
 
 
 class ExperienceBufferConfig(Section):
@@ -54,7 +67,9 @@ class ExperienceBufferConfig(Section):
     """Kind of the source. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
     schema_type: Schema = "experience"
     """Kind of record. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
-    ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages."""
+    ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages. The dotted path of a class in
+    Trinity-RFT's form (``ExperienceFormatter``), or the name under which a module in ``plugin_dirs`` registers it with
+    ``FORMATTER``: a record of your own."""
     path: str = ""
     """File, folder, dataset, database or generator, by ``storage_type``."""
     query: str = ""
@@ -96,6 +111,8 @@ class ExperienceBufferConfig(Section):
     def required_keys(self) -> dict[str, str]:
         """Keys that every record must have, by the name of the setting that gives the key."""
         keys = self.format
+        if self.schema_type not in SCHEMAS:
+            return {}
         if self.schema_type == "cpt":
             return {"prompt_key": keys.prompt_key}
         as_messages = keys.prompt_type == "messages"
@@ -123,7 +140,7 @@ class TrainerInputConfig(Section):
     @model_validator(mode="after")
     def _experts(self) -> TrainerInputConfig:
         for name, data in self.auxiliary_buffers.items():
-            if data.schema_type != "sft" or not data.storage.holds_records:
+            if data.schema_type in {"experience", "dpo", "cpt"} or not data.storage.holds_records:
                 raise ValueError(
                     f"auxiliary buffer {name!r} has schema_type {data.schema_type} and storage_type "
                     f"{data.storage_type}; wanted answers to imitate: schema_type sft from file, huggingface, sql or "

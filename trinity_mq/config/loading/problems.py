@@ -55,6 +55,11 @@ class Problem(NamedTuple):
         return _names(text, [*sections, *keys, *(word for word in words if "_" in word)])
 
 
+def keys_in(text: str) -> list[str]:
+    """Return the dotted keys that the text of a problem names, in order."""
+    return _KEY.findall(text)
+
+
 def _names(text: str, words: Sequence[str]) -> bool:
     """Return whether a text contains a word, or a name that begins with a word and ``_``."""
     return any(re.search(rf"(?<![a-z0-9_]){re.escape(word)}(?![a-z0-9])", text) for word in words)
@@ -71,7 +76,7 @@ class KeyLines:
 
     def __init__(self, text: str, overridden: Sequence[str] = ()) -> None:
         self._text = text
-        self._overridden = [_location(key) for key in overridden]
+        self._overridden = [location_of(key) for key in overridden]
         try:
             self._root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, RecursionError):
@@ -87,7 +92,7 @@ class KeyLines:
         """
         if problem.location:
             return self._line(problem.location, within)
-        keys = map(_location, _KEY.findall(problem.text))
+        keys = map(location_of, keys_in(problem.text))
         return next((line for key in keys if (line := self._line(key, within, exact=True)) is not None), None)
 
     def _line(self, location: Location, within: Location, *, exact: bool = False) -> int | None:
@@ -96,11 +101,12 @@ class KeyLines:
             for place in dict.fromkeys([(*within, *location[:length]), location[:length]]):
                 if any(place[: len(key)] == key for key in self._overridden):
                     return None
-                if line := self._line_of_key(place):
+                if line := self.line_of_key(place):
                     return line
-        return None if exact else self._line_of_key(within)
+        return None if exact else self.line_of_key(within)
 
-    def _line_of_key(self, place: Location) -> int | None:
+    def line_of_key(self, place: Location) -> int | None:
+        """Return the line of exactly this key; None if the file does not set it."""
         node, line = self._root, None
         for part in place:
             mark, node = _child(node, part)
@@ -135,7 +141,8 @@ def _pairs(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]
         waiting[:0] = [item for items in lists for item in items if isinstance(item, yaml.MappingNode)]
 
 
-def _location(key: str) -> Location:
+def location_of(key: str) -> Location:
+    """Return the location of a dotted key, such as ``buffer.eval_tasksets.0.path``."""
     return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key))
 
 

@@ -29,10 +29,14 @@ class Reader:
     Args:
         keys: The record keys of the fields.
         codec: The model's tokenizer and chat template.
+
+    Raises:
+        SwitchError: The chat template cannot follow ``keys.enable_thinking``.
     """
 
     def __init__(self, keys: RecordFormatConfig, codec: TextCodec) -> None:
-        self.keys, self.codec = keys, codec
+        is_other = keys.chat_template or keys.switches
+        self.keys, self.codec = keys, codec.rendering_as(keys.chat_template, keys.switches) if is_other else codec
 
     @property
     def has_messages(self) -> bool:

@@ -22,6 +22,7 @@ from trinity_mq.config.buffer.selectors import (
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import Record
 from trinity_mq.data.selectors.base import Selector
+from trinity_mq.data.selectors.class_form import SelectorSettings, class_selector, is_class_form
 from trinity_mq.data.selectors.difficulty_based import DifficultyBased
 from trinity_mq.data.selectors.difficulty_pools import DifficultyPools
 from trinity_mq.data.selectors.epochs import EasyToHard, EpochSelector
@@ -74,6 +75,9 @@ def _features(keys: Sequence[str], rows: Sequence[Record], taskset: str, *, rate
 
 def _plugin(config: SelectorPlugin, rows: Sequence[Record], seed: int, taskset: str) -> Selector:
     kind = resolve("selector", config.selector_type)
+    if is_class_form(kind):
+        settings = SelectorSettings(config.selector_type, seed, list(config.feature_keys), dict(config.kwargs))
+        return class_selector(kind, settings, rows, taskset, f"taskset {taskset!r}: selector {config.selector_type!r}")
     arguments: dict[str, Any] = dict(config.kwargs)
     if config.feature_keys:
         arguments["feature_keys"] = config.feature_keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -29,8 +30,9 @@ from trinity_mq.families.messages import (
 )
 from trinity_mq.families.switches import merge_switch_fields, template_switches
 from trinity_mq.families.table import family_of, find_family, has_row
-from trinity_mq.families.thoughts import opens_thoughts
+from trinity_mq.families.thoughts import ThoughtFormat, opens_thoughts
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import configured_template
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Jinja comments, and the tag before the assistant's text in a chat template, with any white-space control."""
@@ -108,6 +110,8 @@ class TextCodec:
         if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
             self._fast.no_padding()
+        self.path: str = getattr(tokenizer, "name_or_path", "")
+        """Folder or hub id that the tokenizer was loaded from."""
         self.stop_ids = stop_ids
         """Token ids that end a response."""
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
@@ -124,6 +128,7 @@ class TextCodec:
         trust_remote_code: bool = False,
         family: Family | None = None,
         switches: Switches = None,
+        template: str | None = None,
     ) -> TextCodec:
         """Return the codec of a Hugging Face folder.
 
@@ -132,6 +137,7 @@ class TextCodec:
             trust_remote_code: Allow code from the folder to run.
             family: Family of the model. None: by its chat template.
             switches: Defaults of every rendering, ``model.chat_template_kwargs``.
+            template: Chat template. None: the template of the folder.
 
         Raises:
             ModelError: The folder has no tokenizer that can be loaded, or its chat template does not read a switch.
@@ -142,6 +148,8 @@ class TextCodec:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
+        if template is not None:
+            tokenizer.chat_template = template
         codec = cls(tokenizer, _stop_ids(tokenizer, folder), family=family, switches=switches)
         try:
             codec.switches({})
@@ -154,6 +162,7 @@ class TextCodec:
         """Return the codec of a model of the configuration from its folder; errors as :meth:`load`.
 
         Raises:
+            ModelError: The file of the configured chat template cannot be read.
             UnknownNameError: ``config.family`` does not exist.
         """
         return cls.load(
@@ -161,7 +170,25 @@ class TextCodec:
             trust_remote_code=config.trust_remote_code,
             family=None if config.family is None else find_family(config.family),
             switches=config.chat_template_kwargs,
+            template=configured_template(config),
         )
+
+    def rendering_as(self, template: str | None, switch_fields: Mapping[str, Any]) -> TextCodec:
+        """Return a codec of the same tokenizer that renders in another way.
+
+        Args:
+            template: Chat template. None: the template of this codec.
+            switch_fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``, over the defaults of
+                this codec.
+
+        Raises:
+            SwitchError: The template has no such switch, or a field has another form.
+        """
+        tokenizer = copy.copy(self._tokenizer)
+        tokenizer.chat_template = template or self._tokenizer.chat_template
+        codec = TextCodec(tokenizer, self.stop_ids, family=self._chosen_family, switches=self._default_switches)
+        codec._default_switches = codec.switches(switch_fields)
+        return codec
 
     def switches(self, fields: Mapping[str, Any], tools: Tools = None) -> dict[str, Any]:
         """Return the variables of the chat template for a request, with the codec's defaults.
@@ -297,6 +324,7 @@ class TextCodec:
         *,
         before: Sequence[int] = (),
         messages_before: int = 0,
+        beginning: str = "",
         limit: int,
     ) -> Prompt:
         """Return the prompt of a conversation.
@@ -309,6 +337,7 @@ class TextCodec:
                 allows it.
             messages_before: Number of leading messages that ``before`` holds; the last of them is the answer. 0:
                 unknown; then the prompt begins with these tokens if their text is the beginning of its text.
+            beginning: Text with which the answer begins, the end of the prompt.
             limit: Tokens that are allowed. Of a much longer prompt only the beginning is returned.
 
         Raises:
@@ -319,10 +348,12 @@ class TextCodec:
             if bridged is not None:
                 return Prompt(self.decode([bridged])[0], bridged, is_continued=True)
         written = self.messages_for_template(messages, tools, switches)
-        renderer = self._renderer(switches, tools).library
+        renderer = None if beginning else self._renderer(switches, tools).library
         if renderer is not None and (ids := _library_tokens(renderer, written, tools, limit)) is not None:
             return Prompt(self.decode([ids])[0], ids)
         text: str = self._apply(written, tools, switches, tokenize=False, add_generation_prompt=True)
+        if beginning:
+            text = _begun(text, beginning, self.family.thoughts)
         if before and not messages_before:
             ids = self.encode_after(before, text, limit)
             return Prompt(text, ids, is_continued=ids[: len(before)] == list(before))
@@ -684,6 +715,15 @@ def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int)
     except Exception:  # the package asserts and raises many classes; the chat template decides
         return None
     return ids
+
+
+def _begun(prompt: str, beginning: str, thoughts: ThoughtFormat | None) -> str:
+    """Return a prompt that ends with the beginning of the answer. If both have the tag that opens thoughts, the tag
+    stands there once.
+    """
+    if thoughts is not None and opens_thoughts(prompt, thoughts) and beginning.lstrip().startswith(thoughts.opening):
+        prompt = prompt[: prompt.rindex(thoughts.opening.rstrip())]
+    return prompt + beginning
 
 
 def _is_plain(shape: Sequence[MessageOutline], family: Family) -> bool:

@@ -174,6 +174,7 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
             reward=0.0,
             response_text=MASKED_TEXT,
             truncate_status=PROMPT_TRUNCATED,
+            metrics={"prompt_truncated:sum": 1.0},
             temperature=temperature or 1.0,
         )
         for _ in range(count)
@@ -182,16 +183,22 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
 
 def is_asked(experiences: Sequence[Experience]) -> bool:
     """Return False if every experience is a placeholder for a prompt that is too long: the model was not asked."""
-    return not experiences or any(experience.truncate_status != PROMPT_TRUNCATED for experience in experiences)
+    return not experiences or any(
+        getattr(experience, "truncate_status", None) != PROMPT_TRUNCATED for experience in experiences
+    )
 
 
-def check_asked(experiences: list[Experience]) -> list[Experience]:
+def check_asked(experiences: list[Experience], model: object = None) -> list[Experience]:
     """Return the experiences of a run or a request.
 
+    Args:
+        experiences: The experiences.
+        model: The model that was asked. Its attribute ``enable_prompt_truncation`` is true if placeholders are wanted.
+
     Raises:
-        PromptTooLong: Every experience is a placeholder for a prompt that is too long.
+        PromptTooLong: Every experience is a placeholder for a prompt that is too long, and placeholders are not wanted.
     """
-    if is_asked(experiences):
+    if is_asked(experiences) or getattr(model, "enable_prompt_truncation", False):
         return experiences
     limit = experiences[0].prompt_length
     raise PromptTooLong(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_mq.algorithms.class_losses import class_losses, has_classes
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights, evaluate, step_weights
@@ -173,6 +174,8 @@ def losses(
         staleness=(rows % 3)[mask],
     )
     view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=step_choice(whole, config.regularisers))
+    if has_classes(config):
+        view = replace(view, **class_losses(whole, config, torch.zeros_like(whole.segment, dtype=torch.bool)).columns)
     selected = torch.zeros(len(mask), dtype=torch.bool)
     selected[answers] = True
     view = view.where(selected[rows][mask])

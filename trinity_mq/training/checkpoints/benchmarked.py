@@ -29,10 +29,12 @@ def select_checkpoints(config: Config) -> Mapping[int, Checkpoint | None]:
     there: dict[int, Checkpoint | None] = {
         checkpoint.state.progress: checkpoint for checkpoint in sorted(whole, key=_progress)
     }
+    if selection == (FIRST,):
+        return {FIRST: None}
     if not there:
         raise CheckpointError(
             f"bench.run: no checkpoint to evaluate in {folder}{_damage_note(damaged)}: "
-            "give the folder of a run that saved one"
+            "give the folder of a run that saved one, or bench.checkpoints=[0] for the first model alone"
         )
     if selection == "latest":
         label = max(there)

@@ -21,6 +21,7 @@ from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselin
 from trinity_mq.config.agents import TrainerConfig
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import CHAT_TEMPLATE_FILE, configured_template
 from trinity_mq.models.routers import Routers, RouterShape
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import apply_umask
@@ -116,6 +117,7 @@ class Policy:
             LearnerError: The device does not exist, or the model does not support the ``trainer`` settings.
         """
         self.ranks = ranks or Ranks()
+        self._chat_template = configured_template(config)
         self.device = select_device(config.device, self.ranks.world)
         self._dtype = getattr(torch, config.dtype)
         self._files: DeferredWeights | None = None
@@ -358,23 +360,28 @@ class Policy:
             model, weights = self.adapters.without(), self.adapters.merged_state(state)
             self.adapters.save(folder / "adapter", state)
         if isinstance(weights, LateTensors):
-            model.save_pretrained(folder, state_dict=_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
+            model.save_pretrained(folder, state_dict=file_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         for pattern in TOKENIZER_FILES:
             for source in tokenizer.glob(pattern):
                 if source.is_file():
                     shutil.copyfile(source, folder / source.name)
+        if self._chat_template is not None:
+            (folder / CHAT_TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
         apply_umask(folder)
 
 
-def _placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
+def file_placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
     """Return ``weights`` for ``save_pretrained``, which reads the values of one file at a time. If it has to compute
     weights of the file format from several weights of the model, return all values.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    conversions = getattr(model, "_weight_conversions", None) or ()
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # the model was not loaded, and is written with the rules of its class
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not any(isinstance(rule, WeightConverter) for rule in conversions):
         return weights.placeholders()
     log.info("model_written_whole", model=type(model).__name__, reason="its files have other weights than the model")

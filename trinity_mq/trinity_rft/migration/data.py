@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
-from trinity_mq.config.trinity_names import TASKSET, trinity_key_advice, trinity_names
-from trinity_mq.trinity_rft.migration.rules import sampling
+from trinity_mq.config.trinity_names import TASKSET, trinity_names
+from trinity_mq.trinity_rft.migration.algorithm import replay
+from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
 from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
 
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of file names that ``storage_type: file`` reads."""
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
 """Schema of the records of a training data source, by the algorithm that trains on them."""
+MIXING = frozenset({"mix", "mix_chord"})
+"""Algorithms whose train steps have experts in addition to rollouts."""
+EXPERT_RATIO = 0.5
+"""Trinity-RFT's default share of experts."""
+STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
+"""Algorithms of workflows whose runs have an experience for each step."""
+ONE_ANSWER = frozenset(
+    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "tool_call_workflow"}
+    | {
+        f"{prefix}{name}_workflow"
+        for prefix in ("", "async_")
+        for name in ("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "on_policy_distill_math")
+    }
+)
+"""Workflows of Trinity-RFT whose runs have one experience each. None: its default workflow."""
+OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
+"""Keys of Trinity-RFT in a taskset, and of the default of all tasksets, by the kind of the name."""
+NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
+"""Keys here, by the kind of the name."""
+DEFAULTS = "buffer.explorer_input."
+"""Section with the defaults of all tasksets."""
+TASK_PIPELINE = "data_processor.task_pipeline"
+DATA_JUICER = "data_juicer"
+"""Operator that sends a batch to a Data-Juicer server."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredName:
+    """A registered name of Trinity-RFT, a row of the table."""
+
+    kind: str
+    """``workflow`` or ``reward``."""
+    name: str
+    new_name: str
+    """Name here. Empty: the same."""
+    refused: str
+    """``yes`` if nothing here does its work."""
+    text: str
+    """The reason for another name or a refusal, or the needs of the name on this machine."""
+
+
+@cache
+def registered_names() -> Mapping[tuple[str, str], RegisteredName]:
+    """Return the rows of the table by kind and name."""
+    text = files("trinity_mq.trinity_rft").joinpath("registered_names.csv").read_text(encoding="utf-8")
+    rows = [RegisteredName(**row) for row in csv.DictReader(text.splitlines())]
+    return {(row.kind, row.name): row for row in rows}
 
 
 def batch_sizes(move: SettingsTransfer) -> None:
@@ -23,28 +76,60 @@ def batch_sizes(move: SettingsTransfer) -> None:
     if move.has("buffer.total_steps"):
         move.leave_out("buffer.total_steps", "trainer.total_steps decides", matters=False)
     _leave_out_unused(move, "buffer.")
-    if move.resolved("mode") == "train":
-        size = batch if trained is None else trained
-        move.put("buffer.batch_size", 1 if size is None else size, "records of a train step; was train_batch_size")
+    mode, experiences = move.resolved("mode"), whole(trained) or 0
+    if mode == "train":
+        size = trained if experiences or batch is None else batch
+        move.put(
+            "buffer.batch_size", 1 if size in {None, 0} else size, "records of a train step; was train_batch_size",
+            origin="buffer.train_batch_size",
+        )  # fmt: skip
         return
     tasks = 1 if batch is None else batch
     move.put("buffer.batch_size", tasks, *(["Trinity-RFT's default; here it is 32"] if batch is None else []))
-    runs, experiences = whole(move.peek("algorithm.repeat_times")), whole(trained)
-    if experiences is None:
-        return
+    algorithm = move.settings.get("algorithm", {})
+    runs = whole(algorithm.get("repeat_times") or move.peek("algorithm.repeat_times"))
     rolled_out = (whole(tasks) or 0) * (runs or 0)
-    if not rolled_out:
-        move.lost(LeftOut("buffer.train_batch_size", trained, "a train step has a whole batch", matters=True))
+    if experiences > 0 and rolled_out and mode not in {"bench", "explore"}:
+        _step_size(move, experiences, rolled_out)
+
+
+def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> None:
+    """Move the number of experiences of a train step.
+
+    Args:
+        move: The transfer.
+        experiences: ``train_batch_size``.
+        rolled_out: Number of runs of a batch.
+    """
+    comment = f"was buffer.train_batch_size {experiences}"
+    shown = experiences
+    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in MIXING:
+        ratio = move.settings["buffer"].get("trainer_input", {}).get("expert_data_ratio")
+        experiences -= math.ceil(experiences * (EXPERT_RATIO if number(ratio) is None else number(ratio) or 0.0))
+    if experiences == rolled_out:
+        return
+    if not _answers_once(move):
+        reason = f"a step has all experiences of a batch of {rolled_out} runs, which may be several for each run"
+        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=False))
     elif experiences > rolled_out and experiences % rolled_out == 0:
         batches = experiences // rolled_out
-        move.put("trainer.batches_per_step", batches, f"was buffer.train_batch_size {experiences}")
+        move.put("trainer.batches_per_step", batches, comment, origin="buffer.train_batch_size")
         interval = whole(move.take("synchronizer.sync_interval", 1)) or 1
         move.put("synchronizer.sync_interval", interval * batches, "in batches here, of which a step has several")
     elif experiences < rolled_out and rolled_out % experiences == 0:
-        move.put("algorithm.mini_batches", rolled_out // experiences, f"was buffer.train_batch_size {experiences}")
-    elif experiences != rolled_out:
+        move.put("algorithm.mini_batches", rolled_out // experiences, comment, origin="buffer.train_batch_size")
+    else:
         reason = f"a train step has the {rolled_out} experiences of a batch, whole batches or equal parts of one"
-        move.lost(LeftOut("buffer.train_batch_size", trained, reason, matters=True))
+        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=True))
+
+
+def _answers_once(move: SettingsTransfer) -> bool:
+    """Return whether each run of the training tasks has one experience, as far as the names tell."""
+    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in STEP_WISE:
+        return False
+    buffer = move.settings.get("buffer", {})
+    names = {taskset.get("workflow") for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()))}
+    return names <= ONE_ANSWER
 
 
 def tasksets(move: SettingsTransfer) -> None:
@@ -74,6 +159,8 @@ def tasksets(move: SettingsTransfer) -> None:
 def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping[str, Any], *, training: bool) -> None:
     item.keep("name")
     _storage(item)
+    if item.settings["storage_type"] != "sql" and not item.has("path"):
+        item.put("path", "${oc.env:TRINITY_TASKSET_PATH}", "missing; scripts of Trinity-RFT fill it in")
     item.keep("subset_name", "split")
     if training:
         _selector(item)
@@ -84,22 +171,51 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
         item.keep("repeat_times")
     item.keep_or_default("format.prompt_key", "prompt")
     item.keep_or_default("format.response_key", "response")
-    item.keep("format.system_prompt")
+    item.keep(
+        "format.system_prompt", "format.system_prompt_key", "format.reply_prefix", "format.enable_thinking"
+    )  # fmt: skip
+    _refuse_images(item)
+    item.leave_out("format.chat_template", "tasks have the chat template of the model", matters=False)
     for name in ("chosen_key", "rejected_key", "messages_key", "tools_key", "prompt_type"):
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
-    for old, new, default in (
-        ("default_workflow_type", "workflow", workflow),
-        ("default_reward_fn_type", "reward_fn", reward),
-    ):
-        if (chosen := item.take(old, default)) is not None:
-            item.put(new, chosen)
+    _put_name(item, "workflow", workflow)
+    _put_name(item, "reward", reward)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
-    for name in ("workflow_key", "reward_fn_key"):
-        if not item.peek(f"format.{name}"):
-            item.take(f"format.{name}")
-        item.leave_out(f"format.{name}", trinity_key_advice(["taskset", name]) or "")
+    for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
+        if key := item.peek(f"format.{name}"):
+            reason = (
+                f"records may name only what `{allowed}` of the taskset lists: write the names of your records there"
+            )
+            item.leave_out(f"format.{name}", reason)
+            item.put(f"format.{name}", key)
+        item.take(f"format.{name}")
     _give_up(item, "no counterpart here")
+
+
+def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
+    """Set the workflow or the reward of a taskset by its name here, with a note of its needs, or refuse it.
+
+    Args:
+        item: The transfer of the taskset.
+        kind: ``workflow`` or ``reward``.
+        default: The name if the taskset has none. None: no name is set.
+    """
+    old = OLD_KEYS[kind]
+    taskset_name = item.take(old)
+    value, key = (default, f"{DEFAULTS}{old}") if taskset_name is None else (taskset_name, item.old_key(old))
+    if value is None:
+        return
+    row = registered_names().get((kind, str(resolve_environment(value))))
+    if row is None:
+        item.put(NEW_KEYS[kind], value)
+    elif row.refused:
+        item.lost(LeftOut(key, value, row.text, matters=True, is_purpose=True))
+    elif row.new_name:
+        item.put(NEW_KEYS[kind], row.new_name, f"was {value}: {row.text}")
+    else:
+        item.put(NEW_KEYS[kind], value, row.text)
+        item.note(key, value, row.text)
 
 
 def _leave_out_unused(move: SettingsTransfer, section: str = "") -> None:
@@ -166,29 +282,18 @@ def trainer_input(move: SettingsTransfer) -> None:
         else:
             for name in ("name", "storage_type", "path", "schema_type", "split", "subset_name"):
                 item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
-            _replay(move, item.take_mapping("replay_buffer"))
+            replay(move, item.take_mapping("replay_buffer"))
             _give_up(item, "rollouts reach the trainer through the broker")
-    experts = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
+    buffers = dict(move.take_mapping(there + "auxiliary_buffers"))
+    if kind in MIXING and (warmup := move.take_mapping(there + "sft_warmup_dataset")):
+        buffers.setdefault("sft_dataset", warmup)  # its name until Trinity-RFT 0.3
+    experts = move.item(buffers, (), there + "auxiliary_buffers")
     for name in experts.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
         move.put(".".join(place), item.settings)
+        item.leave_out("total_epochs", "experts are read again from the beginning after the last", matters=False)
         _records(item, "sft")
-
-
-def _replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
-    """Move a priority queue. In Trinity-RFT it returns used experiences if no newer experiences are available."""
-    if not resolve_environment(replay_buffer.get("enable")):
-        return
-    here, arguments = "buffer.trainer_input.replay.", replay_buffer.get("priority_fn_args") or {}
-    move.put(
-        here + "share", 0.5,
-        "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come",
-    )  # fmt: skip
-    for name, new in (("decay", "decay"), ("sigma", "sigma"), ("use_count_limit", "max_uses")):
-        value = arguments.get(name)
-        if value is not None and (new != "max_uses" or (whole(value) or 0) > 0):
-            move.put(here + new, value, f"was replay_buffer.priority_fn_args.{name}")
 
 
 def _records(item: SettingsTransfer, schema: str) -> None:
@@ -227,14 +332,40 @@ def _record_format(item: SettingsTransfer) -> None:
         "rejected_key", "enable_concatenated_multi_turn",
     ):  # fmt: skip
         item.keep(f"format.{name}")
-    item.leave_out("format.chat_template", "it is the model's: chat_template.jinja in its folder")
+    if (template := resolve_environment(item.take("format.chat_template"))) not in UNSET_TEMPLATES:
+        item.put("format.chat_template", template)
+    item.keep("format.enable_thinking")
+    _refuse_images(item)
+
+
+def _refuse_images(item: SettingsTransfer) -> None:
+    for name in ("image_key", "video_key"):
+        if (value := item.peek(f"format.{name}")) is not None:
+            item.refuse(f"format.{name}", value, "images and videos: engines and trainer read text only")
 
 
 def operators(move: SettingsTransfer) -> None:
-    """Move the chain of operators."""
+    """Move the chain of operators, and refuse Data-Juicer, which prepares tasks and experiences in Trinity-RFT."""
     old = "data_processor.experience_pipeline.operators"
+    if prepared := move.take_mappings(f"{TASK_PIPELINE}.operators"):
+        names = ", ".join(str(_name(operator)) for operator in prepared)
+        move.refuse(
+            f"{TASK_PIPELINE}.operators", names,
+            "tasks are not prepared by Data-Juicer; run it yourself, and name the file that it writes as the taskset",
+        )  # fmt: skip
     chain = [
         {key: value for key, value in operator.items() if value is not None} for operator in move.take_mappings(old)
     ]
+    if any(_name(operator) == DATA_JUICER for operator in chain):
+        move.refuse(
+            old, DATA_JUICER, "experiences are not sent to a Data-Juicer server; write an operator that asks it"
+        )
     if chain:
-        move.put("operator.operators", chain, f"was {old}")
+        move.put("operator.operators", chain, f"was {old}", origin=old)
+    for section in (TASK_PIPELINE, "service.data_juicer"):
+        for key in [key for key, _ in move.rest() if key.startswith(f"{section}.")]:
+            move.leave_out(key, "no Data-Juicer takes part", matters=False)
+
+
+def _name(operator: Any) -> Any:
+    return operator.get("name") if isinstance(operator, Mapping) else operator

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -16,7 +16,7 @@ from trinity_mq.config.loading.load import STAGES, ConfigError
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
-from trinity_mq.trinity_rft.migration import data, rules
+from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules, verl
 from trinity_mq.trinity_rft.migration.transfer import Comments, LeftOut, Path, SettingsTransfer, is_config_key
 
 RULES = {
@@ -28,18 +28,26 @@ RULES = {
         rules.engine_options,
         rules.explorer,
         rules.lora,
-        rules.losses,
+        algorithm.losses,
         rules.mode,
         rules.model,
         rules.monitor,
         rules.names,
         data.operators,
-        rules.optimizer,
+        algorithm.optimizer,
         rules.synchronizer,
         data.tasksets,
+        rules.template,
         rules.thinking,
-        rules.timeouts,
+        rules.truncation,
+        rules.external_evaluation,
+        rules.gateway,
+        limits.truncated_sampling,
+        limits.timeouts,
+        limits.lookahead,
+        limits.retention,
         data.trainer_input,
+        verl.verl,
     )
 }
 """Rules of the table of names."""
@@ -58,6 +66,17 @@ class Migration:
     """Comments on changes, by the place of a setting."""
     left_out: Sequence[LeftOut]
     """Settings without a counterpart here."""
+    notes: Sequence[LeftOut] = ()
+    """Settings that need something on this machine, which their reason names."""
+    origins: Mapping[Path, str] = field(default_factory=dict)
+    """Dotted keys of the old configuration, by the place of the setting that was made of each."""
+
+    def origin_of(self, place: Path) -> str:
+        """Return the dotted key of the old configuration that a setting or its section was made of, empty if none."""
+        for length in range(len(place), 1, -1):
+            if (origin := self.origins.get(place[:length])) is not None:
+                return ".".join([origin, *map(str, place[length:])])
+        return ""
 
 
 def migrate(source: Mapping[str, Any]) -> Migration:
@@ -69,6 +88,10 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     Raises:
         ConfigError: ``source`` is not a configuration of Trinity-RFT, or contains a dangling reference.
     """
+    if "actor_rollout_ref" in source:
+        raise ConfigError(
+            "is veRL's own configuration: give the file of Trinity-RFT whose trainer.trainer_config_path names it"
+        )
     if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
         raise ConfigError(
             f"is not a configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted "
@@ -78,7 +101,7 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     stages = resolved.pop(STAGES, None)
     if not stages:
         comments = Comments()
-        return Migration(_run(resolved, comments), comments.at, comments.left_out)
+        return Migration(_run(resolved, comments), comments.at, comments.left_out, comments.notes, comments.origins)
     return _stages(resolved, stages)
 
 
@@ -96,7 +119,7 @@ def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
             RULES[row.rule](move)
     for key, _ in list(move.rest()):
         if is_config_key(key):
-            move.put(key, move.take(key))
+            move.keep(key)
         else:
             move.leave_out(key, trinity_key_advice(key.split(".")) or "no counterpart here")
     known_order = [*Config.model_fields]
@@ -143,15 +166,22 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
         run_comments.append(comments)
     shared = {key: value for key, value in runs[0].items() if all(run.get(key) == value for run in runs)}
     settings: dict[str, Any] = {**shared, STAGES: []}
+    origins = {place: key for place, key in run_comments[0].origins.items() if place[0] in shared}
     at: dict[Path, Sequence[str]] = {place: words for place, words in run_comments[0].at.items() if place[0] in shared}
     for number, (stage, run, comments) in enumerate(zip(stages, runs, run_comments, strict=True)):
         stage_settings = {key: value for key, value in run.items() if key not in shared}
         settings[STAGES].append({STAGE_NAME: rules.slug(str(stage[STAGE_NAME])), **stage_settings})
         at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
+        origins |= {
+            (STAGES, number, *place): f"{STAGES}.{number}.{key}" if key.split(".")[0] in stage else key
+            for place, key in comments.origins.items()
+            if place[0] not in shared
+        }
     left_out = {
         (setting.key, repr(setting.value)): setting for comments in run_comments for setting in comments.left_out
     }
-    return Migration(settings, at, list(left_out.values()))
+    notes = [note for comments in run_comments for note in comments.notes]
+    return Migration(settings, at, list(left_out.values()), notes, origins)
 
 
 def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:

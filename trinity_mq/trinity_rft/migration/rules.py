@@ -1,12 +1,12 @@
-"""Rules of the table of names for settings that depend on one another: names, losses, the model, agents."""
+"""Rules of the table of names for settings that depend on one another: names, the model, agents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.config.agents import ExplorerConfig
+from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
 from trinity_mq.trinity_rft.migration.transfer import (
     LeftOut,
     SettingsTransfer,
@@ -18,22 +18,24 @@ from trinity_mq.trinity_rft.migration.transfer import (
 ENGINE = "explorer.rollout_model."
 """Section of the rollout engine."""
 THINKING = "model.chat_template_kwargs.enable_thinking"
-MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
+CHAT_TEMPLATE, TEMPLATE_PATH = "model.custom_chat_template", "model.chat_template_path"
+UNSET_TEMPLATES = (None, "", "None")
+"""Values of a chat template that stand for none: Trinity-RFT's documentation writes the word None."""
+MODES = {name: name for name in ("both", "train", "explore", "bench", "serve")} | {"colocate": "both"}
 """Modes of Trinity-RFT, and the corresponding modes here."""
-EXPERTS = ("train_batch_size_expert", "train_batch_size_usual", "ppo_mini_batch_size", "ngpus_trainer")
-"""Sizes in the arguments of losses that mix in expert answers. Here they follow from the data."""
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
 """Length limits: the total, the prompt and the response."""
-TIMEOUT = 1800
-"""Trinity-RFT's default of ``max_timeout``, in seconds."""
 SWITCHES = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enable_auto_tool_choice": False}
 """Switches of vLLM's server that have no setting here, with their defaults."""
+TINY_TOKENS = 4096
+"""Context of the small model that stands in for the policy of an evaluation of another service, in tokens."""
+LAYERS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+"""Names of the layers that Tinker switches as attention and as feed-forward layers, in models of the Llama form."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
-API_JUDGE = "rubric_judge_openai_workflow"
-"""Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
-OF_MACHINES = ("micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len")
-"""Parts of key names in veRL's own configuration that affect how a step is distributed, not its result."""
 
 
 def names(move: SettingsTransfer) -> None:
@@ -54,7 +56,10 @@ def slug(text: str) -> str:
 
 
 def mode(move: SettingsTransfer) -> None:
-    """Move the mode."""
+    """Move the mode. Refuse the first form of Trinity-RFT's configurations."""
+    if isinstance(data := move.peek("data"), Mapping):
+        keys = ", ".join(map(str, data))
+        move.refuse("data", keys, "configurations of Trinity-RFT before 0.2 are not read; write the section buffer")
     old_mode = move.take("mode")
     new_mode = MODES.get(str(resolve_environment(old_mode))) if old_mode is not None else None
     if new_mode is not None:
@@ -65,86 +70,112 @@ def mode(move: SettingsTransfer) -> None:
         move.lost(LeftOut("mode", old_mode, reason, matters=True))
 
 
-def losses(move: SettingsTransfer) -> None:
-    """Move the algorithm, and the losses that have another meaning here."""
-    move.keep_or_default("algorithm.algorithm_type", "ppo", "Trinity-RFT's default; here it is grpo")
-    if move.resolved("mode") == "train":
-        move.leave_out("algorithm.repeat_times", "mode train rolls nothing out", matters=False)
-    if move.take("algorithm.entropy_loss_fn") == "none":
-        move.take("algorithm.entropy_loss_fn_args")
-        move.put("algorithm.entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
-    for section in ("policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
-        for name in EXPERTS:
-            move.leave_out(
-                f"algorithm.{section}.{name}",
-                "it follows from `buffer` and `buffer.trainer_input.expert_data_ratio`",
-                matters=False,
-            )
-    if move.resolved("algorithm.kl_loss_fn") == "k1":
-        move.leave_out(
-            "algorithm.kl_loss_fn",
-            "as a loss k1 has an expected gradient of 0 on sampled answers, and on recorded ones it lowers the "
-            "likelihood of all; k2 and k3 hold the policy near its reference, and dpo does so itself",
-        )
-        move.take("algorithm.kl_loss_fn_args")
-        move.put("algorithm.kl_loss_fn", "none", "was k1, which only adds noise; k2 holds the policy near a reference")
-
-
-def optimizer(move: SettingsTransfer) -> None:
-    """Move the optimizer and the schedule of its learning rate."""
-    section = "algorithm.optimizer."
-    style, scheduler = move.take(section + "warmup_style"), move.take(section + "lr_scheduler_type")
-    if style is not None:
-        move.put(section + "lr_scheduler_type", style, "was algorithm.optimizer.warmup_style")
-    elif scheduler is not None:
-        move.put(section + "lr_scheduler_type", scheduler)
-    else:
-        comment = "Trinity-RFT's default; here it is linear, which falls"
-        move.put(section + "lr_scheduler_type", "constant", comment)
-    steps = whole(move.peek("trainer.total_steps")) or whole(move.peek("buffer.total_steps"))
-    ratio = number(move.take(section + "lr_warmup_steps_ratio")) or 0.0
-    warmup = move.take(section + "lr_warmup_steps")
-    if warmup is not None and (whole(warmup) or 0) >= 0:
-        move.put(section + "lr_warmup_steps", warmup)
-    elif ratio and steps:
-        comment = f"was lr_warmup_steps_ratio {ratio:g}, of {steps} steps"
-        move.put(section + "lr_warmup_steps", int(ratio * steps), comment)
-    else:
-        share = (
-            f"was lr_warmup_steps_ratio {ratio:g}; give that share of the run's train steps, which follow from the "
-            "size of the data"
-        )
-        move.put(section + "lr_warmup_steps", 0, share if ratio else "Trinity-RFT's default; here it is 10")
-    if move.settings["algorithm"]["optimizer"]["lr_scheduler_type"] == "constant":
-        move.take(section + "min_lr_ratio")  # a constant learning rate has no decay
-    else:
-        move.keep_or_default(section + "min_lr_ratio", 0.01, "Trinity-RFT's default; here it is 0.1")
-    move.keep_or_default(section + "betas", [0.9, 0.999], "Trinity-RFT's default, which is another here")
-    move.keep_or_default(section + "weight_decay", 0.01, "Trinity-RFT's default, which is another here")
-
-
 def model(move: SettingsTransfer) -> None:
     """Move the length limits, and drop the kinds of models that are not enabled."""
     _lengths(move, "model.")
     top_p = move.settings.get("explorer", {}).get("rollout_model", {}).get("top_p")
     if (number(top_p) or 1.0) < 1:
-        _allow_truncated_sampling(move)
-    for kind in ("tinker", "external_model"):
-        if not move.peek(f"model.{kind}.enable"):
-            move.take(f"model.{kind}")
+        allow_truncated_sampling(move)
+    _tinker(move)
+    _external_policy(move)
+
+
+def _tinker(move: SettingsTransfer) -> None:
+    """Move the adapter that the service Tinker trains; here the same adapter is trained on the machine's own GPUs."""
+    tinker = move.take_mapping("model.tinker")
+    if not resolve_environment(tinker.get("enable")):
+        return
+    item = move.item(tinker, ("model", "lora"), "model.tinker")
+    move.put("model.lora", item.settings)
+    item.take("enable")
+    item.put("r", item.take("rank", 16), "was model.tinker: the adapter is trained here, without the service")
+    item.put("alpha", 32)
+    trained = {part: resolve_environment(item.take(f"train_{part}", True)) for part in ("attn", "mlp", "unembed")}
+    names = [name for part, layers in LAYERS.items() if trained[part] for name in layers]
+    item.put("target_modules", "all-linear" if trained["attn"] and trained["mlp"] else names)
+    if trained["unembed"]:
+        item.lost(LeftOut("model.tinker.train_unembed", True, "the output layer gets no adapter", matters=True))
+    item.leave_out("base_url", "no service takes part", matters=False)
+    item.leave_out("seed", "it follows from the run's `seed`", matters=False)
+    item.give_up("no counterpart here")
+
+
+def _external_policy(move: SettingsTransfer) -> None:
+    """Move a model of a service that is evaluated. As a policy it could not be trained."""
+    model = {**move.take_mapping(ENGINE + "external_model_config"), **move.take_mapping("model.external_model")}
+    if not resolve_environment(model.get("enable")) and move.resolved(ENGINE + "engine_type") != "external":
+        return
+    move.take(ENGINE + "engine_type")
+    if move.resolved("mode") != "bench":
+        move.refuse(
+            "model.external_model.enable", True,
+            "a model of another service cannot be trained or give rollouts to train on; it can be evaluated (mode "
+            "bench) and be an auxiliary model",
+        )  # fmt: skip
+        return
+    served = str(model.get("model_name") or move.peek("model.model_path"))
+    name = _model_name(served)
+    address = {"url": f"${{oc.env:{model.get('base_url_env') or 'OPENAI_BASE_URL'}}}"}
+    address["api_key_env"] = str(model.get("api_key_env") or "OPENAI_API_KEY")
+    move.put(
+        "explorer.auxiliary_models", [{"name": name, "engine": "external", **address, "served_name": served}],
+        "was model.external_model", origin="model.external_model",
+    )  # fmt: skip
+    move.take("model.model_path")
+    move.settings.get("model", {}).pop("model_path", None)
+    total = whole(move.settings.get("model", {}).get("max_model_len")) or TINY_TOKENS
+    move.put(
+        "model.tiny", {"characters": "".join(map(chr, range(32, 127))) + "\n", "max_position_embeddings": total},
+        f"only {name} is evaluated: a run has a policy of its own too, and this small one answers nothing",
+    )  # fmt: skip
+    move.put("bench.checkpoints", [0], "the answers of another service follow from no checkpoint")
+    move.put(ENGINE + "engine", "transformers")
+
+
+def external_evaluation(move: SettingsTransfer) -> None:
+    """Let the model of another service answer the evaluations, where it is all that is evaluated."""
+    models = move.settings.get("explorer", {}).get("auxiliary_models") or []
+    if move.resolved("mode") == "bench" and move.has("model.tiny"):
+        for taskset in move.settings.get("buffer", {}).get("eval_tasksets", ()):
+            taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "model": models[0]["name"]}
+
+
+def _model_name(text: str) -> str:
+    """Return a valid name of an auxiliary model made from ``text``."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "model"
 
 
 def thinking(move: SettingsTransfer) -> None:
-    """Move the switch of thinking. Trinity-RFT switches it off by default; here the chat template decides."""
-    value = move.take(ENGINE + "enable_thinking")
+    """Move the switch of thinking. Without it the chat template decides, in Trinity-RFT too."""
+    for old in (ENGINE + "enable_thinking", "model.enable_thinking"):
+        value = move.take(old)
+        is_used = old == "model.enable_thinking" or move.resolved("mode") != "train"
+        if value is not None and is_used and not move.has(THINKING):
+            move.put(THINKING, value, f"was {old}", origin=old)
+
+
+def template(move: SettingsTransfer) -> None:
+    """Move the chat template of the engine, else the text or the file of the model."""
+    for old, new in (
+        (ENGINE + "chat_template", CHAT_TEMPLATE),
+        (CHAT_TEMPLATE, CHAT_TEMPLATE),
+        (TEMPLATE_PATH, TEMPLATE_PATH),
+    ):
+        value = resolve_environment(move.take(old))
+        if value not in UNSET_TEMPLATES and not move.has(CHAT_TEMPLATE):
+            move.put(new, value, *([] if old == new else [f"was {old}"]), origin=old)
+
+
+def truncation(move: SettingsTransfer) -> None:
+    """Move the treatment of prompts that are too long: in Trinity-RFT they give masked experiences by default."""
+    of_engine, of_model = (move.take(f"{section}enable_prompt_truncation") for section in (ENGINE, "model."))
+    value = of_model if of_engine is None else of_engine
     if move.resolved("mode") == "train":
         return
-    path = move.peek("model.model_path") or move.settings.get("model", {}).get("model_path")
-    model_name = str(resolve_environment(path)).lower()
-    if value is not None:
-        move.put(THINKING, value, "was explorer.rollout_model.enable_thinking")
-    elif "qwen3" in model_name and "thinking" not in model_name:
-        move.put(THINKING, False, "Trinity-RFT's default; here the chat template decides, and Qwen3's thinks")
+    if value is None:
+        move.put("model.enable_prompt_truncation", True, "Trinity-RFT's default; here the task of such a prompt fails")
+    else:
+        move.put("model.enable_prompt_truncation", value)
 
 
 def sampling(move: SettingsTransfer) -> dict[str, Any]:
@@ -154,17 +185,8 @@ def sampling(move: SettingsTransfer) -> dict[str, Any]:
         engine_value, model_value = move.take(ENGINE + name), move.take(f"model.{name}")
         if (value := model_value if engine_value is None else engine_value) is not None:
             parameters[name] = value
-            _allow_truncated_sampling(move)
+            allow_truncated_sampling(move)
     return parameters
-
-
-def _allow_truncated_sampling(move: SettingsTransfer) -> None:
-    if not move.has("algorithm.allow_truncated_sampling"):
-        move.put(
-            "algorithm.allow_truncated_sampling", True,
-            "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
-            "Trinity-RFT trains on them without a warning; better sample without them",
-        )  # fmt: skip
 
 
 def _lengths(move: SettingsTransfer, there: str) -> None:
@@ -243,8 +265,10 @@ def explorer(move: SettingsTransfer) -> None:
         move.put("runner.concurrent_mode", "sequential", "Trinity-RFT's default; `asynchronous` is faster")
     if variables := move.take_mapping("explorer.env_vars"):
         move.put("runner.env", {str(key): _text(value) for key, value in variables.items()}, "was explorer.env_vars")
-    kind = resolve_environment(move.take(ENGINE + "engine_type")) or "vllm"
-    if str(kind).startswith("vllm"):
+    kind = str(resolve_environment(move.take(ENGINE + "engine_type")) or "vllm")
+    if move.has(ENGINE + "engine"):  # of a model of another service, which computes nothing here
+        move.take(ENGINE + "tensor_parallel_size")
+    elif kind.startswith("vllm") or kind == "tinker":
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
         move.keep(ENGINE + "tensor_parallel_size")
     else:
@@ -259,42 +283,33 @@ def _text(value: Any) -> str:
 
 def engine_options(move: SettingsTransfer) -> None:
     """Move the options of vLLM's server."""
+    _server_options(move, ENGINE)
+
+
+def _server_options(move: SettingsTransfer, section: str) -> None:
+    """Move the options of the vLLM servers of a model, whose settings are in ``section``."""
     options = []
     for name, default in SWITCHES.items():
-        value = resolve_environment(move.take(ENGINE + name))
+        value = resolve_environment(move.take(section + name))
         if isinstance(value, bool) and value != default:
             options.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
-    extra = move.take_mapping(ENGINE + "extra_engine_args")
-    named = {name: move.take(ENGINE + name) for name in OPTIONS} | dict(extra)
+    extra = move.take_mapping(section + "extra_engine_args")
+    named = {name: move.take(section + name) for name in OPTIONS} | dict(extra)
     options += [f"--{name.replace('_', '-')}={_text(value)}" for name, value in named.items() if value is not None]
     if options:
-        move.put(f"{ENGINE}vllm.extra_args", options, "options of vLLM's server that have no setting here")
-
-
-def timeouts(move: SettingsTransfer) -> None:
-    """Move the time limit of a run of a task, and raise the limits of a batch that must not be shorter."""
-    if move.resolved("mode") == "train":
-        return
-    move.keep_or_default("explorer.max_timeout", TIMEOUT, "Trinity-RFT's default; here it is 360 s")
-    tries = whole(move.peek("explorer.max_retry_times", ExplorerConfig.model_fields["max_retry_times"].default))
-    run_timeout = number(move.settings["explorer"]["max_timeout"])
-    if run_timeout is None or tries is None:
-        return
-    limit = run_timeout * (tries + 1)
-    for name in ("batch_timeout", "stall_timeout"):
-        default = ExplorerConfig.model_fields[name].default
-        if limit > default:
-            move.put(f"explorer.{name}", limit, f"as long as {tries + 1} tries of max_timeout; usually {default:g}")
+        move.put(f"{section}vllm.extra_args", options, "options of vLLM's server that have no setting here")
 
 
 def auxiliary_models(move: SettingsTransfer) -> None:
-    """Move the auxiliary models, and add the judges that a workflow of Trinity-RFT asks as a service."""
-    models = []
+    """Move the auxiliary models."""
+    models = list(move.settings.get("explorer", {}).get("auxiliary_models") or [])
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
         place = ("explorer", "auxiliary_models", number_)
         item = move.item(model_settings, place, f"explorer.auxiliary_models.{number_}")
         models.append(item.settings)
-        item.keep_or_default("name", f"model-{number_}", "")
+        name = item.take("name")
+        valid = f"model-{number_}" if name is None else _model_name(str(resolve_environment(name) or name))
+        item.put("name", valid, *([] if name in {None, valid} else [f"was {name}"]), origin="name")
         external = item.take_mapping("external_model_config")
         if external.get("enable"):
             url = f"${{oc.env:{external.get('base_url_env', 'OPENAI_BASE_URL')}}}"
@@ -307,11 +322,13 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.put("model.model_path", item.take("model_path"))
             if (value := item.take("enable_thinking")) is not None:
                 item.put(THINKING, value)
+            if (own_template := resolve_environment(item.take("chat_template"))) not in UNSET_TEMPLATES:
+                item.put(CHAT_TEMPLATE, own_template)
             item.keep("engine_num")
+            item.move("dtype", "model.dtype")
+            item.leave_out("seed", "it follows from the run's `seed`", matters=False)
             _lengths(item, "")
         item.give_up("no counterpart here")
-    if move.resolved("mode") != "train":
-        models += _api_judges(move)
     if models:
         move.put("explorer.auxiliary_models", models)
 
@@ -324,32 +341,30 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
         item.keep("tensor_parallel_size")
         for name in options:
             item.move(name, f"vllm.{name}")
+        _server_options(item, "")
         return
     item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
-    for name in ("tensor_parallel_size", *options):
+    for name in ("tensor_parallel_size", *options, *SWITCHES, *OPTIONS):
         item.leave_out(name, "only the engine vllm has this", matters=False)
 
 
-def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:
-    """Yield the external judge models of the tasksets, and rewrite the tasksets' workflows to use these models."""
-    buffer, judges = move.settings.get("buffer", {}), set[str]()
-    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
-        if taskset.get("workflow") != API_JUDGE:
-            continue
-        workflow_args = dict(taskset.get("workflow_args") or {})
-        served = str(workflow_args.pop("judge_model_name", "judge"))
-        url = workflow_args.pop("judge_api_base_url_env", "OPENAI_BASE_URL")
-        key = workflow_args.pop("judge_api_key_env", "") or "OPENAI_API_KEY"
-        name = re.sub(r"[^a-z0-9]+", "-", served.lower()).strip("-")[:40] or "judge"
-        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**workflow_args, "judge": name}}
-        if name not in judges:
-            judges.add(name)
-            address = {"url": f"${{oc.env:{url}}}", "api_key_env": key}
-            yield {"name": name, "engine": "external", **address, "served_name": served}
+def gateway(move: SettingsTransfer) -> None:
+    """Move the address of mode serve."""
+    if move.resolved("mode") != "serve":
+        return
+    move.put("gateway.port", move.take("explorer.proxy_port", 8010), "was explorer.proxy_port")
+    address = move.take("explorer.listen_address", "0.0.0.0")
+    move.put(
+        "gateway.host", "127.0.0.1",
+        f"was explorer.listen_address {address}; others can reach the gateway if gateway.key_file and TLS are set",
+    )  # fmt: skip
+    for name in ("service_status_check_interval", "min_running_model_num"):
+        move.leave_out(f"explorer.{name}", "engines report by heartbeats, and a gateway waits for one", matters=False)
+    move.leave_out("explorer.db_url", "sessions and their calls are in a stream of the broker", matters=False)
 
 
 def checkpoints(move: SettingsTransfer) -> None:
-    """Move the settings of checkpoints, whose defaults differ, and the settings of veRL."""
+    """Move the settings of checkpoints, whose defaults differ."""
     if whole(move.peek("trainer.save_interval")) == 0:
         move.leave_out("trainer.save_interval", "checkpoints are always written, every 50 batches", matters=False)
     exported = resolve_environment(move.take("trainer.save_hf_checkpoint"))
@@ -361,9 +376,6 @@ def checkpoints(move: SettingsTransfer) -> None:
         move.take("trainer.max_checkpoints_to_keep")
         if interval := whole(move.peek("trainer.save_interval")):
             move.put("trainer.keep_every", interval, "every checkpoint stays, as in Trinity-RFT")
-    for key in [key for key, _ in move.rest() if key.startswith("trainer.trainer_config.")]:
-        if any(part in key for part in OF_MACHINES):
-            move.leave_out(key, "a step is filled up to `trainer.max_tokens_per_micro_batch`", matters=False)
 
 
 def synchronizer(move: SettingsTransfer) -> None:
@@ -377,6 +389,8 @@ def synchronizer(move: SettingsTransfer) -> None:
     if move.resolved("mode") == "train":
         for name in ("sync_method", "sync_style", "sync_interval", "sync_offset"):
             move.leave_out(f"synchronizer.{name}", "mode train sends no weights anywhere", matters=False)
+    elif move.has("model.tiny"):
+        move.leave_out("synchronizer.sync_method", "no weights of the evaluated model are sent", matters=False)
     elif move.peek("synchronizer.sync_method") is None:
         move.put("synchronizer.sync_method", "nccl", "Trinity-RFT's default; without GPUs: collective")
     if (offset := move.peek("synchronizer.sync_offset")) is not None and style != "fixed" and number(offset) == 0:

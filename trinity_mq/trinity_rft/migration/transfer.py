@@ -32,6 +32,10 @@ class LeftOut:
     reason: str
     matters: bool
     """Whether the run behaves differently without it."""
+    is_purpose: bool = False
+    """Whether the run loses its purpose without it, so that the new configuration must not be used as it is. The reason
+    then names the missing capability.
+    """
 
 
 @dataclass
@@ -41,6 +45,10 @@ class Comments:
     at: dict[Path, list[str]] = field(default_factory=dict)
     """Comments by place."""
     left_out: list[LeftOut] = field(default_factory=list)
+    notes: list[LeftOut] = field(default_factory=list)
+    """Old settings that were moved and that need something on this machine, which their reason names."""
+    origins: dict[Path, str] = field(default_factory=dict)
+    """Dotted keys of the old configuration, by the place of the setting that was made of each."""
 
 
 class SettingsTransfer:
@@ -85,6 +93,15 @@ class SettingsTransfer:
         value = here.pop(last, None) if isinstance(here, dict) else None
         return default if value is None else value
 
+    def fill(self, key: str, value: Any) -> None:
+        """Set an old key that another old key stands for."""
+        *parents, last = key.split(".")
+        here = self._source
+        for part in parents:
+            section = here.get(part)
+            here[part] = here = section if isinstance(section, dict) else {}
+        here[last] = value
+
     def take_mapping(self, key: str) -> Mapping[str, Any]:
         """Remove an old key and return its value, a mapping; empty if it has none.
 
@@ -114,15 +131,26 @@ class SettingsTransfer:
         """Return the remaining top-level keys of the old settings."""
         return [str(key) for key in self._source]
 
-    def put(self, key: str, value: Any, *comments: str) -> None:
-        """Set a new key, with comments about it."""
+    def put(self, key: str, value: Any, *comments: str, origin: str = "") -> None:
+        """Set a new key, with comments about it.
+
+        Args:
+            key: The new key.
+            value: Its value.
+            comments: Lines above the setting.
+            origin: The old key that the value comes from, for messages about the new key. Empty: a key of the same
+                name, if there is one.
+        """
         *parents, last = key.split(".")
         here = self.settings
         for part in parents:
             here = here.setdefault(part, {})
         here[last] = value
+        place = (*self._place, *key.split("."))
         if comments:
-            self._comments.at.setdefault((*self._place, *key.split(".")), []).extend(comments)
+            self._comments.at.setdefault(place, []).extend(comments)
+        if origin:
+            self._comments.origins[place] = f"{self._prefix}{origin}"
 
     def has(self, key: str) -> bool:
         """Return whether a new key is set."""
@@ -149,7 +177,7 @@ class SettingsTransfer:
         """Move an old key, if it has a value, to its new place."""
         value = self.take(old)
         if value is not None:
-            self.put(new, value, *([f"was {self._prefix}{old}"] if new != old else []))
+            self.put(new, value, *([f"was {self._prefix}{old}"] if new != old else []), origin=old)
 
     def keep(self, *keys: str) -> None:
         """Move keys that have a value to the same place."""
@@ -168,9 +196,36 @@ class SettingsTransfer:
         if value is not None:
             self.lost(LeftOut(f"{self._prefix}{old}", value, reason, matters))
 
+    def refuse(self, old: str, value: Any, capability: str) -> None:
+        """Remove an old key, and record that the run loses its purpose without it.
+
+        Args:
+            old: The old key.
+            value: Its value, for the message.
+            capability: What is missing here, for the message.
+        """
+        self.take(old)
+        self.lost(LeftOut(f"{self._prefix}{old}", value, capability, matters=True, is_purpose=True))
+
     def lost(self, setting: LeftOut) -> None:
         """Record a setting that is left out."""
         self._comments.left_out.append(setting)
+
+    def note(self, key: str, value: Any, text: str) -> None:
+        """Record what a setting needs on this machine, once for each value.
+
+        Args:
+            key: Whole old key.
+            value: Its value.
+            text: What it needs.
+        """
+        entry = LeftOut(key, value, text, matters=False)
+        if all((note.value, note.reason) != (value, text) for note in self._comments.notes):
+            self._comments.notes.append(entry)
+
+    def old_key(self, key: str) -> str:
+        """Return a whole old key, from the top of the old configuration."""
+        return f"{self._prefix}{key}"
 
     def give_up(self, reason: str) -> None:
         """Leave out all remaining settings."""
@@ -179,7 +234,10 @@ class SettingsTransfer:
 
     def item(self, source: Mapping[str, Any], new: Path, old: str) -> SettingsTransfer:
         """Return a transfer of a nested mapping, such as an item of a list."""
-        return SettingsTransfer(source, self._comments, (*self._place, *new), f"{self._prefix}{old}.")
+        place = (*self._place, *new)
+        if new:
+            self._comments.origins[place] = f"{self._prefix}{old}"
+        return SettingsTransfer(source, self._comments, place, f"{self._prefix}{old}.")
 
     def rest(self) -> Iterator[tuple[str, Any]]:
         """Yield the remaining settings, by dotted keys."""

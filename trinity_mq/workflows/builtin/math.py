@@ -128,7 +128,7 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
         responses: list[Experience] = await call(
             self.is_async, self.model, "generate", [self._base_prompt()], **self._request_sampling()
         )
-        return check_asked(responses)
+        return check_asked(responses, self.model)
 
 
 class AsyncBoxedAnswerWorkflow(BoxedAnswerWorkflow):

@@ -203,7 +203,7 @@ class SimpleWorkflow(DualWorkflow):
             PromptTooLong: The prompt was too long, so the model was not asked.
         """
         responses: list[Experience] = await call(self.is_async, self, "_ask_model")
-        return check_asked(responses)
+        return check_asked(responses, self.model)
 
     def _ask_model(self) -> list[Experience]:
         """Return one response for each run."""

@@ -14,9 +14,10 @@ import structlog
 
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.config import Config, ExperienceBufferConfig
+from trinity_mq.config.switches import SwitchError
 from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
+from trinity_mq.data.formatters import FormatError, Reader, find_formatter, fit_to_length
 from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
@@ -198,13 +199,16 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
         max_tokens: Maximum number of tokens of prompt and answer together.
 
     Raises:
-        TasksetError: The records cannot be read, or no record can be used.
+        TasksetError: The records cannot be read, no record can be used, or the chat template cannot follow ``format``.
     """
     if data.schema_type == "experience":
         batch, identity = recorded(data)
         return Records(len(batch), identity, lambda indexes: (batch.select(indexes).to_shared_list(), {}))
     rows, identity = read_records(data)
-    make = _Formatted(data, rows, codec, max_tokens)
+    try:
+        make = _Formatted(data, rows, codec, max_tokens)
+    except SwitchError as error:
+        raise TasksetError(f"training data {data.name!r}: format: {error}") from error
     make.try_first()
     return Records(len(rows), identity, make, rows)
 
@@ -247,7 +251,7 @@ class _Formatted:
 
     def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
         self._data, self._records, self._max_tokens = data, rows, max_tokens
-        self._format, self._reader = FORMATTERS[data.schema_type], Reader(data.format, codec)
+        self._format, self._reader = find_formatter(data, codec), Reader(data.format, codec)
         self._unusable_count = 0
 
     def __call__(self, indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from trinity_agents.trainer.decisions import MAX_STARTS, replayed_key
 from trinity_agents.trainer.sources.base import ExperiencesLost, Source, TrainBatch
 from trinity_agents.trainer.sources.rollout_extension import RolloutExtension
 from trinity_mq.config import Config, ReplayConfig
+from trinity_mq.data.priorities import Priorities
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry.group_drops import REPLAY_LOST
 
@@ -49,6 +51,9 @@ class ReplayIndex:
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
         self._config, self._seed = config, seed
+        self._priorities = (
+            None if config.priority_fn is None else Priorities(config.priority_fn, config.priority_fn_args)
+        )
         self._groups: dict[str, ReplayGroup] = {}
         self._offsets: dict[str, list[int]] = {}
         """Stream offsets of chunks by ticket, for the tickets of the groups in the index."""
@@ -74,13 +79,17 @@ class ReplayIndex:
             if group.uses < config.max_uses
             and step - group.used >= config.cooldown
             and step - group.born <= config.max_age
+            and self._priority(group) > -math.inf
         ]
         random = np.random.default_rng([self._seed, step])
         noise = random.normal(0.0, config.sigma, len(fit)) if config.sigma else np.zeros(len(fit))
-        ranked = sorted(
-            range(len(fit)), key=lambda n: -(linear_decay(fit[n].born, fit[n].uses, config.decay) + noise[n])
-        )
+        ranked = sorted(range(len(fit)), key=lambda n: -(self._priority(fit[n]) + noise[n]))
         return [fit[number] for number in ranked[:count]]
+
+    def _priority(self, group: ReplayGroup) -> float:
+        if self._priorities is not None:
+            return self._priorities.of(group.born, group.uses)
+        return linear_decay(group.born, group.uses, self._config.decay)
 
     def use(self, groups: Iterable[ReplayGroup], step: int) -> None:
         """Record that groups were replayed in train step ``step``."""
@@ -113,8 +122,7 @@ class ReplayIndex:
             if group.uses >= config.max_uses or step + 1 - group.born > config.max_age:
                 del self._groups[tid]
         if (beyond := len(self._groups) - config.capacity) > 0:
-            ranked = sorted(self._groups.values(), key=lambda group: linear_decay(group.born, group.uses, config.decay))
-            for group in ranked[:beyond]:
+            for group in sorted(self._groups.values(), key=self._priority)[:beyond]:
                 del self._groups[group.tid]
         self._forget_offsets()
 

@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from trinity_agents.trainer.sources.replay import ReplayIndex, ReplaySource, rep
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
 from trinity_mq.config import ExperienceBufferConfig, ReplayConfig, load_config
+from trinity_mq.data.priorities import PriorityError
 from trinity_mq.experience import Experience
+from trinity_mq.runtime.plugins import add_plugins, resolve
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
@@ -52,6 +55,60 @@ def test_the_newest_and_least_used_come_first_and_of_equals_the_oldest() -> None
     assert names(known.choose(3, 4)) == ["3/a", "3/b", "2/a"]
     known.use(known.choose(3, 4), 4)  # two steps older each
     assert names(known.choose(9, 5)) == ["2/b", "1/a", "1/b", "3/a", "3/b", "2/a"]
+
+
+CLASS_FORM = """
+from trinity_mq.data import PRIORITY_FUNC, PriorityFunction
+
+
+@PRIORITY_FUNC.register_module("even_first")
+class EvenFirst(PriorityFunction):
+    def __init__(self, bonus: float, limit: int = 9):
+        self.bonus, self.limit = bonus, limit
+
+    def __call__(self, item):
+        info = item[0].info
+        even = self.bonus * (info["model_version"] % 2 == 0)
+        return info["model_version"] + even - info["use_count"], info["use_count"] < self.limit
+
+    @classmethod
+    def default_config(cls):
+        return {"bonus": 5.0, "limit": 3}
+"""
+
+
+@pytest.fixture
+def even_first(tmp_path: Path, fresh_imports: None) -> ReplayConfig:
+    (tmp_path / "priority_class_plugin.py").write_text(CLASS_FORM)
+    add_plugins([str(tmp_path)])
+    replay = {"share": 0.5, "priority_fn": "even_first", "max_uses": 9}
+    settings = {"plugin_dirs": [str(tmp_path)], "model": {"model_path": "m"}}
+    buffer = {"taskset": {"path": "x"}, "trainer_input": {"replay": replay}}
+    return load_config({**settings, "buffer": buffer}).buffer.trainer_input.replay
+
+
+def test_a_priority_in_class_form_decides_order_and_end(even_first: ReplayConfig) -> None:
+    assert even_first.priority_fn == "priority_class_plugin.EvenFirst"
+    known = ReplayIndex(even_first, seed=0)
+    for step in (1, 2, 3, 4):
+        known.add([str(step)], f"t{step}", [step], step)
+    direct = resolve("priority", even_first.priority_fn)(bonus=5.0, limit=3)
+    expected = {
+        step: direct([SimpleNamespace(info={"model_version": step, "use_count": 1})])[0] for step in range(1, 5)
+    }
+    assert names(known.choose(4, 5)) == [str(step) for step in sorted(expected, key=expected.__getitem__)[::-1]]
+    known.use(known.choose(2, 5), 5)
+    known.use(known.choose(1, 6), 6)
+    assert names(known.choose(4, 7)) == ["2", "3", "1"], "4 was used three times, its first time included"
+
+
+def test_a_priority_in_class_form_that_gives_no_priority_is_one_error(even_first: ReplayConfig) -> None:
+    with pytest.raises(PriorityError, match=r"EvenFirst cannot be made with .*\{'boost': 1\}: TypeError"):
+        ReplayIndex(even_first.model_copy(update={"priority_fn_args": {"boost": 1}}), seed=0)
+    known = ReplayIndex(even_first.model_copy(update={"priority_fn_args": {"bonus": "x"}}), seed=0)
+    known.add(["a"], "t", [1], 1)
+    with pytest.raises(PriorityError, match="EvenFirst raised TypeError"):
+        known.choose(1, 2)
 
 
 def test_uses_cooldown_and_age_are_bounded() -> None:

@@ -207,19 +207,25 @@ class OpenAIApi:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        messages = checked_messages(body.messages)
+        messages, beginning = body.split_continued(checked_messages(body.messages))
         switches = None if body.model_fields_set.isdisjoint(SWITCH_FIELDS) else self._switches(body, tools)
         limit, before = self._allowed(body), self._past(body, len(messages))
 
-        def rendered(messages: list[dict[str, Any]]) -> Prompt:
+        def rendered(messages: list[dict[str, Any]], beginning: str = "") -> Prompt:
             return self._codec.prompt(
-                messages, tools, switches, before=before, messages_before=body.continue_messages, limit=limit
+                messages,
+                tools,
+                switches,
+                before=before,
+                messages_before=body.continue_messages,
+                beginning=beginning,
+                limit=limit,
             )
 
         # a message has at least one token, so a prefix already shows that the prompt is too long, in less time
         if len(messages) > limit:
             self._check_prompt(self._text(lambda: rendered(messages[: limit + 1])).token_ids, limit, "prompt")
-        prompt = self._text(lambda: rendered(messages))
+        prompt = self._text(lambda: rendered(messages, beginning))
         request = self._request(body, prompt.token_ids, body.max_completion_tokens or body.max_tokens, body.seed)
         request = replace(request, top_logprobs=body.top_logprobs if body.logprobs else 0)
         # most requests have none of these options
@@ -429,10 +435,10 @@ class OpenAIApi:
         room = self._max_model_len - len(prompt)
         self._check_prompt(prompt, self._allowed(body), "prompt")
         # more tokens do not fit: the response ends with "length"
-        max_tokens = min(limit or self._max_response_tokens, room)
-        if body.min_tokens > max_tokens:
+        max_tokens = min(allowed := limit or self._max_response_tokens, room)
+        if body.min_tokens > allowed:
             raise bad_request(
-                f"min_tokens={body.min_tokens} is more than the {max_tokens} tokens that the answer may have; lower it",
+                f"min_tokens={body.min_tokens} is more than the {allowed} tokens that the answer may have; lower it",
                 "min_tokens",
             )
         if (unknown_id := max(body.logit_bias, default=0)) >= self._vocabulary:
@@ -448,7 +454,7 @@ class OpenAIApi:
             stop_ids=frozenset() if body.ignore_eos else self._codec.stop_ids,
             stop=body.stop,
             logit_bias=body.logit_bias,
-            min_tokens=body.min_tokens,
+            min_tokens=min(body.min_tokens, max_tokens),
             seed=None if seed is None else seed & SEED_MASK,
         )
 

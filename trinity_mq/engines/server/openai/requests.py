@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from trinity_mq.engines.api_errors import bad_request
 from trinity_mq.engines.server.http_server import EngineRequestBody, json_object, validated
 from trinity_mq.families.forms import AnswerForm
-from trinity_mq.families.messages import Message, MessageError, read_messages, read_tools
+from trinity_mq.families.messages import THOUGHTS, Message, MessageError, read_messages, read_tools
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024
@@ -156,6 +156,40 @@ class ChatBody(SamplingBody):
     """Our extension: number of leading messages whose tokens ``continue_tokens`` holds. The last of them is the answer.
     Only the later messages are rendered. 0: unknown; then the text of the tokens must begin the prompt's text.
     """
+
+    continue_final_message: bool = False
+    """The answer continues the text of the last message, an assistant's, as in vLLM. That text is a part of the prompt.
+    """
+    add_generation_prompt: bool | None = None
+    """Must be false with ``continue_final_message``, otherwise true, as in vLLM."""
+
+    def split_continued(self, messages: list[Message]) -> tuple[list[Message], str]:
+        """Return the messages before the answer, and the text with which the answer begins.
+
+        Args:
+            messages: The result of :func:`checked_messages`.
+
+        Raises:
+            ApiError: 400; the last message cannot be continued, or the request contradicts itself.
+        """
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                raise bad_request(
+                    "add_generation_prompt=false without continue_final_message: the answer would have no turn; leave "
+                    "it out",
+                    "add_generation_prompt",
+                )
+            return messages, ""
+        if self.add_generation_prompt or self.continue_tokens:
+            name = "add_generation_prompt" if self.add_generation_prompt else "continue_tokens"
+            raise bad_request(f"continue_final_message cannot be combined with {name}; leave one of them out", name)
+        *before, last = messages
+        if last["role"] != "assistant" or last.get("tool_calls") or THOUGHTS in last or not last["content"]:
+            raise bad_request(
+                "continue_final_message needs an assistant's last message with text, without calls and thoughts",
+                "continue_final_message",
+            )
+        return before, last["content"]
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call.

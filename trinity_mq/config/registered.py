@@ -1,0 +1,159 @@
+"""Names that the user's modules in ``plugin_dirs`` register with decorators of Trinity-RFT, in a configuration: they
+become the dotted paths of the registered classes, or the pieces of an algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
+from trinity_mq.config.plugin_files import Registration, registered_paths
+
+ALGORITHM_DEFAULTS = {"policy_loss_fn": "ppo", "advantage_fn": "ppo", "kl_loss_fn": "k2"}
+"""Functions of a registered algorithm whose ``default_config`` names none, as in Trinity-RFT."""
+KEPT_PIECES = ("weights", "ce_schedule")
+"""Pieces of a preset that stay with a registered loss: they decide which experiences are trained on."""
+FUNCTIONS = {
+    "policy_loss_fn": "POLICY_LOSS_FN",
+    "advantage_fn": "ADVANTAGE_FN",
+    "kl_loss_fn": "KL_FN",
+    "entropy_loss_fn": "ENTROPY_LOSS_FN",
+}
+"""Registry by setting of the section ``algorithm``."""
+
+
+def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with registered names replaced. A registered name takes precedence over a built-in name,
+    as in Trinity-RFT. Other names are left as they are.
+
+    Raises:
+        ValueError: Several modules register a name, or a registered algorithm cannot be read.
+    """
+    folders = data.get("plugin_dirs")
+    names = _Names(folders if isinstance(folders, list | tuple) else ())
+    result = dict(data)
+    if isinstance(algorithm := data.get("algorithm"), Mapping):
+        result["algorithm"] = _algorithm(dict(algorithm), names)
+    if isinstance(buffer := data.get("buffer"), Mapping):
+        result["buffer"] = _buffer(buffer, names)
+    return result
+
+
+class _Names:
+    """The registered names in the folders of ``plugin_dirs``. A folder that does not exist has none: adding it to the
+    process is the error.
+    """
+
+    def __init__(self, folders: list[Any] | tuple[Any, ...]) -> None:
+        paths = [Path(folder).expanduser() for folder in folders if isinstance(folder, str)]
+        self._paths = registered_paths([path for path in paths if path.is_dir()])
+
+    def find(self, registry: str, name: Any) -> tuple[str, Registration | None] | None:
+        """Return dotted path and registration of a name: registered, or a dotted path itself. None: neither."""
+        if not isinstance(name, str):
+            return None
+        places = self._paths.get((registry, name), [])
+        if len(places) > 1:
+            raise ValueError(
+                f"{registry} {name!r} is registered by {' and by '.join(path for path, _ in places)}: rename one of "
+                "them"
+            )
+        if places:
+            return places[0]
+        return (name, None) if "." in name else None
+
+
+def _algorithm(section: dict[str, Any], names: _Names) -> dict[str, Any]:
+    section = _algorithm_type(section, names)
+    places = {key: names.find(registry, section.get(key)) for key, registry in FUNCTIONS.items()}
+    for key, place in places.items():
+        if place is None:
+            continue
+        path, registration = place
+        del section[key]
+        args = section.pop(f"{key}_args", None)
+        piece: dict[str, Any] = {"kind": path, "args": dict(args) if isinstance(args, Mapping) else args or {}}
+        if key == "policy_loss_fn":
+            takes = () if registration is None else registration.parameters
+            piece |= {"reference": True} if {"ref_logprob", "ref_log_prob"} & {*takes} else {}
+            section |= _loss(piece, section)
+        elif key == "advantage_fn":
+            section["estimator"] = {**piece, "compares": False}
+        elif key == "kl_loss_fn":
+            section |= {"kl": None, "kl_loss": piece}
+        else:
+            section["entropy_loss"] = piece
+    return section
+
+
+def _loss(piece: dict[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pieces of a section with a registered loss; the preset's loss is replaced, except ``KEPT_PIECES``."""
+    name = str(section.get("algorithm_type", "grpo"))
+    preset = PRESETS.get(ALIASES.get(name, name))
+    kept = {} if preset is None else {key: preset.loss[key] for key in KEPT_PIECES if key in preset.loss}
+    return {"policy_loss_fn": "ppo", "surrogate": piece, **{key: section.get(key, kept[key]) for key in kept}}
+
+
+def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
+    """Return the section with a registered algorithm replaced by its ``default_config``, below the user's settings."""
+    path, registration = names.find("ALGORITHM_TYPE", section.get("algorithm_type")) or ("", None)
+    if registration is None:
+        return section
+    if not registration.defaults:
+        raise ValueError(
+            f"algorithm_type {registration.name!r} is {path}, whose default_config does not return a literal dict, "
+            'wanted `return {"policy_loss_fn": ..., "advantage_fn": ...}`: it is read without executing the module'
+        )
+    schema = registration.attributes.get("schema")
+    base = schema if schema in {"sft", "dpo", "cpt"} else "grpo"
+    defaults = (ALGORITHM_DEFAULTS if base == "grpo" else {}) | dict(registration.defaults)
+    result = defaults | section | {"algorithm_type": base}
+    if result.get("sample_strategy") in {"default", "warmup", "staleness_control"}:
+        del result["sample_strategy"]
+    if result.get("entropy_loss_fn") in {"default", "none", "mix"} and "entropy_loss_fn" not in section:
+        del result["entropy_loss_fn"]
+    return result
+
+
+def _buffer(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
+    result = dict(section)
+    for key in ("taskset", "tasksets", "eval_tasksets"):
+        value = result.get(key)
+        if isinstance(value, list | tuple):
+            result[key] = [_taskset(item, names) for item in value]
+        elif value is not None:
+            result[key] = _taskset(value, names)
+    source = result.get("trainer_input")
+    if isinstance(source, Mapping):
+        result["trainer_input"] = _trainer_input(source, names)
+    return result
+
+
+def _taskset(section: Any, names: _Names) -> Any:
+    selector = section.get("data_selector") if isinstance(section, Mapping) else None
+    if not isinstance(selector, Mapping):
+        return section
+    return {**section, "data_selector": _with_path(selector, "selector_type", "SELECTORS", names)}
+
+
+def _trainer_input(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
+    result = dict(section)
+    for key, setting, registry in (
+        ("experience_buffer", "schema_type", "FORMATTER"),
+        ("replay", "priority_fn", "PRIORITY_FUNC"),
+    ):
+        if isinstance(item := result.get(key), Mapping):
+            result[key] = _with_path(item, setting, registry, names)
+    if isinstance(sources := result.get("auxiliary_buffers"), Mapping):
+        result["auxiliary_buffers"] = {
+            name: _with_path(item, "schema_type", "FORMATTER", names) if isinstance(item, Mapping) else item
+            for name, item in sources.items()
+        }
+    return result
+
+
+def _with_path(section: Mapping[str, Any], key: str, registry: str, names: _Names) -> dict[str, Any]:
+    place = names.find(registry, section.get(key))
+    return dict(section) if place is None else {**section, key: place[0]}

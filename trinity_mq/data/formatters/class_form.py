@@ -1,0 +1,83 @@
+"""Formatters in Trinity-RFT's class form: the base class, the registry, and the bridge to formatters of trinity_mq."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any
+
+from trinity_mq.config import RecordFormatConfig
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.formatters.base import FormatError, Formatter, Reader
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.experience import Experience
+from trinity_mq.runtime.errors import describe_error
+from trinity_mq.runtime.plugins import Registry, resolve
+
+FORMATTER = Registry({}, "FORMATTER")
+"""Formatters, by the value of ``schema_type``; see :class:`ExperienceFormatter`."""
+ENTRY_GROUP = "trinity_mq.formatters"
+"""Entry-point group under which installed packages add formatters."""
+ABSENT = (
+    "image_key", "video_key", "reply_prefix", "workflow_key", "reward_fn_key", "chat_template",
+)  # fmt: skip
+"""Fields of Trinity-RFT's ``FormatConfig`` that records have no setting for: None."""
+
+
+class PromptType(StrEnum):
+    """Kinds of prompts in records, the values of ``format.prompt_type``."""
+
+    MESSAGES = "messages"
+    PLAINTEXT = "plaintext"
+
+
+class ExperienceFormatter(ABC):
+    """Converts records of training data into experiences. It is made of the path of the model's tokenizer and the
+    section ``format``: ``Mine(tokenizer_path, format_config)``.
+    """
+
+    @abstractmethod
+    def format(self, sample: dict[str, Any]) -> Experience:
+        """Return the experience of a record: ``tokens`` with ``prompt_length``, or ``chosen`` and ``rejected``."""
+
+
+def class_formatter(path: str, codec: TextCodec, keys: RecordFormatConfig, data: str) -> Formatter:
+    """Return the formatter that a class makes.
+
+    Args:
+        path: Dotted path of the class.
+        codec: The model's tokenizer.
+        keys: The section ``format``.
+        data: Name of the data, for error messages.
+
+    Raises:
+        UnknownNameError: The class does not exist.
+        TasksetError: It cannot be made.
+    """
+    kind = resolve("formatter", path, entry_group=ENTRY_GROUP)
+    fields = {"enable_thinking": None, **dict.fromkeys(ABSENT), **keys.model_dump()}
+    try:
+        made = kind(tokenizer_path=codec.path, format_config=SimpleNamespace(**fields))
+    except Exception as error:  # custom code may raise any error
+        raise TasksetError(
+            f"training data {data!r}: schema_type {path} cannot be made of a tokenizer_path and a format_config: "
+            f"{describe_error(error)}"
+        ) from error
+    if not callable(getattr(made, "format", None)):
+        raise TasksetError(
+            f"training data {data!r}: schema_type {path} has no method format, wanted a subclass of "
+            "trinity_mq.data.formatters.ExperienceFormatter"
+        )
+
+    def formatted(_: Reader, record: Mapping[str, Any]) -> Experience:
+        try:
+            experience = made.format(dict(record))
+        except Exception as error:  # custom code may raise any error
+            raise FormatError(f"cannot be formatted by {path}: {describe_error(error)}") from error
+        if not isinstance(experience, Experience):
+            raise FormatError(f"becomes {experience!r:.120} by {path}, wanted an Experience")
+        return experience
+
+    return formatted

@@ -1,0 +1,83 @@
+"""Priorities of replayed groups in Trinity-RFT's class form."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from trinity_mq.runtime.errors import FatalError, describe_error
+from trinity_mq.runtime.plugins import Registry, resolve
+
+PRIORITY_FUNC = Registry({}, "PRIORITY_FUNC")
+"""Priorities, by the value of ``buffer.trainer_input.replay.priority_fn``; see :class:`PriorityFunction`."""
+
+
+class PriorityFunction(ABC):
+    """Computes the priority of a group of experiences. It must be a function of its argument, so that a trainer that
+    resumes chooses the same groups.
+    """
+
+    @abstractmethod
+    def __call__(self, item: list[Any]) -> tuple[float, bool]:
+        """Return the priority of a group, and whether it may be replayed.
+
+        Args:
+            item: One object for the group. Its ``info`` has ``model_version``, the train step at which the group was
+                fresh, and ``use_count``, the number of train steps that trained on it, the first one included.
+        """
+
+    @classmethod
+    def default_config(cls) -> dict[str, Any]:
+        """Return the constructor's arguments that hold without ``priority_fn_args``."""
+        return {}
+
+
+class PriorityError(FatalError, ValueError):
+    """A class of priorities cannot be made, or did not return a priority."""
+
+
+class Priorities:
+    """The priorities that an object in class form computes.
+
+    Args:
+        path: Dotted path of the class.
+        args: Arguments of its constructor. Empty: its ``default_config``.
+
+    Raises:
+        UnknownNameError: The class does not exist.
+        PriorityError: It cannot be made.
+    """
+
+    def __init__(self, path: str, args: Mapping[str, Any]) -> None:
+        kind = resolve("priority_fn", path)
+        try:
+            self._made = kind(**{**kind.default_config(), **args})
+        except Exception as error:  # custom code may raise any error
+            raise PriorityError(
+                f"replay.priority_fn {path} cannot be made with priority_fn_args {dict(args)!r}: "
+                f"{describe_error(error)}"
+            ) from error
+        self._path = path
+
+    def of(self, born: int, uses: int) -> float:
+        """Return the priority of a group, minus infinity if it must not be replayed.
+
+        Args:
+            born: Train step at which the group was fresh.
+            uses: Number of train steps that replayed it.
+
+        Raises:
+            PriorityError: The object raised an error, or did not return a priority.
+        """
+        item = SimpleNamespace(info={"model_version": born, "use_count": uses + 1})
+        try:
+            priority, is_kept = self._made(item=[item])
+            number = float(priority)
+        except Exception as error:  # custom code may raise any error
+            raise PriorityError(f"replay.priority_fn {self._path} raised {describe_error(error)}") from error
+        if math.isnan(number):
+            raise PriorityError(f"replay.priority_fn {self._path} returns {priority!r}, wanted a number and a boolean")
+        return number if is_kept else -math.inf

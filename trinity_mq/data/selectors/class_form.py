@@ -1,0 +1,211 @@
+"""Selectors in Trinity-RFT's class form: the base class, the registry, and the bridge to selectors of trinity_mq."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.records import Record
+from trinity_mq.data.selectors.base import TaskStats
+from trinity_mq.runtime.errors import describe_error
+from trinity_mq.runtime.plugins import Registry
+
+SELECTORS = Registry({}, "SELECTORS")
+"""Selectors, by the value of ``data_selector.selector_type``; see :class:`BaseSelector`."""
+
+
+class Columns(Sequence[Record]):
+    """The records of a taskset: by number as records, by name as columns, as in a Hugging Face dataset."""
+
+    def __init__(self, rows: Sequence[Record]) -> None:
+        self._rows = rows
+
+    @property
+    def column_names(self) -> list[str]:
+        """Keys of the records, in the order of their first appearance."""
+        return list(dict.fromkeys(key for row in self._rows for key in row))
+
+    def __len__(self) -> int:
+        """Return the number of records."""
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records."""
+        return iter(self._rows)
+
+    @overload
+    def __getitem__(self, key: int) -> Record: ...
+    @overload
+    def __getitem__(self, key: slice) -> Sequence[Record]: ...
+    @overload
+    def __getitem__(self, key: str) -> list[Any]: ...
+    def __getitem__(self, key: int | slice | str) -> Any:
+        """Return a record, a part of the records, or the column ``key``.
+
+        Raises:
+            KeyError: A record has no such key.
+        """
+        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The data of a selector."""
+
+    dataset: Columns
+    """The records."""
+    name: str
+    """Name of the taskset."""
+
+    @property
+    def dataset_size(self) -> int:
+        """Number of records."""
+        return len(self.dataset)
+
+
+@dataclass
+class SelectorSettings:
+    """The settings of a selector, with the names of Trinity-RFT's ``DataSelectorConfig``."""
+
+    selector_type: str
+    seed: int
+    feature_keys: list[str] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class BaseSelector:
+    """Chooses the records of a taskset. A subclass implements the four methods.
+
+    Args:
+        data_source: The records: ``data_source.dataset`` and ``data_source.dataset_size``.
+        config: The settings: ``seed``, ``feature_keys`` and ``kwargs``.
+    """
+
+    def __init__(self, data_source: DataSource, config: SelectorSettings) -> None:
+        self.data_source, self.config = data_source, config
+
+    def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
+        """Return the numbers of the next ``batch_size`` records; with ``return_extra_info`` a pair may be returned,
+        which does not happen here.
+        """
+        raise NotImplementedError
+
+    def feedback(self, indices: list[int], values: list[float]) -> None:
+        """Learn the mean rewards of finished tasks."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, small and of plain types."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state."""
+        raise NotImplementedError
+
+
+class ClassSelector:
+    """The selector that an object in class form makes.
+
+    A resumed explorer creates the object again, calls ``feedback`` with all earlier results in their order, and then
+    ``load_state_dict``. So a state needs only the position.
+
+    Args:
+        made: The object.
+        label: Taskset and class, for error messages.
+        count: Number of records.
+    """
+
+    def __init__(self, made: Any, label: str, count: int) -> None:
+        self._made, self._label, self._count = made, label, count
+
+    def next(self, count: int) -> list[int]:
+        """Return the next indexes.
+
+        Raises:
+            TasksetError: The object did not return ``count`` numbers of records.
+        """
+        result = self._called("get_indices", count)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            result = result[0]
+        try:
+            indexes = [int(index) for index in result]
+        except (TypeError, ValueError) as error:
+            raise TasksetError(
+                f"{self._label}: get_indices returns {result!r:.120}, wanted a list of numbers"
+            ) from error
+        if len(indexes) != count or not all(0 <= index < self._count for index in indexes):
+            raise TasksetError(
+                f"{self._label}: get_indices({count}) returns {indexes!r:.120}, wanted {count} numbers from 0 to "
+                f"{self._count - 1}"
+            )
+        return indexes
+
+    def observe(self, stats: Sequence[TaskStats]) -> None:
+        """Give the object the mean rewards of the tasks."""
+        if stats:
+            self._called("feedback", [item.task for item in stats], [item.reward for item in stats])
+
+    def state(self) -> Mapping[str, Any]:
+        """Return the object's state in plain types.
+
+        Raises:
+            TasksetError: It has other types.
+        """
+        state = self._called("state_dict")
+        if not isinstance(state, Mapping):
+            raise TasksetError(f"{self._label}: state_dict returns {state!r:.120}, wanted a mapping")
+        return {str(key): self._plain(str(key), value) for key, value in state.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state. Raises ValueError if the object refuses it."""
+        try:
+            self._made.load_state_dict(copy.deepcopy(dict(state)))
+        except Exception as error:  # custom code may raise any error
+            raise ValueError(f"{self._label}: load_state_dict raised {describe_error(error)}") from error
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return an empty mapping."""
+        return {}
+
+    def _called(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._made, method)(*args)
+        except Exception as error:  # custom code may raise any error
+            raise TasksetError(f"{self._label}: {method} raised {describe_error(error)}") from error
+
+    def _plain(self, key: str, value: Any) -> Any:
+        if hasattr(value, "tolist"):  # arrays, tensors and their numbers
+            value = value.tolist()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            return {str(name): self._plain(key, item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(key, item) for item in value]
+        raise TasksetError(
+            f"{self._label}: state_dict has a {type(value).__name__} at {key!r}, wanted numbers, texts, lists and "
+            "mappings of these"
+        )
+
+
+def is_class_form(kind: Any) -> bool:
+    """Return whether a selector has Trinity-RFT's form."""
+    return isinstance(kind, type) and callable(getattr(kind, "get_indices", None))
+
+
+def class_selector(
+    kind: type, settings: SelectorSettings, rows: Sequence[Record], taskset: str, label: str
+) -> ClassSelector:
+    """Return the selector that a class makes.
+
+    Raises:
+        TasksetError: The class cannot be made of the records and the settings.
+    """
+    try:
+        made = kind(DataSource(Columns(rows), taskset), settings)
+    except Exception as error:  # custom code may raise any error
+        raise TasksetError(f"{label} cannot be made with {settings}: {describe_error(error)}") from error
+    return ClassSelector(made, label, len(rows))

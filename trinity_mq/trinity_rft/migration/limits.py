@@ -1,0 +1,120 @@
+"""Rules of the table of names for limits that a run here needs and Trinity-RFT does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from trinity_mq.config.agents import ExplorerConfig, TrainerConfig
+from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.config.buffer import BufferConfig
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.run import TRUNCATING, batch_bytes, slice_hold_seconds
+from trinity_mq.config.sync import SyncConfig
+from trinity_mq.trinity_rft.migration.transfer import SettingsTransfer, number, whole
+
+TIMEOUT = 1800
+"""Trinity-RFT's default of ``max_timeout``, in seconds."""
+MAX_READY_BYTES = 32 * 2**30
+"""Maximum bytes of processed batches that ``migrate`` lets the broker keep. Beyond that it saves more often."""
+GIB = 2**30
+
+
+def timeouts(move: SettingsTransfer) -> None:
+    """Move the time limit of a run of a task, and raise the limits that must not be shorter."""
+    if move.resolved("mode") == "train":
+        return
+    move.keep_or_default("explorer.max_timeout", TIMEOUT, "Trinity-RFT's default; here it is 360 s")
+    tries = whole(move.peek("explorer.max_retry_times", _default(ExplorerConfig, "max_retry_times")))
+    run_timeout = number(move.settings["explorer"]["max_timeout"])
+    if run_timeout is None or tries is None:
+        return
+    limit = run_timeout * (tries + 1)
+    reason = f"as long as {tries + 1} tries of max_timeout; usually"
+    for name in ("batch_timeout", "stall_timeout"):
+        default = _default(ExplorerConfig, name)
+        if limit > default:
+            move.put(f"explorer.{name}", limit, f"{reason} {default:g}")
+    default = _default(BrokerConfig, "consumer_timeout")
+    if (hold := slice_hold_seconds(limit)) >= default:
+        move.put("broker.consumer_timeout", hold + 60, f"{reason} {default:g}")
+
+
+def lookahead(move: SettingsTransfer) -> None:
+    """Let the explorer run as far ahead as the batches of one train step."""
+    together = whole(move.settings.get("trainer", {}).get("batches_per_step")) or 1
+    key = "synchronizer.pipeline_depth"
+    depth = whole(move.peek(key, _default(SyncConfig, "pipeline_depth"))) or 0
+    if move.resolved("synchronizer.sync_style", "fixed") != "fixed" and together > depth + 1:
+        move.take(key)
+        move.put(key, together - 1, f"a train step takes {together} batches, which must be open at a time")
+
+
+def retention(move: SettingsTransfer) -> None:
+    """Let the broker keep the batches between two checkpoints, or write checkpoints more often."""
+    interval = whole(_value(move, "trainer.save_interval", TrainerConfig))
+    opened = whole(_value(move, "explorer.max_open_batches", ExplorerConfig))
+    sizes = [
+        whole(_value(move, key, section))
+        for key, section in (
+            ("buffer.batch_size", BufferConfig),
+            ("algorithm.repeat_times", AlgorithmConfig),
+            ("model.max_prompt_tokens", ModelConfig),
+            ("model.max_response_tokens", ModelConfig),
+        )
+    ]
+    if interval is None or opened is None or None in sizes or move.has("broker.ready_max_bytes"):
+        return
+    tasks, runs, prompt, response = (size or 0 for size in sizes)
+    batch = batch_bytes(tasks * runs, prompt, response)
+    if batch <= 0 or interval < 1:
+        return
+    longest = max(1, MAX_READY_BYTES // batch - opened)
+    if interval > longest:
+        move.take("trainer.save_interval")
+        shorter = next(length for length in range(longest, 0, -1) if interval % length == 0)
+        move.put(
+            "trainer.save_interval", shorter,
+            f"was {interval}: the broker keeps every batch until a checkpoint, and these batches may be "
+            f"{-(-interval * batch // GIB)} GiB",
+        )  # fmt: skip
+        interval = shorter
+    needed = -(-(interval + opened) * batch // GIB) * GIB
+    if needed > _default(BrokerConfig, "ready_max_bytes"):
+        move.put(
+            "broker.ready_max_bytes", needed,
+            f"the broker keeps {interval} batches until a checkpoint and {opened} open batches: at most "
+            f"{needed // GIB} GiB on its disk, if every answer has its maximum length",
+        )  # fmt: skip
+
+
+def truncated_sampling(move: SettingsTransfer) -> None:
+    """Allow training tasksets with sampling parameters of their own that change the sampled distribution."""
+    buffer = move.settings.get("buffer", {})
+    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ())):
+        if TRUNCATING & set(taskset.get("rollout_args") or {}):
+            allow_truncated_sampling(move)
+
+
+def allow_truncated_sampling(move: SettingsTransfer) -> None:
+    """Set the switch for sampling parameters that change the sampled distribution, unless it is set."""
+    if not move.has("algorithm.allow_truncated_sampling"):
+        move.put(
+            "algorithm.allow_truncated_sampling", True,
+            "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
+            "Trinity-RFT trains on them without a warning; better sample without them",
+        )  # fmt: skip
+
+
+def _default(section: type[BaseModel], name: str) -> Any:
+    return section.model_fields[name].default
+
+
+def _value(move: SettingsTransfer, key: str, section: type[BaseModel]) -> Any:
+    """Return the value of a new key, moved or still to move, or its default."""
+    here: Any = move.settings
+    for part in key.split("."):
+        here = here.get(part) if isinstance(here, dict) else None
+    return here if here is not None else move.peek(key, _default(section, key.rsplit(".", 1)[1]))
