@@ -229,3 +229,25 @@ def test_dapo_reward_says_what_it_needs() -> None:
     needs = MathDAPORewardFn(True, 1.0, 5, 2)
     with pytest.raises(ValueError, match="needs the response's tokens"):
         needs(response="3", truth="4")
+
+
+CHAIN = "<think>a</think><answer>{}</answer> <analysis>b</analysis>\n<confidence>{}</confidence>"
+
+
+@pytest.mark.parametrize(
+    ("response", "parts"),
+    [
+        (CHAIN.format(12, 0.8), (0.5, 0.5, 0.48, 0.8e-5, 0.0)),
+        (CHAIN.format(13, 0.8), (0.5, 0.0, 0.18, 0.8e-5, 0.0)),
+        (CHAIN.format(12, 1), (0.5, 0.5, 0.5, 1e-5, 1e-5)),
+        (CHAIN.format(12, 2), (0.0, 0.0, 0.0, 0.0, 0.0)),
+        (CHAIN.format(12, 0.8) + " more", (0.0, 0.0, 0.0, 0.8e-5, 0.0)),
+        ("x <confidence>0.5</confidence>", (0.0, 0.0, 0.0, 0.5e-5, 0.0)),
+        ("<think>" + CHAIN.format(12, 0.8), (0.0, 0.0, 0.0, 0.8e-5, 0.0)),
+        ("", (0.0, 0.0, 0.0, 0.0, 0.0)),
+    ],
+)
+def test_rlcr_reward(response: str, parts: tuple[float, ...]) -> None:
+    found = parts_of(create_reward("rlcr_reward", {}), response, "12", finished=True)
+    assert list(found) == ["format", "accuracy", "brier", "mean_confidence", "confidence_one_or_zero"]
+    assert tuple(found.values()) == pytest.approx(parts)

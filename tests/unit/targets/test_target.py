@@ -267,3 +267,18 @@ def test_finished_and_broker_marks(tmp_path: Path) -> None:
     folder.remove_broker_url()
     folder.remove_broker_url()
     assert folder.saved_broker_url() is None
+
+
+def test_a_run_of_an_older_release_says_which_names_mean_something_else(tmp_path: Path) -> None:
+    tasks = {"path": "t.jsonl", "workflow": "async_math_workflow", "reward_fn": "countdown_reward"}
+    first = config(tmp_path, buffer={"batch_size": 4, "total_steps": 7, "taskset": tasks})
+    folder = RunFolder(first)
+    assert folder.write_configuration() == []
+    (folder.path / "names").unlink()  # as release 0.2 left it
+    said = [
+        "buffer.taskset.workflow: async_math_workflow is now Trinity-RFT's; release 0.2's is named "
+        "async_math_answer_workflow",
+        "buffer.taskset.reward_fn: countdown_reward is now Trinity-RFT's; release 0.2's is named countdown",
+    ]
+    assert sorted(folder.write_configuration()) == sorted(said)
+    assert folder.write_configuration() == [], "once"
