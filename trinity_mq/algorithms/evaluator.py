@@ -29,6 +29,7 @@ from trinity_mq.config.algorithm.pieces import (
     LossConfig,
     Pair,
     Piece,
+    PluginPiece,
     Schedule,
 )
 
@@ -100,7 +101,7 @@ def evaluate(
         entropy_coef: Weight of the entropy bonus of ``rl``.
     """
     weighted_terms: list[tuple[float, LossTerms]] = []
-    has_class = is_class(config.surrogate)
+    has_class = isinstance(config.surrogate, PluginPiece) and is_class(config.surrogate)
     for name, view in views.items():
         weight = weights.get(name, 0.0)
         if not weight or not view.tokens:
@@ -119,7 +120,8 @@ def evaluate(
                 weighted_terms.append((weight, pair_terms(view, config)))
             case _:
                 raise ValueError(f"{name!r} is not a component, wanted rl, ce, ref_kl or pair")
-    weighted_terms += [(1.0, LossTerms(loss)) for loss in _class_parts(views, weights)]
+    if has_class or config.kl_loss is not None or config.entropy_loss is not None:
+        weighted_terms += [(1.0, LossTerms(loss)) for loss in _class_parts(views, weights)]
     if not weighted_terms:
         raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
     total = sum(
@@ -143,7 +145,7 @@ def _class_parts(views: Mapping[str, TokenView], weights: Mapping[str, float]) -
     parts = []
     for view in by_role.values():
         if view.slope is None or view.level is None:
-            continue
+            raise ValueError("the loss has a class, and the tokens have no slope of it; call class_losses() before")
         part = view.level + view.slope * (view.logprob - view.logprob.detach())
         if view.entropy is not None and view.entropy_slope is not None:
             part = part + view.entropy_slope * (view.entropy - view.entropy.detach())
@@ -179,7 +181,7 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
     token. Maxima are ``ratio_max`` and ``correction_weight_max``; the minimum is ``ratio_min``.
     """
-    if is_class(config.surrogate):
+    if isinstance(config.surrogate, PluginPiece) and is_class(config.surrogate):
         loss, counts, reduced = 0 * view.logprob, dict[str, Tensor](), dict[str, Tensor]()
     else:
         loss, counts = token_losses(view, config)

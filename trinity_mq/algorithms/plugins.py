@@ -37,12 +37,13 @@ def load_plugins(config: LossConfig) -> None:
 
 
 def is_class(piece: Piece) -> bool:
-    """Return whether a piece is a class of the user's own.
+    """Return whether a piece is a class of the user's own whose objects can be called.
 
     Raises:
         UnknownNameError: It cannot be imported.
     """
-    return isinstance(piece, PluginPiece) and inspect.isclass(resolve("plug-in of the loss", piece.kind))
+    kind = resolve("plug-in of the loss", piece.kind) if isinstance(piece, PluginPiece) else None
+    return inspect.isclass(kind) and any("__call__" in vars(base) for base in kind.__mro__)
 
 
 def class_of(piece: PluginPiece) -> type:

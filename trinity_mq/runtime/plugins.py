@@ -228,7 +228,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
     """
     try:
         if name in table:
-            if isinstance(table, Registry) and (others := registered_plugins(table.names).get(name)):
+            if _added and isinstance(table, Registry) and (others := registered_plugins(table.names).get(name)):
                 raise UnknownNameError(
                     f"{kind} {name!r} is built in, and {' and '.join(others)} registers this name too: register yours "
                     f"under another name, or choose it by its dotted path, {others[0]}"

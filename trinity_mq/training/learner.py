@@ -185,6 +185,7 @@ class TorchLearner:
         self._pass_limit: PassLimit | None = None
         """Size of a pass that was chosen for the GPU; None if it is configured."""
         self._has_trained = False
+        self._has_classes = False
         """Whether this process has made a train step."""
         self._copies = HostCopies()
         self._parked = ParkedTensors()
@@ -593,6 +594,7 @@ class TorchLearner:
         self._ranks.open(select_device(self._config.model.device, self._ranks.world))
         load_plugins(self._config.algorithm)
         load_classes(self._config.algorithm)
+        self._has_classes = has_classes(self._config.algorithm)
         old = checkpoint if checkpoint is not None and is_legacy(checkpoint) else None
         facts: dict[str, dict[str, Any]] = {}
         if checkpoint is not None:
@@ -804,7 +806,7 @@ class TorchLearner:
         needed = set() if only_critic else needs(config, weights)
         with watch.part("score"):
             columns, before = self._score(tokens, needed, advantages.ref)
-        compares = (bool(weights.get("rl")) and compares_tokens(config)) or has_classes(config)
+        compares = (bool(weights.get("rl")) and compares_tokens(config)) or self._has_classes
         reduction = self._config.reduction
         has_moved = False  # while False, the weights are the weights that ``old`` was scored with
         used = 0
@@ -822,7 +824,7 @@ class TorchLearner:
                 extra, class_metrics = dict(columns), dict[str, float]()
                 if compares:
                     with watch.part("score"):
-                        scored = None if has_moved or has_classes(config) else before
+                        scored = None if has_moved or self._has_classes else before
                         scored = scored or score(policy, batches, tokens.tokens, needed)
                         everything = tokens.micro_batches(part, policy.division.max_tokens, reduction)
                         joined = step_columns(everything, scored, columns, loss, f"{purpose}/{number}")
@@ -872,7 +874,7 @@ class TorchLearner:
             columns["ref"] = ref.to(policy.device)
         elif "ref" in needed:
             assert self.reference is not None
-            roles = {SAMPLED, PAIRED, IMITATED} if has_classes(self._config.algorithm) else {SAMPLED, PAIRED}
+            roles = {SAMPLED, PAIRED, IMITATED} if self._has_classes else {SAMPLED, PAIRED}
             batches = policy.division.of(tokens, tokens.experiences(roles))
             columns["ref"] = self.reference.logprobs(batches, tokens.tokens)
         return columns, before

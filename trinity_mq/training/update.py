@@ -57,11 +57,6 @@ class StepLoss:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
-    @property
-    def has_entropy(self) -> bool:
-        """Whether the loss depends on the entropy of tokens."""
-        return self.entropy_coef > 0 or self.config.entropy_loss is not None
-
 
 @torch.no_grad()
 def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Collection[str] = frozenset()) -> Scores:
@@ -256,6 +251,7 @@ def accumulate(
     collective passes of the other ranks and adds nothing.
     """
     total, watch = StepSums(), watch or Stopwatch(policy.device)
+    has_entropy = loss.entropy_coef > 0 or loss.config.entropy_loss is not None
     for packed in batches:
         total.micro_batches += 1
         total.positions += packed.positions
@@ -263,7 +259,7 @@ def accumulate(
         total.sequences += int((packed.sequence[packed.role == SAMPLED].bincount() > 0).sum())
         batch = packed.to(policy.device)
         with watch.part("forward"):
-            logprob, entropy = policy.score(batch, entropy_gradient=loss.has_entropy)
+            logprob, entropy = policy.score(batch, entropy_gradient=has_entropy)
         if not batch.tokens:
             with watch.part("backward"):
                 torch.autograd.backward(logprob.sum())
