@@ -12,7 +12,10 @@ import yaml
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
+from trinity_mq.rewards import REWARD_FUNCTIONS
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
+from trinity_mq.trinity_rft.migration.data import registered_names
+from trinity_mq.workflows import WORKFLOWS
 
 LEAST: dict[str, Any] = {"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo"}}
 
@@ -392,3 +395,12 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     buffer = load_config(path.with_suffix(".ours")).buffer
     assert buffer.taskset.workflow == "tool_call_workflow"
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
+
+
+def test_what_is_refused_by_name_is_not_here() -> None:
+    """A row that refuses a name goes when the name is registered here."""
+    tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
+    rows = registered_names().values()
+    assert {row.kind for row in rows} == set(tables)
+    assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
+    assert all(row.text and not (row.refused and row.new_name) for row in rows)
