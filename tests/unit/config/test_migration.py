@@ -186,6 +186,7 @@ REFUSED = {
         "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
     ),
     "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
+    "connect-the-dots": ({"cod": {"task_pack_size": 4}}, "cod", "Connect the Dots"),
     "external-policy": (
         {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
         "model.external_model.enable", "cannot be trained",
