@@ -216,6 +216,10 @@ REFUSED = {
         },
         "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
     ),
+    "described-pipeline": (
+        {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
+        "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
+    ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
         "data_processor.experience_pipeline.operators", "Data-Juicer server",
