@@ -332,8 +332,13 @@ def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
     assert (config.algorithm.optimizer.lr, config.algorithm.optimizer.clip_grad) == (2e-6, 0.5)
     assert (config.trainer.batches_per_step, config.synchronizer.sync_interval) == (1, 10)
     code, (line,) = migrated(tmp_path / "other.yaml", capsys)
-    assert code == 2
-    assert "the explorer's file" in line
+    assert code == 1
+    assert "mode train: its experiences come from" in line
+    (tmp_path / "trainer.yaml").unlink()
+    code, lines = migrated(tmp_path / "explorer.yaml", capsys)
+    assert code == 0
+    assert "mode explore: a trainer may read the queue" in lines[0]
+    assert load_config(tmp_path / "explorer.ours").mode == "explore"
 
 
 def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
