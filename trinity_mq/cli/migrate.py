@@ -71,8 +71,8 @@ def _waits_for_other_half(source: Path, settings: dict[str, Any]) -> bool:
         ("its experiences come from", "explorer") if mode == "train" else ("a trainer may read", "trainer")
     )  # fmt: skip
     print(
-        f"{source}: mode {mode}: {needs} the queue of another process of the same run. Put the file of the {other} (the "
-        "same project and name) into the same folder, and both become one configuration",
+        f"{source}: mode {mode}: {needs} the queue of another process of the same run. Put the file of the {other} "
+        "(the same project and name) into the same folder, and both become one configuration",
         file=sys.stderr,
     )
     return mode == "train"
