@@ -1,6 +1,6 @@
 """Old names of modules, classes, functions and methods: they give the new ones and warn. docs/renamed.md lists them.
 
-The aliases stay until release 0.3.
+The aliases stay until release 0.3. :data:`CHANGED_NAMES` lists names in configurations that mean something else now.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -396,9 +396,7 @@ NAMES = {
     "trinity_mq.workflows.builtin.rubric": "settle=assign_rubric_rewards",
     "trinity_mq.workflows.builtin.ruler": "settle=assign_ruler_rewards",
     "trinity_mq.workflows.builtin.simple": "give_reward=set_reward",
-    "trinity_mq.workflows.builtin.tool_agent": ".take_calls=append_message",
     "trinity_mq.workflows.builtin.tools": ".need_synchronous=check_synchronous",
-    "trinity_mq.workflows.builtin.trainable_ruler": ".knows_truth=uses_truth",
     "trinity_mq.workflows.environments.workflow": "Actions=ActionParser",
     "trinity_mq.workflows.sessions.children": (
         "KeptProgram=PersistentProgram close_kept=close_persistent_programs program_of=make_program"
@@ -409,6 +407,68 @@ NAMES = {
     "trinity_mq.workflows.workflow": ".own_copy=copy_for_run .sample_from=inherit_sampling",
 }
 """Old and new names by module, as it is named now: ``old=new`` at the top level, ``.old=new`` for methods."""
+
+
+CHANGED_NAMES: dict[str, dict[str, str]] = {
+    "workflow": {
+        "frozen_lake_workflow": "frozen_lake_game_workflow",
+        "math_boxed_workflow": "boxed_answer_workflow",
+        "math_eval_workflow": "math_benchmark_workflow",
+        "math_rm_workflow": "reward_model_workflow",
+        "math_ruler_workflow": "math_answer_ruler_workflow",
+        "math_trainable_ruler_workflow": "self_ruler_workflow",
+        "math_workflow": "math_answer_workflow",
+        "on_policy_distill_math_workflow": "math_distill_workflow",
+        "on_policy_distill_workflow": "distill_workflow",
+        "rubric_judge_workflow": "rubric_workflow",
+        "sudoku_workflow": "sudoku_game_workflow",
+        "tool_call_workflow": "tool_choice_workflow",
+    },
+    "reward_fn": {
+        "accuracy_reward": "math_equal",
+        "countdown_reward": "countdown",
+        "format_reward": "text_format",
+        "math_boxed_reward": "math_boxed",
+        "math_dapo_reward": "math_dapo",
+        "math_reward": "math_equal_format",
+    },
+}
+"""Names that mean the workflows and rewards of Trinity-RFT since 0.3, and the names that the project's own ones of this
+name have now, by the key of a taskset. Workflows also have these names behind ``async_``.
+"""
+
+
+def own_name(key: str, name: str) -> str | None:
+    """Return the present name of the workflow or reward that ``name`` meant in release 0.2, None if it is the same.
+
+    >>> own_name("workflow", "async_math_workflow"), own_name("reward_fn", "exact_match")
+    ('async_math_answer_workflow', None)
+    """
+    names = CHANGED_NAMES.get(key, {})
+    prefix = "async_" if key == "workflow" and name.startswith("async_") else ""
+    new = names.get(name.removeprefix(prefix))
+    return None if new is None else prefix + new
+
+
+def changed_meanings(settings: Any, place: str = "") -> list[str]:
+    """Return one line for each name in ``settings`` that meant something else in release 0.2.
+
+    Args:
+        settings: The settings as maps, lists and values.
+        place: Key of ``settings``, with a dot behind it.
+
+    >>> changed_meanings({"taskset": {"reward_fn": "countdown_reward"}}, "buffer.")
+    ["buffer.taskset.reward_fn: countdown_reward is now that of Trinity-RFT; release 0.2's is named countdown"]
+    """
+    lines: list[str] = []
+    items = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
+    for key, value in items:
+        new = own_name(str(key), value) if isinstance(value, str) else None
+        if new is not None:
+            lines.append(f"{place}{key}: {value} is now that of Trinity-RFT; release 0.2's is named {new}")
+        elif isinstance(value, Mapping | list | tuple):
+            lines += changed_meanings(value, f"{place}{key}.")
+    return lines
 
 
 def new_name(module: str) -> str | None:

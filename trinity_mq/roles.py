@@ -110,7 +110,7 @@ ROLES: Mapping[Role, RoleRow] = MappingProxyType(
             flow=5,
             shown=2,
         ),
-        "scheduler": RoleRow(hears=("runner",), status="SchedulerStatus", phase="explore"),
+        "scheduler": RoleRow(hears=("runner", "engine"), status="SchedulerStatus", phase="explore"),
         "supervisor": RoleRow(),
     }
 )

@@ -185,11 +185,10 @@ class AdvantageFn(ABC):
         """Return the experiences with their advantages, and metrics.
 
         Args:
-            exps: A list of :class:`~trinity_mq.experience.Experience` if :meth:`compute_in_trainer` is False, whose
-                ``advantages`` are to be set. Otherwise an object in the form of veRL's ``DataProto``: ``exps.batch``
-                has ``token_level_rewards``, ``response_mask`` and ``old_log_probs``, ``[sequences, tokens]`` each, and
-                ``exps.non_tensor_batch["uid"]`` has the task of each sequence; ``exps.batch["advantages"]`` is to be
-                set.
+            exps: A list of :class:`~trinity_mq.experience.Experience` if :meth:`compute_in_trainer` is False: set
+                their ``advantages``. Otherwise an object in the form of veRL's ``DataProto``: ``exps.batch`` has
+                ``token_level_rewards``, ``response_mask`` and ``old_log_probs``, ``[sequences, tokens]`` each, and
+                ``exps.non_tensor_batch["uid"]`` has the task of each sequence. Set ``exps.batch["advantages"]``.
             kwargs: None here.
         """
 

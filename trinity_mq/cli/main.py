@@ -109,7 +109,12 @@ COMMAND_GROUPS = (
             (
                 "convert-experiences",
                 "convert:convert",
-                "convert experience files of Trinity (TRXP, pickles) to .tmqx without executing their content",
+                "convert experiences of Trinity (TRXP, pickles, SQLite buffers) to .tmqx; executes nothing in them",
+            ),
+            (
+                "convert-checkpoint",
+                "convert_checkpoint:convert",
+                "write the weights of a Trinity-RFT checkpoint as a Hugging Face folder, the first model of a run",
             ),
             ("schema", "schema:schema", "write the JSON Schemas of all messages except experiences"),
         ),

@@ -40,7 +40,7 @@ class RolloutModelConfig(Section):
     """Nucleus sampling of training rollouts. Values below 1 need ``algorithm.allow_truncated_sampling``."""
     min_response_tokens: int = Field(default=0, ge=0)
     """Number of tokens before which an answer does not end. ``rollout_args.min_tokens`` of a taskset overrides it. The
-    logprobs are those of sampling without this limit."""
+    logprobs do not take this limit into account."""
     ignore_eos: bool = False
     """Continue answers after the tokens that end an answer, up to ``model.max_response_tokens``.
     ``rollout_args.ignore_eos`` of a taskset overrides it."""

@@ -46,7 +46,11 @@ def registered_paths(folders: Sequence[Path]) -> dict[tuple[str, str], list[tupl
     result: dict[tuple[str, str], list[tuple[str, Registration]]] = {}
     for folder in folders:
         for file in plugin_files(folder):
-            for entry in registrations(file, file.stat().st_mtime_ns):
+            try:
+                changed = file.stat().st_mtime_ns
+            except OSError:  # a broken link
+                continue
+            for entry in registrations(file, changed):
                 result.setdefault((entry.registry, entry.name), []).append((f"{file.stem}.{entry.owner}", entry))
     return result
 

@@ -28,11 +28,11 @@ class OldImport:
     name: str
     """Name in the module, or ``*``."""
     new_module: str
-    """Module here. Empty: there is no counterpart."""
+    """Module here. Empty: the name has no counterpart."""
     new_name: str
     """Name here."""
     comment: str
-    """Reason why there is no counterpart, or a difference."""
+    """Reason why the name has no counterpart, or a difference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,27 @@ def new_ticket(
     )
 
 
+def check_batch_id(batch_id: BatchId) -> None:
+    """Check the id of a batch: an int, or a string whose first part is one, such as ``"123/my_task"``.
+
+    Raises:
+        ValueError: The id has another form.
+
+    >>> check_batch_id(3), check_batch_id("3/gsm8k")
+    (None, None)
+    """
+    if isinstance(batch_id, bool) or not isinstance(batch_id, int | str):
+        kind = type(batch_id).__name__
+    elif isinstance(batch_id, int) or re.match(r"-?\d+(?![\w.])", batch_id, re.ASCII):
+        return
+    else:
+        kind = "text that does not start with an integer"
+    raise ValueError(
+        f"batch_id is {batch_id!r} ({kind}), wanted an integer or a string that starts with one, such as 123 or "
+        '"123/my_task"'
+    )
+
+
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
     """Return the sort key of a batch id. Training batches sort by number, each before the evaluations with the same
     number.

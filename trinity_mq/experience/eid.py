@@ -16,9 +16,11 @@ def _new_suffix() -> str:
     return f"{_random.getrandbits(48):012x}"
 
 
-def _escaped(part: int | str) -> str:
-    """Return ``part`` without the separator, so that two different ids never compose to the same text."""
-    text = str(part)
+def _escaped(task: int | str) -> str:
+    """Return ``task`` without the separator, so that two different ids never compose to the same text: what precedes
+    the task is the batch, whatever its text.
+    """
+    text = str(task)
     if "/" in text or "%" in text:
         return text.replace("%", "%25").replace("/", "%2F")
     return text
@@ -29,8 +31,8 @@ class EID:
     """Identifies one experience.
 
     Grouping uses the composed ids. Therefore a workflow that creates several experiences sets ``run`` and ``step``
-    itself. ``%`` and ``/`` inside ``batch`` or ``task`` appear percent-encoded in the composed ids: ``EID("3/gsm8k",
-    1).tid`` is ``3%2Fgsm8k/1``.
+    itself. ``EID("3/gsm8k", 1).tid`` is ``3/gsm8k/1``. ``%`` and ``/`` inside ``task`` are percent-encoded in the
+    composed ids, so that ids of different tasks differ.
     """
 
     batch: int | str = ""
@@ -43,22 +45,22 @@ class EID:
     @property
     def uid(self) -> str:
         """``batch/task/run/step/suffix``: this experience alone."""
-        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.run}/{self.step}/{self.suffix}"
+        return f"{self.batch}/{_escaped(self.task)}/{self.run}/{self.step}/{self.suffix}"
 
     @property
     def sid(self) -> str:
         """``batch/task/step``: the same step in all runs of a task."""
-        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.step}"
+        return f"{self.batch}/{_escaped(self.task)}/{self.step}"
 
     @property
     def rid(self) -> str:
         """``batch/task/run``: all steps of one run of a task."""
-        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.run}"
+        return f"{self.batch}/{_escaped(self.task)}/{self.run}"
 
     @property
     def tid(self) -> str:
         """``batch/task``: all runs of a task, the group of GRPO-like algorithms."""
-        return f"{_escaped(self.batch)}/{_escaped(self.task)}"
+        return f"{self.batch}/{_escaped(self.task)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the five parts by name; ``EID(**eid.to_dict()) == eid``."""
@@ -78,7 +80,7 @@ def composed_ids(
 ) -> list[str]:
     """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each id; the ids are given as columns of their parts."""
     pairs = list(zip(batches, tasks, strict=True))
-    names = {(batch, task): f"{_escaped(batch)}/{_escaped(task)}" for batch, task in dict.fromkeys(pairs)}
+    names = {(batch, task): f"{batch}/{_escaped(task)}" for batch, task in dict.fromkeys(pairs)}
     tids = list(map(names.__getitem__, pairs))
     match kind:
         case "tid":

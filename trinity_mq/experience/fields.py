@@ -25,7 +25,7 @@ MASK_DTYPES = frozenset({torch.bool})
 EXPERT_DTYPES = frozenset({torch.uint8})
 
 
-class ExperienceError(ValueError):
+class ExperienceError(ValueError, AssertionError):
     """A field of an experience breaks a rule; the message names the field, its value and the rule."""
 
 

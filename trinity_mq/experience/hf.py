@@ -1,20 +1,25 @@
 """Converts experiences to Hugging Face datasets and back.
 
-A row has plain columns for filtering and editing (ids, reward, texts, token lists) and the whole experience as one
-encoded body. The body preserves values that Arrow cannot hold exactly (dtypes, types, custom fields, info of mixed
-shapes). A plain column takes precedence over the body, so edits are applied.
+A row has plain columns for filtering and editing (ids, reward, texts, token lists), JSON columns (``info``,
+``metrics``, messages) and the whole experience as one encoded body. The body preserves values that the columns cannot
+hold exactly (dtypes, types, custom fields, tensors in ``info``). A column takes precedence over the body, so edits are
+applied.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from trinity_mq.experience.eid import EID
-from trinity_mq.experience.fields import TENSOR_FIELDS
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short_repr
 from trinity_mq.experience.record import FIELD_NAMES, Experience
+from trinity_mq.experience.rules import stored_type
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -45,6 +50,12 @@ _TENSORS = {
     "chosen": "int32",
     "rejected": "int32",
 }
+JSON_COLUMNS = ("info", "metrics", "messages", "tools", "chosen_messages", "rejected_messages")
+"""Columns with JSON values. Tensors and arrays are shown as lists, numbers without a JSON form as None or text."""
+SAME = 1e-9
+"""Maximum relative and absolute difference of numbers in JSON columns that does not count as an edit: ``datasets``
+rounds them when it maps a dataset.
+"""
 
 
 def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
@@ -64,17 +75,20 @@ def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
         ) from error
     kinds = {name: datasets.Value(kind) for name, kind in (_IDS | _PLAIN).items()}
     kinds |= {name: datasets.List(datasets.Value(kind)) for name, kind in _TENSORS.items()}
+    kinds |= {name: datasets.Json() for name in JSON_COLUMNS}
     kinds[ENCODED] = datasets.Value("large_binary")  # binary is limited to 2 GiB per column
-    records = [to_record(experience) for experience in experiences]
+    records = [with_json_texts(to_record(experience)) for experience in experiences]
     columns = {name: [record[name] for record in records] for name in kinds}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
 def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, Any]]) -> list[Experience]:
-    """Return the experiences of a dataset made by :func:`to_hf_datasets`, with edits of its plain columns applied.
+    """Return the experiences of a dataset made by :func:`to_hf_datasets`, with edits of its columns applied.
+
+    A dataset made by the function of the same name of Trinity-RFT is accepted too. Its columns are the fields.
 
     Raises:
-        ValueError: The column with the encoded experience is missing.
+        ValueError: The column with the encoded experience is missing, and so are the columns of Trinity-RFT.
         DecodeError: An encoded experience is damaged.
         ExperienceError: An edit breaks a rule.
     """
@@ -85,6 +99,7 @@ def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, 
 
 def to_record(experience: Experience) -> dict[str, Any]:
     """Return one row of plain values."""
+    encoded = experience.serialize()
     record: dict[str, Any] = {
         "batch": str(experience.eid.batch),
         "task": str(experience.eid.task),
@@ -95,13 +110,24 @@ def to_record(experience: Experience) -> dict[str, Any]:
     for name in _TENSORS:
         tensor: Tensor | None = getattr(experience, name)
         record[name] = None if tensor is None else tensor.tolist()
-    record[ENCODED] = experience.serialize()
+    record |= {name: _readable(getattr(experience, name)) for name in JSON_COLUMNS}
+    record[ENCODED] = encoded
     return record
+
+
+def with_json_texts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its JSON columns as text."""
+    return {
+        name: json.dumps(value) if name in JSON_COLUMNS and value is not None else value
+        for name, value in record.items()
+    }
 
 
 def from_record(record: Mapping[str, Any]) -> Experience:
     """Return the experience of one row; removed columns are taken from the encoded body."""
     if not isinstance(record.get(ENCODED), bytes):
+        if isinstance(record.get("eid"), Mapping) and "tokens" in record:
+            return _from_trinity(record)
         raise ValueError(
             f"a row has no bytes in column {ENCODED!r} (columns: {', '.join(record)}), wanted a dataset made by "
             "to_hf_datasets"
@@ -110,8 +136,71 @@ def from_record(record: Mapping[str, Any]) -> Experience:
     values: dict[str, Any] = {name: getattr(base, name) for name in FIELD_NAMES}
     values |= {name: record[name] for name in _PLAIN if name in record}
     values |= {name: _tensor(name, record[name], values[name]) for name in _TENSORS if name in record}
+    values |= {name: _json_value(name, record[name], values[name]) for name in JSON_COLUMNS if name in record}
     values["eid"] = _edited(base.eid, record)
     return Experience(**values)
+
+
+def _from_trinity(record: Mapping[str, Any]) -> Experience:
+    """Return the experience of a row whose columns are the fields of Trinity-RFT's class.
+
+    Arrow adds the keys of all rows to each map, with None as value; such keys are left out.
+    """
+    fields = {name: value for name, value in record.items() if name in FIELD_NAMES and value is not None}
+    for name in JSON_COLUMNS:
+        if name in fields:
+            fields[name] = _without_none(fields[name])
+    fields["multi_modal_inputs"] = _without_none(fields.get("multi_modal_inputs"))
+    fields |= {name: TENSOR_FIELDS[name][0](name, fields[name]) for name in TENSOR_FIELDS if name in fields}
+    return Experience(**fields, experience_type=stored_type(fields))
+
+
+def _without_none(value: Any) -> Any:
+    """Return ``value`` without the keys of maps whose value is None, except the content of messages."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None or key == "content"}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _readable(value: Any) -> Any:
+    """Return a JSON form of ``value``."""
+    match value:
+        case Tensor() | np.ndarray() | np.generic():
+            return _readable(value.tolist())
+        case Mapping():
+            return {str(key): _readable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_readable(item) for item in value]
+        case bool() | str() | None:
+            return value
+        case int():
+            return value if -(2**63) <= value < 2**63 else str(value)
+        case float():
+            return value if math.isfinite(value) else None
+        case bytes():
+            return f"<{len(value)} bytes>"
+    return str(value)
+
+
+def _json_value(name: str, value: Any, encoded: Any) -> Any:
+    """Return ``value`` if it differs from the JSON form of ``encoded``, else ``encoded``."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ExperienceError(f"{name} is {short_repr(value)}, wanted JSON") from error
+    return encoded if _same(value, json.loads(json.dumps(_readable(encoded)))) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two JSON values are equal; numbers may differ by :data:`SAME`."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, float) and isinstance(right, float | int):
+        return math.isclose(left, right, rel_tol=SAME, abs_tol=SAME)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _tensor(name: str, value: Sequence[Any] | None, encoded: Tensor | None) -> Tensor | None:

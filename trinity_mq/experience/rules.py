@@ -160,3 +160,28 @@ def tensors_by_name(value: Mapping[str, Any]) -> dict[str, Tensor]:
         return {key: item if isinstance(item, Tensor) else torch.tensor(item) for key, item in value.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ExperienceError(f"multi_modal_inputs is {short_repr(value)}, wanted tensors by name: {error}") from error
+
+
+def stored_type(arguments: Mapping[str, Any]) -> str | None:
+    """Return the type of an experience that Trinity-RFT stored without its type; None leaves it to the constructor.
+
+    Trinity-RFT fills in the action mask of single-turn experiences. An experience is read as ``single_turn`` if its
+    mask equals that default: all true, one per response token, or, for a truncated prompt, all false, one per logprob.
+    With any other mask it is ``multi_turn``. Therefore a multi-turn experience whose tokens are all trained on is read
+    as ``single_turn``, which trains the same.
+
+    Args:
+        arguments: Arguments of the constructor, with tensors.
+    """
+    tokens, mask, logprobs = (arguments.get(name) for name in ("tokens", "action_mask", "logprobs"))
+    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 1 or tokens.dim() != 1:
+        return None
+    if arguments.get("chosen") is not None and arguments.get("rejected") is not None:
+        return MULTI_TURN
+    if arguments.get("truncate_status") == PROMPT_TRUNCATED:
+        filled = isinstance(logprobs, Tensor) and mask.shape == logprobs.shape and not bool(mask.any())
+    else:
+        filled = len(mask) == len(tokens) - whole("prompt_length", arguments.get("prompt_length", 1)) and bool(
+            mask.all()
+        )
+    return SINGLE_TURN if filled else MULTI_TURN

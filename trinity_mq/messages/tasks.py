@@ -41,7 +41,10 @@ class TaskBody(Message):
     repeat_times: int = Field(default=1, ge=1, le=MAX_REPEAT_TIMES)
     """Runs of this task: the group size of group-relative algorithms."""
     format_args: dict[str, Any] = Field(default_factory=dict)
+    """Keys of ``raw_task`` by their meaning (``prompt_key``, ``response_key``, ``system_prompt_key``), and texts around
+    the prompt (``system_prompt``, ``reply_prefix``), as in ``format`` of a taskset."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
+    """Sampling parameters of the OpenAI API, and ``min_tokens``, ``ignore_eos``, ``enable_thinking``."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     reward_fn: str | None = None
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)

@@ -298,7 +298,26 @@ def _existing(model_path: str) -> Path:
     return _checked(model_path, local_folder(model_path) or _snapshot(model_path))
 
 
+def trinity_checkpoint_hint(folder: Path) -> str:
+    """Return what to do with a folder of a checkpoint of Trinity-RFT that is no model; empty for other folders."""
+    places = [folder, folder / "actor", folder.parent] if folder.name == "huggingface" else [folder, folder / "actor"]
+    marks = ("model_world_size_*_rank_*.pt", "dist_ckpt", "latest_*_iteration.txt", "global_step_*")
+    is_checkpoint = any(any(place.glob(mark)) for place in places for mark in marks)
+    if not is_checkpoint and not (folder.name in {"actor", "huggingface"} and "global_step_" in str(folder)):
+        return ""
+    if any((folder / "huggingface").glob("model*.safetensors")):
+        return f"; this is a checkpoint of Trinity-RFT, whose model is in {folder / 'huggingface'}"
+    if any((folder / "actor" / "huggingface").glob("model*.safetensors")):
+        return f"; this is a checkpoint of Trinity-RFT, whose model is in {folder / 'actor' / 'huggingface'}"
+    source = folder.parent if folder.name == "huggingface" else folder
+    return (
+        f"; this is a checkpoint of Trinity-RFT: convert it once with `trinity-mq convert-checkpoint {source} --out "
+        "NEW_FOLDER` and give the new folder"
+    )
+
+
 def _checked(model_path: str, folder: Path) -> Path:
+    hint = trinity_checkpoint_hint(folder)
     try:
         settings = json.loads((folder / CONFIG_FILE).read_text())
         if not isinstance(settings, dict):
@@ -307,7 +326,10 @@ def _checked(model_path: str, folder: Path) -> Path:
         if beyond := [count for count in layers if isinstance(count, int) and count > MOST_LAYERS]:
             raise ValueError(f"it has {beyond[0]} layers, wanted at most {MOST_LAYERS}")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelError(f"model.model_path {model_path}: {folder}/{CONFIG_FILE} cannot be read: {error}") from error
+        reason = f"{folder}/{CONFIG_FILE} cannot be read: {error}"
+        raise ModelError(f"model.model_path {model_path}: {reason}{hint}") from error
+    if hint and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"model.model_path {model_path}: {folder} holds no weights{hint}")
     return folder
 
 

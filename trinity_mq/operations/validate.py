@@ -38,6 +38,7 @@ from trinity_mq.models.model_folder import (
 )
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
+from trinity_mq.renamed import changed_meanings
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu, GpuReport
@@ -45,9 +46,9 @@ from trinity_mq.runtime.placement import place_run, run_needs
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
-PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
+PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow", "math_answer_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
-GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
+GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workflow", "tool_choice_workflow"}
 """Built-in workflows that can make a greedy run."""
 RECORDS = "buffer.trainer_input"
 """Key of the training data among the names of models, which have no dots."""
@@ -70,6 +71,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_tasksets,
         check_greedy_runs,
         check_workflows,
+        check_names,
         check_outsiders,
         check_operators,
         check_algorithm,
@@ -215,6 +217,11 @@ def _check_records(data: ExperienceBufferConfig) -> str:
         return f"training data {data.name!r}: experiences recorded in {path}"
     rows, _ = read_records(data)
     return f"training data {data.name!r}: {len(rows)} records from {data.path}"
+
+
+def check_names(config: Config) -> list[str]:
+    """Return a line for each workflow and reward whose name meant another in release 0.2."""
+    return changed_meanings(config.model_dump(mode="json", include={"buffer"}))
 
 
 def check_greedy_runs(config: Config) -> list[str]:

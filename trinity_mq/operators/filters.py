@@ -44,12 +44,14 @@ class RewardStdFilter(ColumnOperator):
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups."""
+        """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups of at
+        least two runs.
+        """
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}
         rows = rows_of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
-        means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
-        stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
+        compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+        means, stds = ([measure(rewards) for rewards in compared] for measure in (statistics.fmean, statistics.pstdev))
         return batch.select(rows), {
             "operator_filtered_count": len(batch) - len(rows),
             **spread("origin_group_advantages/reward_mean", means),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from trinity_mq.algorithms.estimators.runs import run_values, scores
@@ -23,19 +24,20 @@ class DapoDynamicSampling(ColumnOperator):
         self.correct_threshold = correct_threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, ``filtered_count`` of experiences, and the numbers of tasks dropped because
-        all runs were right, all were wrong, or too few had a score.
+        """Return the remaining experiences, ``filtered_count``, and the numbers of experiences dropped because all runs
+        of their task were right, all were wrong, or too few had a score.
         """
         kept_tids: set[str] = set()
+        sizes = Counter(batch.ids("tid"))
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
         for tid, run_scores in run_values(batch, scores(batch, self.metric_key))[0].items():
             right = sum(score > self.correct_threshold for score in run_scores.values())
             if len(run_scores) < 2:
-                dropped["dropped_too_few"] += 1
+                dropped["dropped_too_few"] += sizes[tid]
             elif right == len(run_scores):
-                dropped["dropped_all_correct"] += 1
+                dropped["dropped_all_correct"] += sizes[tid]
             elif right == 0:
-                dropped["dropped_all_wrong"] += 1
+                dropped["dropped_all_wrong"] += sizes[tid]
             else:
                 kept_tids.add(tid)
         rows = rows_of_tasks(batch, kept_tids)

@@ -1,5 +1,7 @@
 """Reward functions: pure functions that score a response, one file each."""
 
+from typing import TYPE_CHECKING, Any
+
 from trinity_mq.rewards.registry import (
     ACCURACY,
     REWARD_FUNCTIONS,
@@ -17,19 +19,50 @@ from trinity_mq.rewards.registry import (
 )
 from trinity_mq.runtime.plugins import UnknownNameError
 
+if TYPE_CHECKING:
+    from trinity_mq.rewards.trinity_rewards import (
+        AccuracyReward,
+        CountDownRewardFn,
+        FormatReward,
+        MathBoxedRewardFn,
+        MathDAPORewardFn,
+        MathRewardFn,
+        compute_score_v0,
+        simple_answer_parser,
+        validate_think_pattern,
+    )
+
 __all__ = [
     "ACCURACY",
     "REWARDS",
     "REWARD_FUNCTIONS",
+    "AccuracyReward",
+    "CountDownRewardFn",
+    "FormatReward",
+    "MathBoxedRewardFn",
+    "MathDAPORewardFn",
+    "MathRewardFn",
     "RewardError",
     "RewardFn",
     "UnknownNameError",
     "bound_reward",
+    "compute_score_v0",
     "counts_tokens",
     "create_reward",
     "find_reward",
     "invalid_parts_reason",
     "judge_conversation",
     "parts_of",
+    "simple_answer_parser",
     "takes_argument",
+    "validate_think_pattern",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a reward of Trinity-RFT; their module is imported at the first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trinity_mq.rewards import trinity_rewards
+
+    return getattr(trinity_rewards, name)

@@ -16,18 +16,24 @@ from trinity_mq.runtime.threads import await_in_thread
 
 REWARDS = Registry(
     {
-        "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
+        "accuracy_reward": "trinity_mq.rewards.trinity_rewards:AccuracyReward",
         "char_match": "trinity_mq.rewards.text:char_match",
-        "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
+        "countdown": "trinity_mq.rewards.countdown:countdown_reward",
+        "countdown_reward": "trinity_mq.rewards.trinity_rewards:CountDownRewardFn",
         "exact_match": "trinity_mq.rewards.text:exact_match",
-        "format_reward": "trinity_mq.rewards.text:format_reward",
+        "format_reward": "trinity_mq.rewards.trinity_rewards:FormatReward",
         "gsm8k": "trinity_mq.rewards.math.math_answer:math_answer",
         "math_answer": "trinity_mq.rewards.math.math_answer:math_answer",
         "math_boxed": "trinity_mq.rewards.math.rewards:math_boxed",
-        "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
-        "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
-        "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
+        "math_boxed_reward": "trinity_mq.rewards.trinity_rewards:MathBoxedRewardFn",
+        "math_dapo": "trinity_mq.rewards.math.rewards:MathDapoReward",
+        "math_dapo_reward": "trinity_mq.rewards.trinity_rewards:MathDAPORewardFn",
+        "math_equal": "trinity_mq.rewards.math.rewards:accuracy_reward",
+        "math_equal_format": "trinity_mq.rewards.math.rewards:math_reward",
+        "math_reward": "trinity_mq.rewards.trinity_rewards:MathRewardFn",
         "reasoning_gym_reward": "trinity_mq.rewards.reasoning_gym_scores:reasoning_gym_reward",
+        "rlcr_reward": "trinity_mq.rewards.trinity_rewards:RLCRRewardFn",
+        "text_format": "trinity_mq.rewards.text:format_reward",
         "tool_call": "trinity_mq.rewards.tool_call:tool_call",
     },
     "REWARD_FUNCTIONS",
@@ -161,7 +167,6 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     """
     signature = inspect.signature(fn)
     extras = (EXTRAS | RESPONSE_EXTRAS) & signature.parameters.keys()
-    passed = extras | RESPONSE_EXTRAS if _takes_any_name(signature) else extras
     if MESSAGES in signature.parameters:
         signature.bind("experience", [], ground_truth="truth")
         return frozenset(), (MESSAGES,)
@@ -174,8 +179,17 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
             if not by_name.keys() >= {"response", "truth"}:
                 raise
         signature.bind(**by_name, **dict.fromkeys(extras))
-        return passed, tuple(by_name)
-    return passed, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
+        return _passed(extras, signature, by_name=True), tuple(by_name)
+    by_prompt = "prompt" in signature.parameters
+    return _passed(extras, signature, by_name=by_prompt), ("response", "prompt", "truth") if by_prompt else ()
+
+
+def _passed(extras: frozenset[str], signature: inspect.Signature, *, by_name: bool) -> frozenset[str]:
+    """Return the optional arguments that a function gets. A function that takes any name gets all RESPONSE_EXTRAS if it
+    is called as in Trinity-RFT or names some of them; another may pass its names on to a function of ours.
+    """
+    is_trinitys = by_name or not extras.isdisjoint(RESPONSE_EXTRAS)
+    return extras | RESPONSE_EXTRAS if is_trinitys and _takes_any_name(signature) else extras
 
 
 def _takes_any_name(signature: inspect.Signature) -> bool:

@@ -21,7 +21,7 @@ class Status:
     metric: Mapping[str, float]
     """Metrics aggregated over the finished runs."""
     message: str | None = None
-    """Message of the first failure. None: no attempt failed."""
+    """Message of the first failure, or the reason why another runner did the work. None: neither."""
     completed_runs: int = 0
     total_runs: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)

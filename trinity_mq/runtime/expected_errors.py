@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 EXPECTED = (
     "trinity_mq.config.loading.load.ConfigError",
@@ -30,6 +30,28 @@ def expected_error(error: BaseException) -> BaseException | None:
 
     full = disk_full_message(error)
     return None if full is None else OSError(full)
+
+
+def single_error(error: BaseException) -> BaseException:
+    """Return the error inside exception groups of concurrent tasks that tells the most: an error that tells the user
+    what to do, else the first error. The other errors become notes. An error that is not a group is returned as it is.
+    """
+    leaves = list(_leaves(error))
+    chosen = next((leaf for leaf in leaves if expected_error(leaf) is not None), leaves[0])
+    for other in leaves:
+        if other is not chosen and (note := f"also: {type(other).__name__}: {other}") not in getattr(
+            chosen, "__notes__", ()
+        ):
+            chosen.add_note(note)
+    return chosen
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def is_named(error: BaseException, names: Sequence[str]) -> bool:

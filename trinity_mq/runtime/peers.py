@@ -56,7 +56,7 @@ def heartbeat_patterns(role: Role) -> tuple[str, ...]:
     """Return the routing patterns of the heartbeats that an agent of ``role`` receives.
 
     >>> heartbeat_patterns("scheduler"), heartbeat_patterns("explorer")
-    (('beat.runner.#',), ('beat.#',))
+    (('beat.runner.#', 'beat.engine.#'), ('beat.#',))
     """
     heard = ROLES[role].hears
     return ("beat.#",) if heard is None else tuple(f"beat.{sender}.#" for sender in heard)

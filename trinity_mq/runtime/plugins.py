@@ -127,16 +127,42 @@ class Registry(Mapping[str, str]):
 
     @overload
     def register_module(
-        self, name: str | None = None, module_cls: None = None, *, module_name: str | None = None, **_: bool
+        self,
+        name: str | None = None,
+        module_cls: None = None,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
     ) -> Callable[[T], T]: ...
     @overload
     def register_module(
-        self, name: str | None = None, *, module_cls: T, module_name: str | None = None, **_: bool
+        self,
+        name: str | None = None,
+        *,
+        module_cls: T,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
     ) -> T: ...
     @overload
-    def register_module(self, name: str | None, module_cls: T, *, module_name: str | None = None, **_: bool) -> T: ...
     def register_module(
-        self, name: str | None = None, module_cls: Any = None, *, module_name: str | None = None, **_: bool
+        self,
+        name: str | None,
+        module_cls: T,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
+    ) -> T: ...
+    def register_module(
+        self,
+        name: str | None = None,
+        module_cls: Any = None,
+        *,
+        module_name: str | None = None,
+        force: bool = False,
+        lazy: bool = False,
     ) -> Any:
         """Return the decorator that registers a class or function under ``name``; with ``module_cls``, register that.
 
@@ -144,6 +170,8 @@ class Registry(Mapping[str, str]):
             name: Registered name. None: ``module_name``, or the name of the class or function.
             module_cls: Class or function to register.
             module_name: Another name of ``name``, as in Trinity-RFT.
+            force: Whether another class may have the name, which it then loses.
+            lazy: Without effect, as in Trinity-RFT.
 
         Raises:
             ValueError: The name is built in, or another class is registered under it.
@@ -152,7 +180,9 @@ class Registry(Mapping[str, str]):
         def register(target: T) -> T:
             key = name or module_name or str(getattr(target, "__name__", target))
             registered = self._added.get(key)
-            if key in self._builtin or (registered is not None and _path_of(registered) != _path_of(target)):
+            if key in self._builtin or (
+                registered is not None and _path_of(registered) != _path_of(target) and not force
+            ):
                 owner = self._builtin.get(key) or _path_of(registered)
                 raise ValueError(f"{self.names[0]}: {key!r} is {owner} already; register {_path_of(target)} as another")
             self._added[key] = target
@@ -198,6 +228,11 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
     """
     try:
         if name in table:
+            if isinstance(table, Registry) and (others := registered_plugins(table.names).get(name)):
+                raise UnknownNameError(
+                    f"{kind} {name!r} is built in, and {' and '.join(others)} registers this name too: register yours "
+                    f"under another name, or choose it by its dotted path, {others[0]}"
+                )
             return _built_in(kind, name, table[name])
         if "." in name:
             return _at_path(kind, name)
@@ -209,7 +244,7 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
             return registered
         raise _unknown_name(kind, name, {*table, *added, *(registry.added() if registry is not None else ())})
     except UnknownNameError as error:
-        if similar := _similar_plugins(name):
+        if name not in plugin_names() and (similar := _similar_plugins(name)):
             raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(similar)})") from error.__cause__
         raise
 

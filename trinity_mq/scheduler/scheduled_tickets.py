@@ -84,6 +84,10 @@ class CompletedTasks:
         self.done: deque[CompletedTask] = deque()
         """Tasks that have not been returned, in the order of completion."""
         self.changed = Notifier()
+        self.unserved: set[str] = set()
+        """Tickets that were cut off because nobody works on their tasks. All their tasks are returned, with the reason
+        as message.
+        """
         self._to_return: dict[str, int] = {}
         """Number of tasks per ticket, completed or not, that have not been returned."""
 
@@ -103,10 +107,12 @@ class CompletedTasks:
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
     def put(self, task: CompletedTask) -> None:
-        """Add a completed task. A task that was cut off without any kept result is never returned."""
+        """Add a completed task. A task that was cut off without any kept result is not returned, unless it is
+        unserved.
+        """
         if task.ticket.ticket not in self.tickets:
             return
-        if task.ticket.grace is not None and task.cancelled():
+        if task.ticket.grace is not None and task.cancelled() and task.ticket.ticket not in self.unserved:
             self._to_return[task.ticket.ticket] -= 1
         else:
             self.done.append(task)
@@ -130,6 +136,7 @@ class CompletedTasks:
 
     def drop(self, ticket: Ticket) -> None:
         """Remove a ticket and its tasks."""
+        self.unserved.discard(ticket.ticket)
         if self.tickets.pop(ticket.ticket, None) is not None and self._to_return.pop(ticket.ticket):
             self.done = deque(task for task in self.done if task.ticket is not ticket)
             self.changed.notify()

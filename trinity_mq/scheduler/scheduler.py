@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Delivery, Topology, create_bus
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.dispatcher import CANCEL_GRACE, Dispatcher
-from trinity_mq.dispatch.tickets import Ticket
+from trinity_mq.dispatch.tickets import Ticket, check_batch_id
 from trinity_mq.dispatch.timeouts import UsableClock, seconds_left
 from trinity_mq.messages import BatchId, Deliver, Heartbeat, Role, SchedulerStatus, TaskResult
 from trinity_mq.rollout.status import Status
@@ -121,11 +121,15 @@ class Scheduler:
 
         Args:
             tasks: Evaluation tasks have a separate queue; ``is_eval`` of the first task decides.
-            batch_id: May be reused, also while it is open.
+            batch_id: May be reused, also while it is open. The integer gives the order of batches.
             deliver: Receiver of the experiences. ``caller``: only the caller of :meth:`get_results`, without operators
                 and trainer. ``pipeline``: the run's operators and trainer, once all statuses were returned. ``none``:
                 no receiver. By default the caller, and none for evaluation tasks, whose statuses have the metrics.
+
+        Raises:
+            ValueError: ``batch_id`` has another form.
         """
+        check_batch_id(batch_id)
         if not tasks:
             return None
         batch = self._scheduled.batches.setdefault(batch_id, CompletedTasks())
@@ -155,6 +159,9 @@ class Scheduler:
 
         With over-rollout (``explorer.over_rollout.ratio``) and a ``min_num``, the remaining tasks have
         ``wait_after_min`` more seconds (at most ``timeout``). Tasks done by then are returned too.
+
+        Tasks that are cleared while no runner or no rollout engine is alive are returned as failed, with this reason as
+        message. A warning is logged after :data:`~trinity_mq.runtime.peers.HEARTBEAT_LEASE` seconds in this situation.
 
         Args:
             batch_id: An unknown batch id returns ``([], [])``.
@@ -192,6 +199,7 @@ class Scheduler:
         of other tasks under ``batch_id``. Runs are numbered from ``run_id_base``. Concurrent parts of the same object
         ``part_of`` share one task id.
         """
+        check_batch_id(batch_id)
         batch = CompletedTasks()
         self._scheduled.add([task], batch_id, batch, deliver=_receiver(task), first_run=run_id_base, part_of=part_of)
         try:
@@ -219,13 +227,14 @@ class Scheduler:
 
             if not await self._wait_for(self.dispatcher.changed, moved, seconds):
                 pending = min(unfinished, await self._waiting_slices())
+                obstacle = await self._obstacle()
                 if clear_timeout_tasks:
                     for batch in scheduled.all_batches:
                         await self._cut_off(batch)
                         await scheduled.end_returned(batch)
                 raise TimeoutError(
                     f"no task was completed within {seconds:g} s; {unfinished} were left: {pending} pending, "
-                    f"{unfinished - pending} running"
+                    f"{unfinished - pending} running{obstacle and '; '}{obstacle}"
                 )
 
     async def abort_batch(self, batch_id: BatchId, return_partial_tasks: bool = False) -> None:
@@ -303,15 +312,22 @@ class Scheduler:
             pass
         if len(batch.done) >= required and not waits_for_more:
             return required
+        if len(batch.done) < batch.left and (obstacle := await self._obstacle()):
+            seconds, batch_id = self._seconds(timeout), next(iter(batch.tickets.values())).batch
+            log.warning("tasks_not_done", batch=batch_id, tasks=batch.left - len(batch.done), reason=obstacle)
+            if clear:
+                batch.unserved |= {ticket.ticket for ticket in batch.tickets.values() if not ticket.is_complete}
+                await self._cut_off(batch, reason=f"not done within {seconds:g} s: {obstacle}")
         if clear and len(batch.done) < batch.left:
             await self._cut_off(batch)
         return len(batch.done)
 
-    async def _cut_off(self, batch: CompletedTasks, keep: bool | None = None) -> None:
+    async def _cut_off(
+        self, batch: CompletedTasks, keep: bool | None = None, reason: str = "cleared by its scheduler"
+    ) -> None:
         """Cut off the tasks that are not done. With ``keep`` (default: as configured) tasks with finished runs count as
         done, and runners have ``CANCEL_GRACE`` seconds to send these runs.
         """
-        reason = "cleared by its scheduler"
         keep = self.config.explorer.over_rollout.return_partial_tasks if keep is None else keep
         tickets = [ticket for ticket in batch.tickets.values() if not ticket.is_complete]
         if waiting := [ticket for ticket in tickets if self.dispatcher.cut_off(ticket, reason, keep=keep)]:
@@ -326,6 +342,38 @@ class Scheduler:
             log.exception("task_done_callback_failed", batch=task.batch_id, task=task.task_id)
 
     # -- waiting
+
+    async def _obstacle(self) -> str:
+        """Return the reason why nobody works on the scheduled tasks; empty if there is no such reason."""
+        run = self.topology.run
+        if not self.peers.alive("runner"):
+            try:
+                waiting = await self._waiting_slices()
+            except BusUnavailable:
+                return ""
+            if not waiting:
+                return ""
+            return (
+                f"no runner of the run {run!r} is alive on this broker, and {waiting} slices wait for one; start "
+                "runners with `trinity-mq runner CONFIG`, or the whole run with `trinity-mq run CONFIG`"
+            )
+        rollout = [beat for beat in self.peers.alive("engine") if getattr(beat.detail, "role", "") == "rollout"]
+        if rollout:
+            return ""
+        return (
+            f"no rollout engine of the run {run!r} is alive, so its runners wait; its explorer starts the engines "
+            "(`trinity-mq explorer CONFIG`, or the whole run with `trinity-mq run CONFIG`)"
+        )
+
+    async def _watch_obstacles(self) -> None:
+        """Log a warning while nobody works on scheduled tasks, once for each reason."""
+        logged = ""
+        while True:
+            await asyncio.sleep(HEARTBEAT_LEASE)
+            obstacle = await self._obstacle() if self._scheduled.unfinished and self.bus.usable else ""
+            if obstacle and obstacle != logged:
+                log.warning("tasks_wait", tasks=self._scheduled.unfinished, reason=obstacle)
+            logged = obstacle
 
     async def _waiting_slices(self) -> int:
         """Return the number of slices that no runner has taken yet."""
@@ -353,6 +401,7 @@ class Scheduler:
                 group.create_task(self._scheduled.run(), name="open")
                 group.create_task(self._collector.run(), name="delete")
                 group.create_task(self._heartbeats.run(), name="heartbeats")
+                group.create_task(self._watch_obstacles(), name="obstacles")
         finally:
             self.dispatcher.changed.notify()  # waiting callers raise the reason
 
@@ -383,11 +432,11 @@ def _receiver(task: Task) -> Deliver:
 
 class SchedulerHeartbeats:
     """Publishes the open tickets every two seconds and on change, so that runners drop other slices. Receives the
-    runners' heartbeats.
+    heartbeats of runners and engines.
 
     Args:
         open_tickets: Returns the ids of the open tickets.
-        peers: Receives the runners' heartbeats.
+        peers: Receives the heartbeats of runners and engines.
     """
 
     def __init__(self, bus: Bus, topology: Topology, open_tickets: Callable[[], list[str]], peers: Peers) -> None:

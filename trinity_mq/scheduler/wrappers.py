@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from trinity_mq.config import Config
 from trinity_mq.messages import BatchId, ControlEvent, Heartbeat
 from trinity_mq.rollout.status import Status
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience
     from trinity_mq.models import InferenceModel
     from trinity_mq.workflows import Task
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -74,6 +78,9 @@ class RunnerWrapper:
         """Run the task, including attempts and backoff, and return its status, its experiences and the id of the runner
         of its last runs. The id is a number for the runners of ``trinity-mq run`` if this handle was created with a
         number. If no runner worked on the task, it is this handle's id.
+
+        Any free runner takes the task, because all runners share one queue. If the task did not run on the runner of
+        this handle alone, a warning names both, and so does the status' message if it has no other.
         """
         await self._start()
         body = replace(task.task, repeat_times=task.repeat_times)  # the caller's task stays unchanged
@@ -83,7 +90,15 @@ class RunnerWrapper:
         if not statuses:
             message = f"the task was not done within {self.config.explorer.batch_timeout:g} s"
             return Status(ok=False, metric={}, message=message, total_runs=task.repeat_times), [], self.runner_id
-        return statuses[0], experiences, self._shown(statuses[0].runners[-1:])
+        status = statuses[0]
+        if others := [runner for runner in status.runners if runner != self.agent_id]:
+            message = (
+                f"run by {', '.join(others)} instead of {self.agent_id}: all runners share one queue, so a task cannot "
+                "be sent to one of them"
+            )
+            log.warning("run_by_another_runner", batch=task.batch_id, runner=self.agent_id, reason=message)
+            status = replace(status, message=status.message or message)
+        return status, experiences, self._shown(status.runners[-1:])
 
     def restart_runner(self, reason: str = "asked by the explorer") -> asyncio.Task[None]:
         """Ask the runner to end, so that its supervisor starts a new runner. The returned task is done when the broker

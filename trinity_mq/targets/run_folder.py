@@ -14,10 +14,13 @@ import yaml
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.file_lock import try_lock
+from trinity_mq.renamed import changed_meanings
 from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
+NAMES_FILE = "names"
+"""File of a run whose names of workflows and rewards mean what they mean since 0.3; a folder of 0.2 has none."""
 NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
 """Keys and key prefixes that determine the checkpoint, the schedule and the order of the tasks. A run cannot be resumed
 with other values. All other settings may change between starts.
@@ -154,8 +157,13 @@ class RunFolder(LockedFolder):
         return [line for _, line in changes]
 
     def write_configuration(self) -> list[str]:
-        """Write the configuration into the folder. Return values and errors are the same as for :meth:`changes`."""
+        """Write the configuration into the folder. Return one line for each setting that changed since the last start,
+        and for each name that meant something else at the last start. The errors are those of :meth:`changes`.
+        """
         changes = self.changes()
+        names = self.path / NAMES_FILE
+        if self.config_file.exists() and not names.exists():
+            changes += changed_meanings(self._config.model_dump(mode="json", include={"buffer"}))
         self.logs.mkdir(parents=True, exist_ok=True)
         data = self._config.model_dump(mode="json")
         data["run_dir"] = str(self.path)
@@ -164,6 +172,7 @@ class RunFolder(LockedFolder):
         write_atomic(
             self.config_file, yaml.safe_dump(escape_interpolations(data), sort_keys=False).encode(), mode=0o600
         )
+        names.write_text("0.3\n")
         return changes
 
     @property

@@ -2,17 +2,17 @@
 
 from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
 from trinity_mq.workflows.attributes import FormatArgs, RolloutArgs
-from trinity_mq.workflows.builtin.math import (
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
+from trinity_mq.workflows.builtin.trinity import (
     AsyncMathBoxedWorkflow,
     AsyncMathEvalWorkflow,
     AsyncMathWorkflow,
     MathBoxedWorkflow,
     MathEvalWorkflow,
     MathWorkflow,
+    ToolCallWorkflow,
 )
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
-from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
-from trinity_mq.workflows.builtin.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
 from trinity_mq.workflows.errors import RunFailedError, SandboxFailed
 from trinity_mq.workflows.execution import execute
 from trinity_mq.workflows.registry import WORKFLOWS
@@ -42,7 +42,6 @@ __all__ = [
     "AsyncSimpleWorkflow",
     "AsyncStepWiseRewardWorkflow",
     "AsyncToolAgentWorkflow",
-    "AsyncToolCallWorkflow",
     "FormatArgs",
     "MathBoxedWorkflow",
     "MathEvalWorkflow",

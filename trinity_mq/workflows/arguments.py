@@ -61,9 +61,15 @@ def check_arguments(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> 
             raise TaskError(_message(wrong, {})) from error
 
 
+def accept_more(kind: type[A]) -> type[A]:
+    """Return ``kind`` with arguments of other names accepted and ignored, for subclasses that read more arguments."""
+    more: type[A] = type(f"Open{kind.__name__}", (kind,), {"model_config": ConfigDict(extra="ignore")})
+    return more
+
+
 def _refuse_unknown(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> None:
     unknown = next((name for name in workflow_args if name not in kind.model_fields), None)
-    if unknown is not None:
+    if unknown is not None and kind.model_config.get("extra") != "ignore":
         hint = suggest(str(unknown), kind.model_fields) if kind.model_fields else "the workflow takes none"
         raise TaskError(f"workflow_args.{unknown} does not exist; {hint}")
 

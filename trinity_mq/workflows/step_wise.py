@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 
 TOO_LONG = "context_length_exceeded"
+ENDED_TRUNCATED = "ended_truncated"
+"""Metric of a run of steps: 1 if an answer that was cut at a limit ended the run, else 0."""
+
+
+class HistoryOffError(TaskError, AssertionError):
+    """The history of the model is off, from which the experiences come. In the documents it is an assertion."""
 
 
 class RecordedWorkflow(DualWorkflow, ABC):
@@ -53,7 +59,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         if not model.enable_history:
-            raise TaskError(  # a retry cannot help
+            raise HistoryOffError(  # a retry cannot help
                 f"{type(self).__name__} collects experiences from the recorded history, which is off; set "
                 "explorer.rollout_model.enable_history: true in the configuration"
             )
@@ -90,8 +96,24 @@ class RecordedWorkflow(DualWorkflow, ABC):
             check_asked(experiences, None if too_long else self.model)
         for experience in experiences:
             experience.eid.step = step_num
-        truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)
-        return experiences, continues and not (truncated and self.stop_on_truncation), too_long
+        return experiences, continues and not (_is_cut(experiences) and self.stop_on_truncation), too_long
+
+    def _with_end(self, experiences: list[Experience], last: list[Experience]) -> list[Experience]:
+        """Return the experiences of a run with the metric :data:`ENDED_TRUNCATED`.
+
+        Args:
+            experiences: The experiences of the run.
+            last: The experiences of its last step.
+        """
+        value = float(_is_cut(last) and self.stop_on_truncation)
+        for experience in experiences:
+            experience.metrics = {**(experience.metrics or {}), ENDED_TRUNCATED: value}
+        return experiences
+
+
+def _is_cut(experiences: Sequence[Experience]) -> bool:
+    """Return whether an answer was cut at a limit. A test's stand-in for an experience may lack the status."""
+    return any(getattr(experience, "truncate_status", None) == RESPONSE_TRUNCATED for experience in experiences)
 
 
 def prompt_too_long(error: BaseException) -> bool:
@@ -112,6 +134,7 @@ class _StepRewards(RecordedWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
+        recorded: list[Experience] = []
         for step in range(self.max_step_num):
             recorded, continues, too_long = await self._recorded_step(step)
             reward = 0.0 if too_long else await call(self.is_async, self, "reward", recorded, step_num=step)
@@ -120,7 +143,7 @@ class _StepRewards(RecordedWorkflow):
             experiences += recorded
             if not continues:
                 break
-        return experiences
+        return self._with_end(experiences, recorded)
 
 
 class FinalRewardWorkflow(RecordedWorkflow):
@@ -129,6 +152,7 @@ class FinalRewardWorkflow(RecordedWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
+        recorded: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
             recorded, continues, _ = await self._recorded_step(step)
@@ -140,7 +164,7 @@ class FinalRewardWorkflow(RecordedWorkflow):
         for experience in experiences:
             experience.reward = reward
             experience.metrics = {**(experience.metrics or {}), "actual_env_steps": steps}
-        return experiences
+        return self._with_end(experiences, recorded)
 
     async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the whole run; ``exps`` is empty if no step asked the model."""

@@ -92,11 +92,11 @@ class Task:
             TaskError: It is not a text.
         """
         try:
-            own = system_prompt_of(self.raw_task, key)
+            system_prompt = system_prompt_of(self.raw_task, key)
         except ValueError as error:
             raise TaskError(f"raw_task: {error}") from error
-        if own is not None:
-            self.format_args = dataclasses.replace(self.format_args, system_prompt=own)
+        if system_prompt is not None:
+            self.format_args = dataclasses.replace(self.format_args, system_prompt=system_prompt)
 
     @property
     def task_desc(self) -> str | None:

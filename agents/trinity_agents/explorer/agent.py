@@ -25,6 +25,7 @@ from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.runtime.expected_errors import single_error
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     claim_folder,
@@ -191,9 +192,17 @@ class Explorer(Agent):
 
             explorer | step 1 | step 2 | ... | step n | eval | sync |
             trainer  | idle   | step 1 | step 2 | ...  | step n | sync |
+
+        Raises:
+            Exception: The error that ended the explorer. Errors of concurrent tasks at the same time are its notes.
         """
-        await self.run()
-        return self.id
+        try:
+            await self.run()
+        except BaseExceptionGroup as group:
+            failure = single_error(group)
+        else:
+            return self.id
+        raise failure  # outside of the handler: the group would be printed as its context
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None

@@ -413,4 +413,29 @@ def test_what_is_refused_by_name_is_not_here() -> None:
     rows = registered_names().values()
     assert {row.kind for row in rows} == set(tables)
     assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
+    assert [
+        row.name for row in rows if not row.refused and tables[row.kind].get(row.new_name or row.name) is None
+    ] == []
     assert all(row.text and not (row.refused and row.new_name) for row in rows)
+
+
+def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "migrated_names_plugin.py").write_text(
+        '@POLICY_LOSS_FN.register_module("mine")\nclass Loss: ...\n'
+        '@ENTROPY_LOSS_FN.register_module("mine")\nclass Entropy: ...\n'
+        '@SELECTORS.register_module("mine")\nclass Selector: ...\n'
+    )
+    taskset = {"storage_type": "file", "path": "x", "data_selector": {"selector_type": "mine"}}
+    source = {
+        **LEAST,
+        "algorithm": {"algorithm_type": "grpo", "policy_loss_fn": "mine", "entropy_loss_fn": "mine"},
+        "buffer": {"explorer_input": {"taskset": taskset}},
+    }
+    _, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    assert config.algorithm.surrogate.kind == "migrated_names_plugin.Loss"
+    assert config.algorithm.entropy_loss is not None
+    assert config.algorithm.entropy_loss.kind == "migrated_names_plugin.Entropy"
+    assert config.buffer.taskset.effective_selector.selector_type == "migrated_names_plugin.Selector"
+    message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
+    with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
+        checked(source)

@@ -147,3 +147,76 @@ def test_whatever_is_done_to_a_dataset_its_rows_give_the_experiences_back(many, 
     by_id = {item.eid.uid: item for item in given}
     assert len(back) == len(by_id) == len(given)
     assert all(item == by_id[item.eid.uid] for item in back)
+
+
+def test_info_metrics_and_messages_are_columns_that_can_be_filtered_and_edited(many, all_types):
+    given = [*many(8), *all_types]
+    given[0].info = {"score": 3, "none": None, "nan": float("nan"), "huge": 2**63, "raw": b"ab", "t": torch.ones(2)}
+    given[0].metrics = {"accuracy": 1 / 3}
+    dataset = to_hf_datasets(given)
+
+    assert dataset[0]["info"] == {
+        "score": 3, "none": None, "nan": None, "huge": str(2**63), "raw": "<2 bytes>", "t": [1, 1],
+    }  # fmt: skip
+    kept = dataset.filter(lambda row: row["info"].get("score") == 3 and row["metrics"]["accuracy"] > 0.3)
+    assert from_hf_datasets(kept) == [given[0]]
+
+    rounded = dataset.map(lambda row: row, load_from_cache_file=False)
+    assert from_hf_datasets(rounded) == given
+
+    def edit(row):
+        return row | {"metrics": {"accuracy": 0.5}, "messages": [{"role": "user", "content": "edited"}]}
+
+    edited = from_hf_datasets(dataset.select([0]).map(edit, load_from_cache_file=False))[0]
+    assert (edited.metrics, edited.messages[0]["content"]) == ({"accuracy": 0.5}, "edited")
+    assert edited.info["huge"] == 2**63, "what is not edited comes from the body"
+
+
+def trinity_rows():
+    """Return rows with the columns of Trinity-RFT's function: each field of its class, tensors as lists."""
+    absent = dict.fromkeys((
+        "token_level_reward", "advantages", "returns", "truncate_status", "prompt_text", "tools", "chosen", "rejected",
+        "chosen_messages", "rejected_messages", "multi_modal_inputs", "teacher_logprobs", "routed_experts",
+    ))  # fmt: skip
+    eid = {"batch": "3/gsm8k", "task": 7, "run": 2, "step": 1, "suffix": "ab12cd"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+    first = absent | {
+        "eid": eid,
+        "tokens": [1, 2, 3, 4],
+        "prompt_length": 2,
+        "logprobs": [-0.5, -0.25],
+        "reward": 1.0,
+        "info": {"model_version": 4},
+        "metrics": {"accuracy": 1.0},
+        "response_text": "four",
+        "action_mask": [True, True],
+        "messages": [{"role": "user", "content": "2+2"}, call],
+        "custom_fields": [],
+    }
+    other = {"info": {"other": "x"}, "metrics": {}, "action_mask": [True, False], "messages": None}
+    pair = {"tokens": [1, 2], "logprobs": None, "action_mask": None, "chosen": [5, 6], "rejected": [7]}
+    return [first, first | other, first | pair]
+
+
+@pytest.mark.parametrize("through", [lambda dataset, _: dataset, in_parquet], ids=["memory", "parquet"])
+def test_a_dataset_of_trinity_rft_gives_its_experiences(through, tmp_path):
+    single, multi, pair = from_hf_datasets(through(datasets.Dataset.from_list(trinity_rows()), tmp_path))
+
+    assert [item.experience_type for item in (single, multi, pair)] == ["single_turn", "multi_turn", "dpo"]
+    assert single.eid == EID("3/gsm8k", 7, 2, 1, "ab12cd")
+    assert single.eid.uid == "3/gsm8k/7/2/1/ab12cd"
+    assert (single.tokens.dtype, single.logprobs.tolist(), single.reward) == (torch.int32, [-0.5, -0.25], 1.0)
+    assert (single.info, single.metrics, multi.info, multi.metrics) == (
+        {"model_version": 4},
+        {"accuracy": 1.0},
+        {"other": "x"},
+        {},
+    )
+    assert multi.action_mask.tolist() == [True, False]
+    assert single.messages[1] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function"}],
+    }
+    assert (pair.chosen.tolist(), pair.rejected.tolist(), pair.prompt_length) == ([5, 6], [7], 2)
+    assert from_hf_datasets(to_hf_datasets([single, multi, pair])) == [single, multi, pair]

@@ -21,6 +21,21 @@ async def test_it_says_its_script_in_order_and_is_recorded():
             await model.chat_async(MESSAGES)
 
 
+async def test_a_model_and_its_clients_have_the_names_of_trinity_rft():
+    async with scripted_model(["one", "two"], version=(2, 3), temperature=0.5) as model:
+        client, other = model.get_openai_async_client(), model.get_openai_client()
+        assert client.model_path == other.model_path == model.model_name
+        completion = await client.chat.completions.create(model=client.model_path, messages=MESSAGES)
+        assert completion.choices[0].message.content == "one"
+        assert await model.model_version_async == model.model_version == (2, 3)
+        assert model.generate_kwargs == {"temperature": 0.5, "top_p": 1.0}
+        lengths = [await model.get_message_token_len(MESSAGES * number) for number in (1, 2)]
+        [answer] = await model.chat_async(MESSAGES)
+        opening = len(b"<|im_start|>assistant\n") - len(b"<|im_start|>") + 1
+        assert lengths[0] == answer.prompt_length - opening
+        assert lengths[1] == 2 * lengths[0]
+
+
 async def test_it_streams_calls_of_tools():
     text = 'Voilà <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "f"}}

@@ -124,7 +124,7 @@ def operator(name: str, more: str = "") -> dict[str, str]:
     return {"operator": f"{{operators: [{{name: {name}{more}}}]}}"}
 
 
-BOXED = "workflow: math_boxed_workflow, workflow_args"
+BOXED = "workflow: boxed_answer_workflow, workflow_args"
 GREEDY = queue("workflow: math_workflow, workflow_args: {greedy_baseline: true}")
 GPUS = "synchronizer.backend is nccl, which sends weights between GPUs, and "
 REFUSED: dict[str, tuple[dict[str, str], str]] = {

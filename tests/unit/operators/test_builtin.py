@@ -59,7 +59,7 @@ async def test_dynamic_sampling_keeps_tasks_of_which_some_runs_are_right() -> No
     alone = [exp(3, 0, metrics=right)]
     kept, metrics = await chain("dapo_dynamic_sampling", mixed + all_right + all_wrong + alone)
     assert kept == mixed
-    dropped = {"dropped_all_correct": 1, "dropped_all_wrong": 1, "dropped_too_few": 1}
+    dropped = {"dropped_all_correct": 2, "dropped_all_wrong": 2, "dropped_too_few": 1}
     assert own(metrics) == {"filtered_count": 5, **dropped}
 
 
@@ -71,7 +71,7 @@ async def test_dynamic_sampling_goes_by_the_last_step_and_else_by_the_reward() -
     unknown = [exp(2, run, reward=None if run else 1.0) for run in range(2)]
     kept, metrics = await chain("dapo_dynamic_sampling", steps + rewards + unknown, correct_threshold=0.5)
     assert kept == steps + rewards
-    assert own(metrics)["dropped_too_few"] == 1
+    assert own(metrics)["dropped_too_few"] == 2
     assert (await chain("dapo_dynamic_sampling", rewards, metric_key="score"))[0] == []
 
 

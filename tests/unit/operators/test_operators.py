@@ -330,3 +330,23 @@ async def test_a_thread_that_does_not_end_is_given_up_and_known():
     operator.go.set()
     thread.join()
     assert stuck_threads() == []
+
+
+class Named(ExperienceOperatorV1):
+    """Has attributes of its own with names that the base class might use."""
+
+    def __init__(self):
+        for name in ("name", "label", "operator", "metrics", "batch", "place", "threshold", "models"):
+            setattr(self, name, {"mine": name})
+
+    async def process(self, exps):
+        return exps, {"kept": float(len(exps))}
+
+
+async def test_an_operator_may_have_attributes_of_any_name():
+    documented = {"auxiliary_models", "set_auxiliary_model", "asks_people", "reviews", "set_reviews"}
+    names = {name for name in dir(ExperienceOperatorV1) if not name.startswith("_")}
+    assert names == documented | {"prepare", "process", "close"}
+    assert {name for name in dir(ExperienceOperator) if not name.startswith("_")} == {"process", "close"}
+    _, metrics = await run_chain([Named()], [exp()])
+    assert metrics["experience_pipeline/0_Named/kept"] == 1.0

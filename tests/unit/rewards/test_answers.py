@@ -127,7 +127,7 @@ def test_the_right_answer_is_right(truth: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("name", "split", "count"),
-    [("math_reward", "train", 7473), ("math_reward", "test", 1319), ("accuracy_reward", "test", 1319)],
+    [("math_equal_format", "train", 7473), ("math_equal_format", "test", 1319), ("math_equal", "test", 1319)],
 )
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not beside this checkout")
 @pytest.mark.usefixtures("exact_only")
@@ -263,7 +263,7 @@ def test_no_text_takes_long_to_read() -> None:
 @pytest.mark.parametrize(("truth", "answer", "right"), TABLES["booleans"])
 @pytest.mark.usefixtures("exact_only")
 def test_truths_that_are_booleans(truth: Any, answer: str, right: float) -> None:
-    for reward in ("accuracy_reward", "math_answer", "math_boxed", "math_dapo_reward"):
+    for reward in ("math_equal", "math_answer", "math_boxed", "math_dapo"):
         assert parts_of(create_reward(reward, {}), rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == right
     for sentence in (accuracy_reward, math_answer):
         assert sentence(f"The answer is {answer}.", truth, finished=True)["accuracy"] == right

@@ -20,7 +20,7 @@ def config(**outsiders: Any) -> Config:
         "path": "max3",
         "workflow": "program_workflow",
         "workflow_args": PROGRAM,
-        "reward_fn": "math_dapo_reward",
+        "reward_fn": "math_dapo",
         "reward_fn_args": {"max_response_length": 9},
         "rollout_args": {"temperature": 0.5},
         "format": {"system_prompt": "Be brief."},
@@ -37,7 +37,7 @@ def config(**outsiders: Any) -> Config:
 def test_what_a_task_leaves_out_comes_from_the_taskset() -> None:
     task = restrict_task(config(), TaskBody(raw_task={"question": "x"}))
     assert (task.workflow, task.workflow_args) == ("program_workflow", PROGRAM)
-    assert (task.reward_fn, task.reward_fn_args) == ("math_dapo_reward", {"max_response_length": 9})
+    assert (task.reward_fn, task.reward_fn_args) == ("math_dapo", {"max_response_length": 9})
     assert (task.rollout_args, task.format_args["system_prompt"]) == ({"temperature": 0.5}, "Be brief.")
     assert task.raw_task == {"question": "x"}
 
@@ -45,7 +45,7 @@ def test_what_a_task_leaves_out_comes_from_the_taskset() -> None:
 def test_a_workflow_has_the_arguments_of_its_own_taskset() -> None:
     task = restrict_task(config(), TaskBody(workflow="gymnasium_workflow"))
     assert (task.workflow_args, task.reward_fn) == (GYM, "char_match")
-    task = restrict_task(config(), TaskBody(workflow="gymnasium_workflow", reward_fn="math_dapo_reward"))
+    task = restrict_task(config(), TaskBody(workflow="gymnasium_workflow", reward_fn="math_dapo"))
     assert task.reward_fn_args == {"max_response_length": 9}
 
 
@@ -60,7 +60,7 @@ def test_a_workflow_has_the_arguments_of_its_own_taskset() -> None:
         ({"workflow": "gymnasium_workflow", "workflow_args": {"env": "os:x"}}, "outsiders.workflows"),
         ({"workflow": "gymnasium_workflow", "workflow_args": {"keep": True}}, "outsiders.workflows"),
         ({"reward_fn": "os.system"}, "outsiders.rewards"),
-        ({"reward_fn": "math_reward"}, "outsiders.rewards"),
+        ({"reward_fn": "math_equal_format"}, "outsiders.rewards"),
         ({"reward_fn_args": {"args": "touch x", "shell": True}}, "outsiders.rewards"),
         ({"rollout_args": {"model": "judge"}}, "outsiders.rollout_args"),
         ({"rollout_args": {"temperature": 2.0}}, "outsiders.rollout_args"),
@@ -106,7 +106,7 @@ def test_the_record_of_a_task_from_outside_chooses_among_the_allowed_names() -> 
 def test_an_open_key_may_be_set_and_no_other() -> None:
     opened = config(
         workflows={"program_workflow": ["cwd"], "my.Workflow": ["turns"]},
-        rewards={"math_reward": ["tolerance"]},
+        rewards={"math_equal_format": ["tolerance"]},
         rollout_args=["temperature"],
         format_args=["system_prompt"],
         record_args=["seed"],
@@ -115,13 +115,13 @@ def test_an_open_key_may_be_set_and_no_other() -> None:
     task = restrict_task(opened, TaskBody(workflow_args={"cwd": "/tmp"}, rollout_args={"temperature": 1.0}))
     assert task.workflow_args == {**PROGRAM, "cwd": "/tmp"}
     assert task.rollout_args == {"temperature": 1.0}
-    task = restrict_task(opened, TaskBody(reward_fn="math_reward", reward_fn_args={"tolerance": 1}))
-    assert (task.reward_fn, task.reward_fn_args) == ("math_reward", {"tolerance": 1})
+    task = restrict_task(opened, TaskBody(reward_fn="math_equal_format", reward_fn_args={"tolerance": 1}))
+    assert (task.reward_fn, task.reward_fn_args) == ("math_equal_format", {"tolerance": 1})
     task = restrict_task(opened, TaskBody(workflow="my.Workflow", workflow_args={"turns": 2}, repeat_times=2))
     assert (task.workflow, task.workflow_args) == ("my.Workflow", {"turns": 2}), "and none of another workflow"
     for fields in (
         {"workflow_args": {"command": ["sh"]}},
-        {"reward_fn": "math_reward", "reward_fn_args": {"other": 1}},
+        {"reward_fn": "math_equal_format", "reward_fn_args": {"other": 1}},
         {"workflow": "my.Workflow", "workflow_args": {"cwd": "/tmp"}},
         {"rollout_args": {"n": 9}},
         {"repeat_times": 3},

@@ -24,7 +24,8 @@ class Threshold:
 
 
 def test_every_registered_name_loads_and_can_be_called():
-    truths = {"countdown_reward": '{"target": 7, "numbers": [7]}', "tool_call": "[]"}
+    game = '{"target": 7, "numbers": [7]}'
+    truths = {"countdown": game, "countdown_reward": game, "tool_call": "[]"}
     origin = {"dataset": "chain_sum", "args": {}, "seed": 0}
     record = {"question": "3 + 4 =", "answer": "7", "metadata": {}, "reasoning_gym": origin}
     has_extra = importlib.util.find_spec("reasoning_gym") is not None
@@ -75,7 +76,7 @@ def test_an_unknown_name_lists_near_misses():
 
 def test_wrong_arguments_are_refused_when_the_reward_is_made():
     with pytest.raises(RewardError, match=r"reward_fn_args.*'colour'"):
-        create_reward("format_reward", {"colour": 1})
+        create_reward("text_format", {"colour": 1})
     with pytest.raises(RewardError, match="least"):
         create_reward(Threshold, {})
     with pytest.raises(RewardError, match="finished"):
@@ -183,9 +184,9 @@ def test_name_of_gives_a_name_that_finds_it_again():
 @pytest.mark.parametrize(
     ("name", "response", "truth"),
     [
-        *((name, "18", 18) for name in ("exact_match", "char_match", "math_answer", "accuracy_reward", "math_reward")),
-        *((name, "\\boxed{0}", 0) for name in ("math_boxed", "gsm8k", "math_dapo_reward")),
-        ("countdown_reward", "<answer>3 + 4</answer>", {"target": 7, "numbers": [3, 4]}),
+        *((name, "18", 18) for name in ("exact_match", "char_match", "math_answer", "math_equal", "math_equal_format")),
+        *((name, "\\boxed{0}", 0) for name in ("math_boxed", "gsm8k", "math_dapo")),
+        ("countdown", "<answer>3 + 4</answer>", {"target": 7, "numbers": [3, 4]}),
         ("tool_call", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', [{"name": "f", "arguments": {}}]),
     ],
 )

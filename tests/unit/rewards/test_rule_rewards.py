@@ -43,13 +43,11 @@ HOSTILE = [
     "1e999999999",
     "\x00\ud800",
 ]
-TRUTHS = {"countdown_reward": '{"target": 1, "numbers": [1]}', "tool_call": '[{"name": "f", "arguments": {"a": 1}}]'}
+TRUTHS = {"countdown": '{"target": 1, "numbers": [1]}', "tool_call": '[{"name": "f", "arguments": {"a": 1}}]'}
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: text[:12])
-@pytest.mark.parametrize(
-    "name", ["format_reward", "math_boxed", "countdown_reward", "tool_call", "math_dapo_reward", "math_answer"]
-)
+@pytest.mark.parametrize("name", ["text_format", "math_boxed", "countdown", "tool_call", "math_dapo", "math_answer"])
 def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) -> None:
     assert parts_of(create_reward(name, {}), hostile, TRUTHS.get(name, "5"), finished=True).get("accuracy", 0.0) == 0.0
 
@@ -82,7 +80,7 @@ def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) ->
 )
 def test_forms(response: str, form: str, right: bool) -> None:
     assert has_form(response, form) is right  # type: ignore[arg-type]
-    reward = create_reward("format_reward", {"form": form})
+    reward = create_reward("text_format", {"form": form})
     assert parts_of(reward, response, None, finished=True) == {"format_score": 0.1 if right else -0.1}
     assert parts_of(reward, response, None, finished=False) == {"format_score": -0.1}
 
@@ -209,7 +207,7 @@ def test_any_formula_of_all_numbers_that_gives_the_target_is_right(numbers: list
 def test_the_overlong_penalty_is_that_of_the_paper(tokens: int, penalty: float) -> None:
     assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)
     args = {"max_response_length": 100, "cache_length": 20, "penalty_factor": 2.0}
-    reward = create_reward("math_dapo_reward", args)
+    reward = create_reward("math_dapo", args)
     parts = parts_of(reward, "\\boxed{7}", "7", finished=True, tokens=tokens)
     assert parts == {"accuracy": 1.0, "wrong": 0.0, "overlong": pytest.approx(2.0 * penalty)}
     parts = parts_of(reward, "\\boxed{8}", "7", finished=True, tokens=tokens)
@@ -219,11 +217,11 @@ def test_the_overlong_penalty_is_that_of_the_paper(tokens: int, penalty: float) 
 @pytest.mark.parametrize("lengths", [(100, None), (None, 20), (100, 0), (100, 101)])
 def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int | None, int | None]) -> None:
     with pytest.raises(RewardError, match=r"max_response_length.*cache_length|cache_length.*max_response_length"):
-        create_reward("math_dapo_reward", {"max_response_length": lengths[0], "cache_length": lengths[1]})
+        create_reward("math_dapo", {"max_response_length": lengths[0], "cache_length": lengths[1]})
 
 
 def test_a_penalty_without_a_length_says_what_to_do() -> None:
-    reward = create_reward("math_dapo_reward", {"max_response_length": 100, "cache_length": 20})
+    reward = create_reward("math_dapo", {"max_response_length": 100, "cache_length": 20})
     with pytest.raises(ValueError, match="use the operator length_penalty"):
         parts_of(reward, "\\boxed{7}", "7", finished=True)
 

@@ -82,17 +82,17 @@ def test_megabytes_of_tags_take_no_time() -> None:
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 GAME = json.dumps({"target": 7, "numbers": [3, 4]})
 REWARDS: Mapping[str, tuple[str, str, Callable[[str], str]]] = {
-    "accuracy_reward": ("18", "17", "The final answer is {}.".format),
+    "math_equal": ("18", "17", "The final answer is {}.".format),
     "math_answer": ("18", "17", "The final answer is {}.".format),
-    "math_reward": ("18", "17", "#### {}".format),
-    "math_dapo_reward": ("18", "17", r"\boxed{{{}}}".format),
+    "math_equal_format": ("18", "17", "#### {}".format),
+    "math_dapo": ("18", "17", r"\boxed{{{}}}".format),
     "math_boxed": ("18", "17", r"\boxed{{{}}}".format),
     "exact_match": ("18", "17", "{}".format),
     "char_match": ("18", "17", "{}".format),
-    "countdown_reward": ("3 + 4", "3 * 4", "<answer>{}</answer>".format),
+    "countdown": ("3 + 4", "3 * 4", "<answer>{}</answer>".format),
     "tool_call": (CALL, CALL.replace("add", "sub"), "{}".format),
 }
-TRUTHS = {"countdown_reward": GAME, "tool_call": '[{"name": "add", "arguments": {"a": 1}}]'}
+TRUTHS = {"countdown": GAME, "tool_call": '[{"name": "add", "arguments": {"a": 1}}]'}
 
 
 def accuracy(name: str, response: str, **how: Any) -> float:
@@ -148,7 +148,7 @@ def test_the_opening_tag_may_stand_in_the_prompt(response: str, prompt: str | No
     boxed = response.replace("<answer>", "\\boxed{").replace("</answer>", "}")
     assert has_form(response, "think_answer", prompt) is right
     assert has_form(boxed, "think_boxed", prompt) is right
-    for reward, args in (("format_reward", {"form": "think_boxed"}), ("math_boxed", {"with_think": True})):
+    for reward, args in (("text_format", {"form": "think_boxed"}), ("math_boxed", {"with_think": True})):
         parts = parts_of(create_reward(reward, args), boxed, "18", finished=True, prompt_end=prompt)
         assert (parts["format_score"] >= 0) is right
 

@@ -15,7 +15,7 @@ from trinity_mq.rewards import create_reward, parts_of
 WORDINGS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("wordings.yaml").read_text(encoding="utf-8"))
 REASONING = "Each of the 16 hens lays 3 eggs a day, of which 4 break: 16 * 3 - 4 = 44.\nAt $2 an egg, that is $88.\n"
 NUMBERS = ("18", "1,234", "70000", "2.5", "-7")
-REWARDS = ("math_answer", "accuracy_reward")
+REWARDS = ("math_answer", "math_equal")
 CUT = {"boxed": 1.0, "tag": 1.0, "hashes": 1.0, "sentence": 0.0, "unmarked": 0.0}
 """Accuracy of a response that was cut behind its answer."""
 

@@ -133,6 +133,58 @@ class Numberless(AsyncSimpleWorkflow):
         return experiences
 
 
+class Unnumbered(AsyncSimpleWorkflow):
+    """Sets no run number, as workflows for Trinity-RFT may."""
+
+    copies: ClassVar = 1
+
+    async def run_async(self):
+        experiences = await self.model.chat_async([{"role": "user", "content": "q"}], n=self.repeat_times * self.copies)
+        for place, experience in enumerate(experiences):
+            experience.reward = float(place)
+        return experiences
+
+
+class UnnumberedPairs(Unnumbered):
+    copies = 2
+
+
+class UnnumberedOdd(Unnumbered):
+    async def run_async(self):
+        return (await super().run_async() + await super().run_async())[1:]
+
+
+class OnlyTheFirstRun(Coroutine):
+    """Two steps of run 0, with its number; the other runs are missing the first time."""
+
+    can_repeat = True
+
+    async def run_async(self):
+        runs = range(self.run_id_base, self.run_id_base + (1 if self.run_id_base == 0 else self.repeat_times))
+        experiences = []
+        for run in runs:
+            for step in range(2):
+                (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
+                experience.eid.run, experience.eid.step = run, step
+                experiences.append(experience)
+        return experiences
+
+
+class Forgets(AsyncSimpleWorkflow):
+    """Its reset() does not keep the task."""
+
+    seen: ClassVar = []
+
+    def reset(self, task):
+        self.truth = task.truth
+
+    async def run_async(self):
+        self.seen.append(self.task.raw_task["question"])
+        (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
+        experience.eid.run, experience.reward = self.run_id_base, 1.0
+        return [experience]
+
+
 class Empty(Coroutine):
     async def run_async(self):
         return []
@@ -169,6 +221,39 @@ async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner
     assert len(outcome.metrics) == 3
     assert outcome.metrics[0].pop("time/run_execution") > 0
     assert outcome.metrics[0] == {"accuracy": 1.0, "reward": 1.0, "response_tokens:sum": 2.0}
+
+
+@pytest.mark.parametrize("base", [0, 3])
+@pytest.mark.parametrize(("kind", "copies"), [("Unnumbered", 1), ("UnnumberedPairs", 2)])
+async def test_runs_without_numbers_are_numbered_in_their_order(runner, engine, kind, copies, base):
+    outcome = await runner.run_slice(task_slice(kind, runs=3, base=base), lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([base, base + 1, base + 2], None)
+    assert [(exp.eid.run, exp.reward) for exp in outcome.experiences] == [
+        (base + place // copies, float(place)) for place in range(3 * copies)
+    ]
+
+
+async def test_experiences_that_cannot_be_divided_among_the_runs_need_numbers(runner, engine):
+    outcome = await runner.run_slice(task_slice("UnnumberedOdd", runs=3, base=3), lambda: engine.model)
+    assert outcome.runs == []
+    assert "returned experiences with eid.run [0], was asked for [3, 4, 5]" in outcome.message
+
+
+async def test_steps_of_the_first_run_stay_with_it(runner, engine):
+    outcome = await runner.run_slice(task_slice("OnlyTheFirstRun", runs=3), lambda: engine.model)
+    assert (outcome.runs, len(outcome.experiences)) == ([0, 1, 2], 6), "the others were tried again"
+    assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [(r, s) for r in range(3) for s in range(2)]
+
+
+async def test_an_instance_has_the_task_that_it_runs(config, engine):
+    one_at_a_time = config.model_copy(update={"runner": RunnerConfig(concurrent_mode="sequential")})
+    runner = WorkflowRunner(one_at_a_time, runner_id="runner-0")
+    for question in ("3+4=", "5+5="):
+        task = {"raw_task": {"question": question, "answer": "7"}}
+        outcome = await runner.run_slice(task_slice("Forgets", runs=1, task=task), lambda: engine.model)
+        assert outcome.message is None
+    await runner.close()
+    assert Forgets.seen == ["3+4=", "5+5="]
 
 
 @pytest.mark.parametrize("kind", ["Asks", "Blocking"])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trinity_mq.operators import EXPERIENCE_OPERATORS, create_operators
 from trinity_mq.rewards import REWARD_FUNCTIONS, UnknownNameError, create_reward, parts_of
 from trinity_mq.runtime import plugins
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.plugins import Registry, add_plugins, plugin_names
+from trinity_mq.runtime.plugins import Registry, add_plugins, plugin_names, registered_plugins
 from trinity_mq.workflows import WORKFLOWS, load_workflow
 
 pytestmark = pytest.mark.usefixtures("fresh_imports")
@@ -174,6 +175,37 @@ def test_two_that_register_one_name_are_an_error(plugin: Callable[..., str]) -> 
     prefix = plugin("second")
     with pytest.raises(UnknownNameError, match=r"registered by first_plugins.\w+ and by second_plugins.\w+: rename"):
         create_reward(f"{prefix}_reward", {})
+
+
+def test_one_that_registers_a_built_in_name_is_an_error(tmp_path: Path) -> None:
+    text = "@REWARD_FUNCTIONS.register_module('math_reward')\nclass R: ...\n"
+    (tmp_path / "built_in_plugins.py").write_text(text)
+    assert parts_of(create_reward("format_reward", {}), "x", None, finished=True)
+    add_plugins([str(tmp_path)])
+    with pytest.raises(UnknownNameError, match=r"'math_reward' is built in, and built_in_plugins\.R registers"):
+        create_reward("math_reward", {})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "@THINGS.register_module('mine')\nclass Mine: ...",
+        "@THINGS.register_module(module_name='mine', force=True)\nclass Mine: ...",
+        "class Mine: ...\nTHINGS.register_module('mine', Mine)",
+        "class Mine: ...\nplugins.THINGS.register_module(module_name='mine', module_cls=Mine, lazy=True)",
+    ],
+)
+def test_each_form_of_registration_is_read_without_executing_it(tmp_path: Path, line: str) -> None:
+    (tmp_path / "form_plugins.py").write_text(f"raise SystemExit\n{line}\n")
+    add_plugins([str(tmp_path)])
+    assert registered_plugins(["THINGS"]) == {"mine": ["form_plugins.Mine"]}
+    registry = Registry({}, "THINGS")
+    module = ModuleType("form_plugins")
+    vars(module).update(THINGS=registry, plugins=SimpleNamespace(THINGS=registry))
+    exec(line, vars(module))
+    assert registry.find("thing", "mine") is vars(module)["Mine"]
+    assert registry.register_module("mine", int, force=True) is int
+    assert registry.find("thing", "mine") is int
 
 
 def test_a_registered_name_belongs_to_one_class() -> None:

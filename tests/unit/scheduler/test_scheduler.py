@@ -22,6 +22,7 @@ from trinity_mq.config import Config, load_config
 from trinity_mq.dispatch.dispatcher import WINDOW
 from trinity_mq.dispatch.timeouts import UsableClock
 from trinity_mq.messages import BatchClosed, ControlEvent, Deliver, Heartbeat, TaskResult, TaskSlice, decode, decode_any
+from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.scheduler.scheduled_tickets import CompletedTask
@@ -77,6 +78,12 @@ def tasks(count: int, repeat: int = 1, **raw: Any) -> list[Task]:
 
 def by_number(seconds: dict[int, float]) -> Callable[[TaskSlice], float]:
     return lambda task_slice: seconds.get(task_slice.task.raw_task["n"], 0.1)
+
+
+async def announce(stage: Stage, beat: Heartbeat) -> None:
+    """Publish a heartbeat and return once the scheduler has received it."""
+    await stage.runner.bus.publish(stage.topology.exchange("telemetry"), f"beat.{beat.role}.{beat.id}", envelope(beat))
+    await until(lambda: bool(stage.scheduler.peers.alive(beat.role)))
 
 
 def now() -> float:
@@ -363,7 +370,11 @@ async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle:
     stage.runner.name = runner
     async with stage.up() as scheduler:
         one = RunnerWrapper(handle, None, [], scheduler.config, scheduler=scheduler)
-        assert (await one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))[2] == said
+        with capture_logs() as logs:
+            status, _, runner_id = await one.run_with_retry(TaskWrapper(tasks(1)[0], 1))
+        assert (status.ok, runner_id) == (True, said)
+        assert f"run by {runner} instead of runner-7: all runners share one queue" in str(status.message)
+        assert [entry["runner"] for entry in logs if entry["event"] == "run_by_another_runner"] == ["runner-7"]
 
 
 async def test_run_with_retry_says_when_it_was_not_done() -> None:
@@ -372,7 +383,58 @@ async def test_run_with_retry_says_when_it_was_not_done() -> None:
         one = RunnerWrapper("runner-7", None, [], scheduler.config, scheduler=scheduler)
         status, experiences, runner = await one.run_with_retry(TaskWrapper(tasks(1)[0], 1, repeat_times=2))
         assert (status.ok, status.total_runs, experiences, runner) == (False, 2, [], "runner-7")
-        assert "30 s" in str(status.message)
+        assert "30 s: no runner of the run 'sched' is alive" in str(status.message)
+
+
+@pytest.mark.parametrize("clear", [True, False])
+async def test_tasks_that_nobody_takes_are_returned_with_the_reason(clear: bool) -> None:
+    async with Stage(runner=False).up() as scheduler:
+        scheduler.schedule(tasks(2, repeat=3), 1)
+        scheduler.schedule([Task(is_eval=True)], "1/gsm8k")
+        reason = r"no runner of the run 'sched' is alive on this broker.*trinity-mq runner CONFIG"
+        with capture_logs() as logs:
+            statuses, experiences = await scheduler.get_results(1, timeout=20.0, clear_timeout_tasks=clear)
+            assert experiences == []
+            assert [(one.ok, one.completed_runs, one.total_runs) for one in statuses] == [(False, 0, 3)] * 2 * clear
+            assert all(re.search("not done within 20 s: " + reason, str(one.message)) for one in statuses)
+            assert scheduler.has_step(1) is not clear
+        warnings = [(one["event"], one["tasks"]) for one in logs if re.search(reason, one.get("reason", ""))]
+        assert warnings == [("tasks_wait", 3), ("tasks_not_done", 2)], "once while it waits, once at the end"
+        with pytest.raises(TimeoutError, match=reason):
+            await scheduler.wait_all(timeout=5.0)
+        assert [one.ok for one in await scheduler.get_statuses("1/gsm8k")] == []
+        assert (await scheduler.get_results(1)) == ([], [])
+
+
+async def test_tasks_whose_runners_have_no_engine_are_returned_with_the_reason() -> None:
+    stage = Stage(seconds=lambda task_slice: 1e4)
+    async with stage.up() as scheduler:
+        await announce(
+            stage, Heartbeat(role="runner", id="runner-0", seq=1, incarnation="r", lease=1e6, state="working")
+        )
+        scheduler.schedule(tasks(1), 1)
+        statuses, _ = await scheduler.get_results(1, timeout=30.0)
+        assert [one.ok for one in statuses] == [False]
+        assert "no rollout engine of the run 'sched' is alive" in str(statuses[0].message)
+
+        engine = EngineSnapshot("engine", alive=True, state="current", url="http://127.0.0.1:9", name="n").detail()
+        beat = Heartbeat(role="engine", id="engine", seq=1, incarnation="e", lease=1e6, state="working", detail=engine)
+        await announce(stage, beat)
+        scheduler.schedule(tasks(1), 2)
+        assert await scheduler.get_results(2, timeout=30.0) == ([], []), "it is only slow"
+
+
+@pytest.mark.parametrize("batch", ["x", True, "3.5/x", "", "/3", "3abc", 1.0, None])
+async def test_a_batch_id_without_an_integer_is_refused(batch: Any) -> None:
+    async with Stage().up() as scheduler:
+        with pytest.raises(ValueError, match=r"batch_id is .*wanted an integer or a string that starts with one"):
+            scheduler.schedule(tasks(1), batch)
+        runner = RunnerWrapper(0, None, [], scheduler.config, scheduler=scheduler)
+        with pytest.raises(ValueError, match="batch_id"):
+            await runner.run_with_retry(TaskWrapper(tasks(1)[0], batch))
+        for good in (0, 123, "123", "123/my_task", "4/a.b/c", "5 spaced"):
+            scheduler.schedule(tasks(1), good)
+            assert len((await scheduler.get_results(good))[0]) == 1
 
 
 async def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:

@@ -19,6 +19,7 @@ from trinity_mq.telemetry import (
     MetricsWriter,
     aggregate_eval_runs,
     aggregate_eval_tasks,
+    aggregate_metrics,
     aggregate_runs,
     aggregate_tasks,
     read_metrics,
@@ -245,3 +246,10 @@ def test_no_number_ends_who_aggregates_it(value: float) -> None:
     tasks = [aggregate_eval_runs(runs)] * 2
     assert "a/best@2" in tasks[0]
     assert aggregate_eval_tasks(tasks, "x", detailed=True).keys() >= {"x/a/best@2/std"}
+
+
+def test_metrics_are_aggregated_with_the_arguments_of_trinity_rft():
+    rows = [{"a": 1, "n:sum": 2, "text": "x"}, {"a": 3, "n:sum": 5}]
+    assert aggregate_metrics(rows) == {"a/mean": 2.0, "a/max": 3.0, "a/min": 1.0, "n/sum": 7.0}
+    assert aggregate_metrics(rows, "p", ["mean", "std", "median"]) == {"p/a/mean": 2.0, "p/a/std": 1.0, "p/n/sum": 7.0}
+    assert aggregate_metrics([], "p") == {}

@@ -21,6 +21,7 @@ from trinity_mq.config.agents import GuardConfig
 from trinity_mq.config.algorithm.needs import needs
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.training.guard import HISTORY, LEAST_HISTORY, Guard, TrainingStopped, skip_reason
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.attention import Packing
@@ -128,6 +129,105 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     assert metrics["actor/optimizer_steps"] == 1
     assert metrics["actor/grad_norm"] > 0
     assert not same(before, await weights_of(learner))
+
+
+CLASSES = """
+import torch
+from torch.nn.functional import logsigmoid
+
+from trinity_mq.algorithms import EntropyLossFn, KLFn, PolicyLossFn, aggregate_loss
+
+
+class Clip(PolicyLossFn):
+    def __call__(self, logprob, old_logprob, action_mask, advantages, **kwargs):
+        ratio = torch.exp(logprob - old_logprob)
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * 3.0), loss)
+        return aggregate_loss(loss, action_mask), {"clip_mean": aggregate_loss(ratio, action_mask).item()}
+
+
+class K2(KLFn):
+    def calculate_kl(self, logprob, ref_logprob, old_logprob=None):
+        return (logprob - ref_logprob) ** 2 / 2
+
+
+class Bonus(EntropyLossFn):
+    def __init__(self, entropy_coef=0.0):
+        self.entropy_coef = entropy_coef
+
+    def __call__(self, entropy, action_mask, loss_agg_mode, **kwargs):
+        return aggregate_loss(entropy, action_mask, loss_agg_mode) * self.entropy_coef, {}
+
+
+class Imitate(PolicyLossFn):
+    def __call__(self, logprob, action_mask, **kwargs):
+        return aggregate_loss(-logprob, action_mask), {}
+
+
+class Mix(PolicyLossFn):
+    def __call__(self, logprob, old_logprob, action_mask, advantages, expert_mask, **kwargs):
+        clip, _ = Clip().__call__(
+            logprob[~expert_mask], old_logprob[~expert_mask], action_mask[~expert_mask], advantages[~expert_mask]
+        )
+        return 0.9 * clip + 0.1 * aggregate_loss(-logprob[expert_mask], action_mask[expert_mask]), {}
+
+
+class Pairs(PolicyLossFn):
+    def __call__(self, logprob, ref_logprob, action_mask, **kwargs):
+        ratio = ((logprob - ref_logprob) * action_mask).sum(1)
+        return -logsigmoid(0.1 * (ratio[::2] - ratio[1::2])).mean(), {}
+"""
+CLASS_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": (
+        {"surrogate": {"kind": "clip", "low": 0.2, "high": 0.28, "dual": 3.0}, "kl": {"kind": "k2", "coef": 0.1}},
+        {
+            "surrogate": {"kind": "learner_class_forms.Clip"},
+            "kl_loss": {"kind": "learner_class_forms.K2", "args": {"kl_coef": 0.1}},
+            "entropy_loss": {"kind": "learner_class_forms.Bonus", "args": {"entropy_coef": 0.02}},
+        },
+    ),
+    "sft": ({"algorithm_type": "sft"}, {"algorithm_type": "sft", "surrogate": {"kind": "learner_class_forms.Imitate"}}),
+    "mix": (
+        {
+            "algorithm_type": "mix",
+            "surrogate": {"kind": "clip", "low": 0.2, "high": 0.28, "dual": 3.0},
+            "weights": {"rl": 0.9, "ce": 0.1},
+            "reduction": {"kind": "token"},
+        },
+        {"algorithm_type": "mix", "surrogate": {"kind": "learner_class_forms.Mix"}},
+    ),
+    "dpo": (
+        {"algorithm_type": "dpo"},
+        {"algorithm_type": "dpo", "surrogate": {"kind": "learner_class_forms.Pairs", "reference": True}},
+    ),
+}
+
+
+@pytest.mark.usefixtures("fresh_imports")
+@pytest.mark.parametrize("name", CLASS_FORMS)
+async def test_losses_in_class_form_train_as_the_built_in_losses(tmp_path: Path, opened: Opener, name: str) -> None:
+    (tmp_path / "learner_class_forms.py").write_text(CLASSES)
+    add_plugins([str(tmp_path)])
+    built_in, classes = CLASS_FORMS[name]
+    shared: dict[str, Any] = {"mini_batches": 2, "epochs": 2}
+    entropy = 0.02 if name == "grpo" else 0.0
+    weights, metrics = [], []
+    for algorithm in (built_in | {"entropy_coef": entropy}, classes | {"entropy_coef": 0.0}):
+        learner = await opened(with_algorithm(config(max_tokens=40), **shared, **algorithm))
+        start = await weights_of(learner)
+        for step in (1, 2):
+            metrics.append(await learner.step(rows(name), step))
+        weights.append(await weights_of(learner))
+        assert not same(start, weights[-1])
+    for key, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][key], tensor, rtol=1e-3, atol=2e-5)
+    for first, second in zip(metrics[:2], metrics[2:], strict=True):
+        assert second["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-4, abs=1e-6)
+        assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-4)
+    if name == "grpo":
+        for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy_loss"):
+            assert metrics[2][key] == pytest.approx(metrics[0][key], rel=1e-3, abs=1e-6), key
+        assert metrics[2]["actor/clip_mean"] == pytest.approx(metrics[2]["actor/ratio_mean"], rel=1e-4)
 
 
 async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ from tests.trinity_configs import DPO, GSM8K
 from trinity_mq.cli.convert import SHOWN
 from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
-from trinity_mq.experience import Experience, decode, encode
+from trinity_mq.experience import EID, Experience, decode, encode
+from trinity_mq.trinity_rft.convert import convert_database
 
 Capture = pytest.CaptureFixture[str]
 
@@ -234,3 +239,105 @@ def test_rubbish_is_an_error_and_no_crash(text: str, words: str, tmp_path: Path,
     source.write_text(text)
     assert main(["migrate", str(source)]) in {1, 2}
     assert words in capsys.readouterr().err
+
+
+def database(path: Path, *, split: bool = True, rows: int = 3, name: str = "explorer_output") -> str:
+    """Write a buffer as Trinity-RFT does: with the encoded experiences in a table next to it (0.6), or in it (0.5)."""
+    blob, other = ("", f"CREATE TABLE {name}_blob (id INTEGER PRIMARY KEY, experience_bytes BLOB NOT NULL)")
+    if not split:
+        blob, other = "experience_bytes BLOB,", "SELECT 1"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            f"CREATE TABLE {name} (id INTEGER PRIMARY KEY, timestamp DATETIME, task_id VARCHAR(64), run_id INTEGER, "
+            f"msg_id VARCHAR(64), model_version INTEGER, {blob} reward FLOAT, consumed INTEGER)"
+        )
+        connection.execute(other)
+        for number in range(1, rows + 1):
+            eid = {"batch": number, "task": 7, "run": 0, "step": 2, "suffix": "ab12cd"}
+            body = old.trxp(GOOD | {"eid": eid, "info": {"model_version": 1}})
+            values: dict[str, object] = {
+                "id": number, "task_id": "7", "run_id": 4, "msg_id": f"m{number}", "model_version": 9, "reward": 0.5,
+            }  # fmt: skip
+            if not split:
+                values["experience_bytes"] = body
+            marks = ", ".join("?" * len(values))
+            connection.execute(f"INSERT INTO {name} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
+            if split:
+                connection.execute(f"INSERT INTO {name}_blob VALUES (?, ?)", (number, body))
+    return str(path)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_database_of_experiences(tmp_path: Path, capsys: Capture, split: bool) -> None:
+    source = Path(database(tmp_path / "buffer.db", split=split))
+    before = source.read_bytes()
+    out = tmp_path / "new"
+
+    assert main(["convert-experiences", f"sqlite:///{source}", "--out", str(out)]) == 0
+
+    assert f"{out}/buffer-explorer_output-00001.tmqx: 3 read, 3 written, 0 skipped" in capsys.readouterr().out
+    (path,) = out.iterdir()
+    experiences = decode(path.read_bytes())
+    assert [one.eid for one in experiences] == [EID(number, 7, 4, 2, f"m{number}") for number in (1, 2, 3)]
+    last = experiences[2]
+    assert (last.reward, last.info, last.tokens.tolist()) == (0.5, {"model_version": 9}, [1, 2, 3]), "the columns count"
+    assert source.read_bytes() == before
+
+    divided = list(convert_database(source, tmp_path / "two", "none", strict=True, per_file=2))
+    assert [(path.name[-10:], outcome.written) for path, outcome in divided] == [("00001.tmqx", 2), ("00002.tmqx", 1)]
+    assert [one for path, _ in divided for one in decode(path.read_bytes())] == experiences
+
+
+def test_a_database_of_tasks_and_messages_becomes_records(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "é"}]
+    with closing(sqlite3.connect(tmp_path / "data.db")) as connection, connection:
+        connection.execute("CREATE TABLE tasks (id INTEGER PRIMARY KEY, raw_task JSON NOT NULL)")
+        connection.execute("CREATE TABLE 'odd \"name/' (id INTEGER PRIMARY KEY, message_list JSON)")
+        connection.execute("CREATE TABLE 'odd \"name/_blob' (id INTEGER PRIMARY KEY, experience_bytes BLOB)")
+        for number in (1, 2):
+            connection.execute("INSERT INTO tasks VALUES (?, ?)", (number, json.dumps({"question": number})))
+        connection.execute("INSERT INTO 'odd \"name/' VALUES (1, ?)", (json.dumps(messages),))
+        connection.execute("INSERT INTO 'odd \"name/_blob' VALUES (1, ?)", (old.trxp(GOOD),))
+
+    assert main(["convert-experiences", str(tmp_path / "data.db"), "--out", str(tmp_path / "new")]) == 0
+
+    written = {path.name: path for path in (tmp_path / "new").iterdir()}
+    assert sorted(written) == ["data-odd__name_-00001.tmqx", "data-odd__name_.jsonl", "data-tasks.jsonl"]
+    records = {
+        name: [json.loads(line) for line in written[name].read_text().splitlines()] for name in sorted(written)[1:]
+    }
+    assert records == {
+        "data-odd__name_.jsonl": [{"messages": messages}],
+        "data-tasks.jsonl": [{"question": 1}, {"question": 2}],
+    }
+
+
+def test_a_database_executes_nothing_and_tells_what_it_skips(tmp_path: Path, capsys: Capture) -> None:
+    class Hostile:
+        def __reduce__(self) -> object:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    source = database(tmp_path / "buffer.db")
+    with closing(sqlite3.connect(source)) as connection, connection:
+        connection.execute(
+            "UPDATE explorer_output_blob SET experience_bytes = ? WHERE id = 2", (pickle.dumps(Hostile()),)
+        )
+        connection.execute("DELETE FROM explorer_output_blob WHERE id = 3")
+    cut = tmp_path / "cut.db"
+    cut.write_bytes(Path(source).read_bytes()[:5000])
+    with closing(sqlite3.connect(tmp_path / "other.db")) as connection, connection:
+        connection.execute("CREATE TABLE people (id INTEGER)")
+    inputs = [source, str(cut), str(tmp_path / "other.db"), write(tmp_path / "a.bin", old.trxp(GOOD))]
+
+    assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new")]) == 1
+
+    said = capsys.readouterr().out
+    assert "3 read, 1 written, 2 skipped" in said
+    assert "skipped row 1: the pickle refers to" in said
+    assert "skipped row 2: it has no encoded experience" in said
+    assert f"{cut}: skipped: the database cannot be read" in said
+    assert "other.db: skipped: a database without a buffer of Trinity-RFT (tables: people)" in said
+    assert (tmp_path / "new" / "a.tmqx").is_file()
+    assert not (tmp_path / "executed").exists()
+    assert main(["convert-experiences", source, "--out", str(tmp_path / "one.tmqx")]) == 2
+    assert "a database becomes several; give a folder" in capsys.readouterr().err

@@ -110,7 +110,7 @@ from trinity_mq.experience import (
     Experience,
 )
 from trinity_mq.workflows import WORKFLOWS, Workflow as Base
-from trinity_mq.workflows.builtin.math import MathRmWorkflow as MathRMWorkflow; import os
+from trinity_mq.workflows.builtin.trinity import MathRMWorkflow; import os
 from trinity_mq.workflows import FormatArgs as FormatConfig
 from trinity_mq.config import Config  # both
 

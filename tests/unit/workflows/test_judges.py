@@ -320,7 +320,7 @@ def test_scores_stay_in_range_and_more_met_is_never_less(data, weights):
 # -- real models as judges: random weights say nothing of use, and that is counted
 
 
-NAMES = ["ruler_workflow", "async_ruler_workflow", "rubric_judge_workflow", "async_rubric_judge_workflow"]
+NAMES = ["ruler_workflow", "async_ruler_workflow", "rubric_workflow", "async_rubric_workflow"]
 SHORT_AND_WRONG = {"rubric": ["It is short.", {"description": "It is wrong.", "weight": -1}]}
 
 

@@ -7,16 +7,16 @@ import pytest
 from trinity_mq.config import FormatConfig
 from trinity_mq.rewards import RewardError, create_reward, judge_conversation, parts_of
 from trinity_mq.rewards.text import char_match
-from trinity_mq.workflows import (
+from trinity_mq.workflows import Task, TaskError, execute
+from trinity_mq.workflows.builtin.math import (
+    SYSTEM_PROMPT,
     AsyncMathBoxedWorkflow,
     AsyncMathEvalWorkflow,
+    AsyncMathRmWorkflow,
     MathBoxedWorkflow,
     MathEvalWorkflow,
-    Task,
-    TaskError,
-    execute,
+    MathRmWorkflow,
 )
-from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT, AsyncMathRmWorkflow, MathRmWorkflow
 
 BOXED = pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
 EVAL = pytest.mark.parametrize("kind", [MathEvalWorkflow, AsyncMathEvalWorkflow])

@@ -52,17 +52,18 @@ def check_exact(generator, experiences):
 
 CASES = [
     ("simple_workflow", {}, "12"),
+    ("math_answer_workflow", {}, "12"),
     ("math_workflow", {}, "12"),
     ("math_boxed_workflow", {}, "12"),
-    ("math_boxed_workflow", {"with_think": True, "use_base": True, "format_score_coef": 0.25}, "12"),
-    ("math_eval_workflow", {}, "12"),
-    ("tool_call_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
+    ("boxed_answer_workflow", {"with_think": True, "use_base": True, "format_score_coef": 0.25}, "12"),
+    ("math_benchmark_workflow", {}, "12"),
+    ("tool_choice_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
     ("tool_agent_workflow", {"tools": [f"{__name__}.multiply"]}, "12"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "truth"), [case for case in CASES if not {"eval", "agent"} & set(case[0].split("_"))]
+    ("name", "arguments", "truth"), [case for case in CASES if not {"benchmark", "agent"} & set(case[0].split("_"))]
 )
 async def test_a_greedy_run_is_the_baseline_of_the_others(generator, tmp_path, name, arguments, truth):
     """From the request to the tokens of a train step, for the algorithm remax."""
@@ -101,7 +102,7 @@ async def test_built_in_workflows_sample_and_judge(generator, tmp_path, twin, na
         workflow=kind,
         raw_task={"question": "What is 3 times 4?", "answer": truth},
         workflow_args=arguments,
-        is_eval="eval" in name,
+        is_eval="benchmark" in name,
         batch_id=3,
         task_id=5,
     )
@@ -233,6 +234,14 @@ async def test_a_truncated_answer_makes_its_step_the_last(tmp_path, kind):
     assert status.ok, status.message
     assert [exp.response_text for exp in experiences] == ["a", "b" * 5]
     assert all(exp.reward is not None for exp in experiences)
+    assert status.metric["ended_truncated"] == 1.0, "what upstream does not do is reported"
+
+
+@STEPS
+async def test_a_run_that_no_truncated_answer_ended_reports_this(tmp_path, kind):
+    async with running(ScriptedGenerator(["a", "b" * 9, *"cdefgh"]), tmp_path) as runner:
+        status, _ = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
+    assert (status.ok, status.metric["ended_truncated"]) == (True, 0.0)
 
 
 class Late(StepWiseRewardWorkflow):
@@ -271,3 +280,47 @@ async def test_a_retry_shares_nothing_with_the_attempt_that_was_given_up(tmp_pat
     assert status.ok, status.message
     assert len(scripted.prompts) == 4, "it did ask"
     assert [one.response_text for one in experiences] == ["second", "third"]
+
+
+@pytest.mark.parametrize("name", ["thinking_budget_workflow", "async_thinking_budget_workflow"])
+@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10)])
+async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, budget, limit):
+    """The forced tokens are in the response and are not trained on; all others have the logprobs of the model."""
+    end = "</think>"
+    task = Task(
+        workflow=load_workflow(name),
+        raw_task={"messages": [{"role": "user", "content": "3 times 4?"}]},
+        workflow_args={"thinking_token_budget": budget},
+        rollout_args={"max_tokens": limit} if limit else {},
+        repeat_times=3,
+        batch_id=3,
+        task_id=5,
+        is_eval=True,
+    )
+    async with running(generator, tmp_path, max_response_tokens=30) as runner:
+        status, experiences = await runner.run_task_async(task, 3, 0)
+    assert status.ok, status.message
+    assert len(experiences) == 3
+    for one in experiences:
+        response = one.tokens[one.prompt_length :].tolist()
+        forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]
+        if budget + len(end) > (limit or 30):
+            assert forced == [], "the answer ends before the end of the thoughts fits in it"
+            assert len(response) <= budget
+            continue
+        assert forced == list(range(budget, budget + len(end)))
+        assert generator.codec.decode([response[budget : budget + len(end)]]) == [end]
+        assert end in one.response_text
+        scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), one.temperature)])[0])
+        exact = torch.isclose(scored[one.prompt_length - 1 :], one.logprobs, atol=1e-4)
+        assert exact[one.action_mask].all()
+
+
+async def test_a_budget_needs_messages_and_a_number(generator, tmp_path):
+    task = Task(workflow=load_workflow("thinking_budget_workflow"), raw_task={}, batch_id=1, task_id=1)
+    async with running(generator, tmp_path) as runner:
+        status, _ = await runner.run_task_async(task, 1, 0)
+        assert "thinking_token_budget is missing" in status.message
+        task.workflow_args = {"thinking_token_budget": 3}
+        status, _ = await runner.run_task_async(task, 1, 0)
+        assert "wanted a list of messages" in status.message

@@ -7,15 +7,13 @@ from trinity_mq.models import PromptTooLong
 from trinity_mq.rewards.text import char_match
 from trinity_mq.rollout.failures import reward_fault
 from trinity_mq.workflows import (
-    AsyncMathWorkflow,
     AsyncSimpleWorkflow,
-    MathBoxedWorkflow,
-    MathWorkflow,
     SimpleWorkflow,
     Task,
     TaskError,
     execute,
 )
+from trinity_mq.workflows.builtin.math import AsyncMathWorkflow, MathBoxedWorkflow, MathWorkflow
 
 BOTH = pytest.mark.parametrize("kind", [SimpleWorkflow, AsyncSimpleWorkflow])
 BOTH_MATH = pytest.mark.parametrize("kind", [MathWorkflow, AsyncMathWorkflow])

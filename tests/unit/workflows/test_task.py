@@ -256,19 +256,39 @@ class Unlike:
 """
 
 
-ASYNCHRONOUS = {"program_workflow", "recorded_sessions", "verifiers_workflow"}
-"""Workflows that have one form: they wait for programs, or make experiences of what is there."""
+ENVIRONMENTS = (
+    "RAFT_alfworld RAFT_reflect_alfworld agentscope_react_math agentscope_react agentscope_v1_react_search alfworld "
+    "as_react email_search frozen_lake intercode_sql sciworld step_wise_alfworld textworld webshop"
+)
+ADAPTERS = {"agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"}
+ASYNCHRONOUS = (
+    {
+        "on_policy_distill_math_workflow",
+        "on_policy_distill_workflow",
+        "program_workflow",
+        "recorded_sessions",
+        "tool_call_workflow",
+        "toolcall_workflow",
+        "verifiers_workflow",
+    }
+    | {f"{name}_workflow" for name in ENVIRONMENTS.split()}
+    | ADAPTERS
+)
+"""Workflows that have one form: they wait for programs, make experiences of what is there, or are those of Trinity-RFT.
+"""
 
 
 NAMES_OF_USERS = (
-    "frozen_lake gymnasium math_boxed math_eval math_rm math_ruler math math_trainable_ruler on_policy_distill_math "
-    "on_policy_distill program rubric_judge ruler simple sudoku tool_agent tool_call verifiers"
+    "boxed_answer distill frozen_lake_game gymnasium math math_answer math_answer_ruler math_benchmark math_boxed "
+    "math_distill math_eval math_rm math_ruler math_trainable_ruler on_policy_distill on_policy_distill_math program "
+    "reward_model rubric rubric_judge rubric_judge_openai ruler self_ruler simple sudoku sudoku_game tool_agent "
+    f"thinking_budget tool_call tool_choice toolcall verifiers {ENVIRONMENTS}"
 )
 
 
 def test_the_names_that_users_write_exist():
     twins = [name for name in WORKFLOWS if name.startswith("async_")]
-    names = {f"{name}_workflow" for name in NAMES_OF_USERS.split()} | {"recorded_sessions"}
+    names = {f"{name}_workflow" for name in NAMES_OF_USERS.split()} | {"recorded_sessions"} | ADAPTERS
     assert WORKFLOWS.keys() - set(twins) == names
 
 
@@ -286,7 +306,7 @@ def test_every_built_in_workflow_loads_and_has_its_twin(name):
     [
         ("math_workflw", "did you mean 'math_workflow'"),
         ("tool_agent", "'tool_agent_workflow'"),
-        ("zzzzzz", "known: async_"),
+        ("zzzzzz", "known: .*async_"),
         ("trinity_mq.workflows.builtin.simple.SimpleWorkflw", "did you mean 'SimpleWorkflow'"),
         ("no_such_package.Mine", "module 'no_such_package' cannot be imported"),
         ("trinity_mq.workflows.Task", "wanted a subclass of trinity_mq.workflows.Workflow"),

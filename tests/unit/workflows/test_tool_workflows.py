@@ -51,7 +51,7 @@ def choosing(twin, **keys):
     keys.setdefault(
         "raw_task", {"question": "Add 1.", "answer": [{"name": "add", "arguments": {"a": 1}}], "tools": TOOLS}
     )
-    return Task(workflow=load_workflow(f"{twin}tool_call_workflow"), batch_id=1, task_id=0, **keys)
+    return Task(workflow=load_workflow(f"{twin}tool_choice_workflow"), batch_id=1, task_id=0, **keys)
 
 
 def using(twin, **arguments):

@@ -46,8 +46,8 @@ def class_advantages(
     """Give experiences the advantages that an object of ``kind`` gives them; experiences that it leaves out are
     dropped.
 
-    If any run has a finite reward, runs without a finite reward are dropped first and counted. The object is made anew
-    for each batch, so that a batch has the same advantages on every machine.
+    If any run has a finite reward, runs without a finite reward are dropped first and counted. Each batch has an object
+    of its own, so that a batch has the same advantages on every machine.
 
     Raises:
         ValueError: An experience has no action mask (dpo).
@@ -94,8 +94,8 @@ def _proto(experiences: Sequence[Experience]) -> Any:
     assert all(mask is not None for mask in masks)
     rewards = []
     for experience, mask in zip(experiences, masks, strict=True):
-        if (own := getattr(experience, "token_level_reward", None)) is not None:
-            rewards.append(own.float())
+        if (by_token := getattr(experience, "token_level_reward", None)) is not None:
+            rewards.append(by_token.float())
             continue
         row = torch.zeros(0 if mask is None else len(mask))
         if len(row):

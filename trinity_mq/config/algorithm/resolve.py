@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS, Preset
 from trinity_mq.config.algorithm.translate import take_trinity_names
+from trinity_mq.config.algorithm.trinity_losses import OF_PLUGINS
 
 
 def preset_of(name: Any) -> Preset:
@@ -23,7 +24,8 @@ def preset_of(name: Any) -> Preset:
     if preset is None:
         near = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"algorithm_type {name!r} is not known, wanted one of {', '.join(sorted(PRESETS))}{hint}")
+        names = ", ".join(sorted(PRESETS))
+        raise ValueError(f"algorithm_type {name!r} is not known, wanted one of {names}, or {OF_PLUGINS}{hint}")
     return preset
 
 

@@ -31,34 +31,34 @@ def correction_pieces(settings: Mapping[str, Any]) -> dict[str, Any]:
         settings: The section ``rollout_correction``.
 
     Raises:
-        ValueError: A setting is unknown or has no counterpart; the message names what is missing.
+        ValueError: A setting is unknown or has no counterpart; the message names the missing capability.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    if unknown := [key for key in given if key not in KEYS]:
+    rules = {key: value for key, value in settings.items() if value is not None}
+    if unknown := [key for key in rules if key not in KEYS]:
         reason = "; a veto of a whole answer by one token has no counterpart" if "veto" in unknown[0] else ""
         raise ValueError(f"rollout_correction.{unknown[0]} is not known, wanted one of {', '.join(KEYS)}{reason}")
-    bypass, loss = bool(given.get("bypass_mode", False)), given.get("loss_type", "ppo_clip")
+    bypass, loss = bool(rules.get("bypass_mode", False)), rules.get("loss_type", "ppo_clip")
     if loss not in {"ppo_clip", "reinforce"}:
         raise ValueError(f"rollout_correction.loss_type is {loss!r}, wanted ppo_clip or reinforce")
     pieces: dict[str, Any] = {"anchor": "mu" if bypass else "old"}
-    rules = list(_rejections(given))
+    corrections = list(_rejections(rules))
     if not bypass or loss == "reinforce":
-        rules = [*_weights(given), *rules]
+        corrections = [*_weights(rules), *corrections]
     if bypass and loss == "reinforce":
         pieces["surrogate"] = {"kind": "log_linear"}
-    return {**pieces, "correction": rules}
+    return {**pieces, "correction": corrections}
 
 
-def _weights(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    level = given.get("rollout_is")
+def _weights(rules: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    level = rules.get("rollout_is")
     if level is None:
         return
     if level not in LEVELS:
         raise ValueError(f"rollout_correction.rollout_is is {level!r}, wanted one of {', '.join(LEVELS)}")
     rule: dict[str, Any] = {"kind": "weight", "level": LEVELS[level]}
-    low, high = _bounds("rollout_is_threshold", given.get("rollout_is_threshold", 2.0))
+    low, high = _bounds("rollout_is_threshold", rules.get("rollout_is_threshold", 2.0))
     rule |= {"high": high} if low is None else {"low": low, "high": high, "beyond": "mask"}
-    if given.get("rollout_is_batch_normalize"):
+    if rules.get("rollout_is_batch_normalize"):
         if level == "sequence":
             raise ValueError(
                 "rollout_correction.rollout_is_batch_normalize is true with rollout_is sequence, wanted token: weights "
@@ -68,13 +68,13 @@ def _weights(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield rule
 
 
-def _rejections(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    names = [name.strip() for name in str(given.get("rollout_rs") or "").split(",") if name.strip()]
+def _rejections(rules: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    names = [name.strip() for name in str(rules.get("rollout_rs") or "").split(",") if name.strip()]
     if not names:
         return
-    if "rollout_rs_threshold" not in given:
+    if "rollout_rs_threshold" not in rules:
         raise ValueError("rollout_correction.rollout_rs_threshold is missing, wanted the bounds of rollout_rs")
-    bounds = [part.strip() for part in str(given["rollout_rs_threshold"]).split(",") if part.strip()]
+    bounds = [part.strip() for part in str(rules["rollout_rs_threshold"]).split(",") if part.strip()]
     if len(bounds) not in {1, len(names)}:
         raise ValueError(
             f"rollout_correction.rollout_rs_threshold has {len(bounds)} bounds, wanted 1 or {len(names)}, one for each "
@@ -90,7 +90,7 @@ def _rejections(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         low, high = _bounds("rollout_rs_threshold", text)
         rule: dict[str, Any] = {"kind": "reject", "estimate": match[2], "level": UNITS[match[1]], "high": high}
         if match[2] == "k1":
-            lower = given.get("rollout_rs_threshold_lower", low)
+            lower = rules.get("rollout_rs_threshold_lower", low)
             rule["low"] = 1 / high if lower is None else _number("rollout_rs_threshold_lower", lower)
         yield rule
 

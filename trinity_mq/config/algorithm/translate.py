@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config.algorithm.presets import CLIP, K2, PRESETS, Preset
@@ -96,8 +96,11 @@ def take_trinity_names(user_settings: dict[str, Any], name: str, preset: Preset)
     Raises:
         ValueError: A name has no meaning for the algorithm, or a value is unknown.
     """
+    own_rules: Sequence[Any] = (
+        () if user_settings.get("policy_loss_fn") is not None else preset.loss.get("correction", ())
+    )
     result = _loss(user_settings, name, preset)
-    result |= _advantages(user_settings, preset, result)
+    result |= _advantages(user_settings, preset, [*result.get("correction", own_rules)])
     if "loss_agg_mode" in user_settings:
         result["reduction"] = {"kind": choice("loss_agg_mode", user_settings.pop("loss_agg_mode"), REDUCTIONS)}
     result |= _kl_terms(user_settings, name, preset)
@@ -106,9 +109,8 @@ def take_trinity_names(user_settings: dict[str, Any], name: str, preset: Preset)
         result["anchor"] = "mu" if bypass else "old"
     if rules := _arguments(user_settings, "rollout_correction"):
         pieces = correction_pieces(rules)
-        pieces["correction"] = [*result.get("correction", preset.loss.get("correction", ())), *pieces["correction"]]
-        result |= pieces
-    _entropy(user_settings)
+        result |= pieces | {"correction": [*result.get("correction", own_rules), *pieces["correction"]]}
+    result |= _entropy(user_settings)
     return _with_whole_weights(result, user_settings, preset)
 
 
@@ -135,13 +137,13 @@ def _loss(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str,
                 f"policy_loss_fn_args have no meaning for {name}, which is no loss of Trinity-RFT; set the fields of "
                 "surrogate"
             )
-        own = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
+        pieces = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
         if function in CLIPPED and kind is None:
-            own = {"surrogate": {"kind": "clip"}} | own
+            pieces = {"surrogate": {"kind": "clip"}} | pieces
         changes = argument_pieces(function, arguments)
         if "correction" in changes and function != "m2po":
             changes["correction"] = [*base.get("correction", ()), *changes["correction"]]
-        result |= merged({key: value for key, value in own.items() if key in changes}, changes)
+        result |= merged({key: value for key, value in pieces.items() if key in changes}, changes)
     return result
 
 
@@ -149,8 +151,14 @@ def _kind_of(piece: Any) -> Any:
     return piece.get("kind") if isinstance(piece, Mapping) else None
 
 
-def _advantages(user_settings: dict[str, Any], preset: Preset, loss: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the advantage function and its arguments, and return their pieces; ``loss`` has those of the loss."""
+def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Sequence[Any]) -> dict[str, Any]:
+    """Remove the advantage function and its arguments, and return their pieces.
+
+    Args:
+        user_settings: The section; the names are removed from it.
+        preset: The preset, whose estimator holds without an advantage function.
+        loss_rules: Corrections of the loss. The corrections of the advantage function follow them.
+    """
     result: dict[str, Any] = {}
     named = user_settings.pop("advantage_fn", None)
     source = preset if named is None else PRESETS[choice("advantage_fn", named, ADVANTAGES)]
@@ -166,7 +174,7 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss: Mapping[str
             {**rule, **{key: value for key, value in changes.items() if value is not None}}
             for rule in source.loss["correction"]
         ]
-        result["correction"] = [*loss.get("correction", preset.loss.get("correction", ())), *rules]
+        result["correction"] = [*loss_rules, *rules]
     if settings:
         base = result.get("estimator", preset.estimator)
         chosen = _estimator_settings(settings, user_settings.get("estimator", base))
@@ -174,18 +182,16 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss: Mapping[str
     return result
 
 
-def _entropy(user_settings: dict[str, Any]) -> None:
-    """Replace the entropy loss and its arguments by ``entropy_coef``."""
+def _entropy(user_settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the entropy loss and its arguments, and return the ``entropy_coef`` that they set."""
     named = user_settings.pop("entropy_loss_fn", None)
     if named is not None:
         choice("entropy_loss_fn", named, _same(*ENTROPY_LOSSES))
     arguments = _arguments(user_settings, "entropy_loss_fn_args")
     if unknown := arguments.keys() - {"entropy_coef"}:
         raise ValueError(f"entropy_loss_fn_args.{min(unknown)} is not known, wanted entropy_coef")
-    if named == "none":
-        user_settings.setdefault("entropy_coef", 0.0)
-    elif arguments.get("entropy_coef") is not None:
-        user_settings.setdefault("entropy_coef", arguments["entropy_coef"])
+    coef = 0.0 if named == "none" else arguments.get("entropy_coef")
+    return {} if coef is None else {"entropy_coef": coef}
 
 
 def _kl_terms(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str, Any]:
@@ -207,15 +213,16 @@ def _kl_terms(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[
 
 
 def _with_whole_weights(result: dict[str, Any], user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Return ``result`` with the weight of a KL term of Trinity-RFT divided by the weight of sampled answers, of which
-    the term is a part here. There it stands beside the mixture of sampled and expert answers.
+    """Return ``result`` with the weights of KL and entropy divided by the weight of sampled answers, because
+    these terms belong to sampled answers here. In Trinity-RFT they stand next to the mixture.
     """
     share = {"rl": 1.0, **preset.loss.get("weights", {}), **result.get("weights", {})}["rl"]
-    if "ce_schedule" in preset.loss or not isinstance(share, int | float) or not 0 < share < 1:
+    if "ce_schedule" in preset.loss or "weights" in user_settings or not 0 < share < 1:
         return result
-    term = result.get("kl")
-    if term is not None and "weights" not in user_settings:
+    if (term := result.get("kl")) is not None:
         result["kl"] = {**term, "coef": number_of("kl_coef", term["coef"]) / share}
+    if "entropy_coef" in result:
+        result["entropy_coef"] = number_of("entropy_coef", result["entropy_coef"]) / share
     return result
 
 
@@ -238,7 +245,7 @@ def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
-    """Return settings of an advantage function as fields of the estimator, with a ``kind`` if they need another one."""
+    """Return settings of an advantage function as fields of the estimator; with a ``kind`` for another estimator."""
     kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
     result: dict[str, Any] = {}
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""Policy losses of Trinity-RFT: the pieces that each one is here, and the meaning of its arguments."""
+"""Policy losses of Trinity-RFT: their pieces here, and the meaning of their arguments."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ def number_of(name: str, value: Any) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"policy_loss_fn_args.{name} is {value!r}, wanted a number")
+    raise ValueError(f"{name} is {value!r}, wanted a number")
+
+
+REGISTERED = frozenset({"policy_loss_fn", "advantage_fn", "kl_loss_fn", "entropy_loss_fn"})
+"""Settings that may also name a class of the user's own."""
+OF_PLUGINS = "a name that a module in plugin_dirs registers"
 
 
 def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
@@ -66,17 +71,19 @@ def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
         ValueError: The table has no such entry.
     """
     if isinstance(value, dict | list) or value not in table:
-        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
+        end = f", or {OF_PLUGINS}" if name in REGISTERED else ""
+        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}{end}")
     return table[value]
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Pieces:
-    """Return the pieces of ``above`` over those of ``below``. Pieces without a kind keep the other fields."""
+    """Return ``below`` with the pieces of ``above``. A piece without a kind keeps its other fields."""
     result = dict(below)
     for name, piece in above.items():
-        old = result.get(name)
-        same = isinstance(old, Mapping) and isinstance(piece, Mapping)
-        result[name] = {**old, **piece} if same and piece.get("kind", old.get("kind")) == old.get("kind") else piece
+        old, new = result.get(name), piece
+        if isinstance(old, Mapping) and isinstance(piece, Mapping):
+            new = {**old, **piece} if piece.get("kind", old.get("kind")) == old.get("kind") else piece
+        result[name] = new
     return result
 
 
@@ -186,10 +193,10 @@ def _mix_chord(arguments: Arguments) -> Pieces:
     if (weighs := arguments.pop("enable_phi_function", None)) is not None:
         pieces["imitation"] = {"weight": "uncertainty" if weighs else "none"}
     names = {f"mu_{name}": name for name in ("warmup_steps", "decay_steps", "peak", "valley")}
-    given = {new: arguments.pop(old) for old, new in names.items() if arguments.get(old) is not None}
-    if not given:
+    schedule_values = {new: arguments.pop(old) for old, new in names.items() if arguments.get(old) is not None}
+    if not schedule_values:
         return pieces
-    schedule = {"peak": 0.1, "valley": 0.1, "warmup_steps": 0, "decay_steps": 0} | given
+    schedule = {"peak": 0.1, "valley": 0.1, "warmup_steps": 0, "decay_steps": 0} | schedule_values
     if not number_of("mu_decay_steps", schedule["decay_steps"]) and schedule["peak"] != schedule["valley"]:
         if number_of("mu_warmup_steps", schedule["warmup_steps"]):
             schedule["decay_steps"] = 1
@@ -222,7 +229,7 @@ class PolicyLoss:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of pieces by argument, such as ``surrogate.low``."""
     special: Callable[[Arguments], Pieces] = _no_special_arguments
-    """Takes the arguments that are no single field, and returns their pieces."""
+    """Takes the arguments that need more than a field, and returns their pieces."""
     arguments: tuple[str, ...] = ()
     """Names of the arguments that ``special`` takes."""
     ignored: tuple[str, ...] = ()
@@ -299,12 +306,12 @@ BY_SURROGATE = {
     "log_linear": "rec",
     "log_ratio": "sppo",
 }
-"""Policy loss whose arguments a preset takes that is no policy loss of Trinity-RFT, by its surrogate."""
+"""Policy loss whose arguments a preset of our own takes, by the surrogate of the preset."""
 BY_PRESET = {"asymre": "opmd", "cpt": "sft", "raft": "sft"}
 
 
 def policy_loss_of(name: str) -> str:
-    """Return the policy loss whose arguments a preset takes; empty if there is none."""
+    """Return the policy loss whose arguments a preset takes; an empty name without such a loss."""
     if name in POLICY_LOSSES or name in BY_PRESET:
         return BY_PRESET.get(name, name)
     surrogate = PRESETS[name].loss.get("surrogate", CLIP)

@@ -157,7 +157,14 @@ SelectorConfig = Annotated[
     | Annotated[DifficultyBasedSelector, Tag("difficulty_based")]
     | Annotated[DifficultyPoolsSelector, Tag("difficulty_pools")]
     | Annotated[SelectorPlugin, Tag("plugin")],
-    Discriminator(_tag),
+    Discriminator(
+        _tag,
+        custom_error_type="unknown_selector",
+        custom_error_message=(
+            "selector_type is not one of sequential, shuffle, random, offline_easy2hard, difficulty_based, "
+            "difficulty_pools, and neither the dotted path of a class nor a name that a module in plugin_dirs registers"
+        ),
+    ),
 ]
 SIMPLE: Mapping[str, type[SequentialSelector | ShuffleSelector | RandomSelector]] = {
     "sequential": SequentialSelector,

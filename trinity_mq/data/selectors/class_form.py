@@ -109,7 +109,7 @@ class BaseSelector:
 class ClassSelector:
     """The selector that an object in class form makes.
 
-    A resumed explorer creates the object anew, calls ``feedback`` with all earlier results in their order, and then
+    A resumed explorer creates the object again, calls ``feedback`` with all earlier results in their order, and then
     ``load_state_dict``. So a state needs only the position.
 
     Args:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from trinity_mq.config import ExplorerOutputConfig
 from trinity_mq.data.storage import ExperienceSink, SinkError, Storage
 from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
-from trinity_mq.experience.hf import ENCODED, to_record
+from trinity_mq.experience.hf import ENCODED, to_record, with_json_texts
 from trinity_mq.runtime.process import write_atomic
 
 Encode = Callable[[Sequence[Experience]], bytes]
@@ -106,7 +106,7 @@ class ParquetStorage(_FolderStorage):
             raise SinkError(
                 "storage_type parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or set it to body"
             ) from error
-        rows = [to_record(experience) for experience in experiences]
+        rows = [with_json_texts(to_record(experience)) for experience in experiences]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         file = io.BytesIO()
         parquet.write_table(pyarrow.table(columns), file)

@@ -59,6 +59,7 @@ class SqlSink:
         try:
             self._engine = sqlalchemy.create_engine(url)
             self._table.metadata.create_all(self._engine)
+            self._columns = {column["name"] for column in sqlalchemy.inspect(self._engine).get_columns(table)}
         except (SQLAlchemyError, ImportError) as error:
             raise SinkError(f"{self.title} cannot be used: {_masked_error(error)}") from error
 
@@ -70,6 +71,8 @@ class SqlSink:
         """
         try:
             rows = [{BATCH: batch, "uid": experience.eid.uid, **to_record(experience)} for experience in experiences]
+            # a table of release 0.2.0 has no columns for info, metrics and messages
+            rows = [{name: value for name, value in row.items() if name in self._columns} for row in rows]
             with self._engine.begin() as transaction:
                 transaction.execute(self._table.delete().where(self._table.c[BATCH] == batch))
                 transaction.execute(self._table.insert(), rows)

@@ -177,7 +177,7 @@ class TextCodec:
         """Return a codec of the same tokenizer that renders in another way.
 
         Args:
-            template: Chat template. None: that of this codec.
+            template: Chat template. None: the template of this codec.
             switch_fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``, over the defaults of
                 this codec.
 

@@ -4,11 +4,8 @@
 pickle of ``{"version": 1, "num_items": n, "items": [...]}``, then a safetensors blob with entries ``index:field`` and
 ``index:multi_modal_inputs:key``.
 
-``TRXP`` does not state the type of an experience, and its writer filled in the action mask of single-turn experiences.
-An experience is read as ``single_turn`` if its mask equals that default: all true, one per response token, or, for a
-truncated prompt, all false, one per logprob. With any other mask it is ``multi_turn``. Therefore a multi-turn
-experience whose tokens are all trained on is read as ``single_turn``, which trains the same. Bare pickles state the
-type.
+``TRXP`` does not state the type of an experience; :func:`~trinity_mq.experience.rules.stored_type` finds it. Bare
+pickles state it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from torch import Tensor
 
 from trinity_mq.experience.batch import decode, encode
 from trinity_mq.experience.errors import DecodeError
-from trinity_mq.experience.fields import short_repr, whole
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.experience.legacy.reader import MAGIC, max_unfolded_bytes
 from trinity_mq.experience.legacy.unpickle import (
     DTYPES_BY_TEXT,
@@ -35,7 +32,7 @@ from trinity_mq.experience.legacy.unpickle import (
     load,
 )
 from trinity_mq.experience.record import FIELD_NAMES, CustomField, Experience
-from trinity_mq.experience.rules import MULTI_TURN, PROMPT_TRUNCATED, SINGLE_TURN
+from trinity_mq.experience.rules import stored_type
 from trinity_mq.runtime.processes.children import ChildEndedError, answer_in_fork, serve
 
 VERSION = 1
@@ -174,7 +171,7 @@ def _arguments(item: dict[str, Any]) -> dict[str, Any]:
     if custom:
         arguments["custom_fields"] = [_custom_field(custom_field) for custom_field in custom]
     if "experience_type" not in arguments:
-        arguments["experience_type"] = _type_of(arguments)
+        arguments["experience_type"] = stored_type(arguments)
     return arguments
 
 
@@ -189,22 +186,6 @@ def _custom_field(value: Any) -> CustomField:
             f"a custom field is {short_repr(fields)}, wanted source_field, destination_field and data_type"
         )
     return CustomField(**fields | {"data_type": dtype})
-
-
-def _type_of(arguments: Mapping[str, Any]) -> str | None:
-    """Return the type that fits the action mask; None leaves the type to the constructor. See the module docstring."""
-    tokens, mask, logprobs = (arguments.get(name) for name in ("tokens", "action_mask", "logprobs"))
-    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 1 or tokens.dim() != 1:
-        return None
-    if arguments.get("chosen") is not None and arguments.get("rejected") is not None:
-        return MULTI_TURN
-    if arguments.get("truncate_status") == PROMPT_TRUNCATED:
-        filled = isinstance(logprobs, Tensor) and mask.shape == logprobs.shape and not bool(mask.any())
-    else:
-        filled = len(mask) == len(tokens) - whole("prompt_length", arguments.get("prompt_length", 1)) and bool(
-            mask.all()
-        )
-    return SINGLE_TURN if filled else MULTI_TURN
 
 
 def _first_names(names: Iterable[Any]) -> str:

@@ -183,7 +183,9 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
 
 def is_asked(experiences: Sequence[Experience]) -> bool:
     """Return False if every experience is a placeholder for a prompt that is too long: the model was not asked."""
-    return not experiences or any(experience.truncate_status != PROMPT_TRUNCATED for experience in experiences)
+    return not experiences or any(
+        getattr(experience, "truncate_status", None) != PROMPT_TRUNCATED for experience in experiences
+    )
 
 
 def check_asked(experiences: list[Experience], model: object = None) -> list[Experience]:

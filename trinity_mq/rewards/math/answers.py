@@ -36,6 +36,7 @@ import structlog
 
 from trinity_mq.rewards.ground_truth import BOOLEANS, accept_any_truth_type
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
+from trinity_mq.rewards.math.trinity_answers import Comparison
 from trinity_mq.rewards.registry import RewardError
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.runtime.processes.children import ChildEndedError, ChildNotStartedError, ChildServer
@@ -81,6 +82,8 @@ _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
 log = structlog.get_logger(__name__)
 LONGEST = 500
 """Maximum characters of an answer; a longer answer is never equal."""
+LONGEST_RESPONSE = 200_000
+"""Maximum characters of a response that is compared by a named rule; a longer response is wrong."""
 CPU_SECONDS = 2.0
 """Processor seconds for one pair. The limit is not wall time, because a busy machine must not turn a right answer into
 a wrong answer.
@@ -345,29 +348,39 @@ class AnswerComparer:
             ChildTimeoutError: The child does not answer on an overloaded machine. A retry may help.
             RewardError: The child cannot be started.
         """
+        return self.compare("latex", answer, truth).right
+
+    def compare(self, rule: str, response: str, truth: str) -> Comparison:
+        """Return the result of ``latex`` or of another rule of :data:`trinity_answers.RULES`. A pair that exceeds a
+        limit is wrong.
+
+        Raises:
+            ChildTimeoutError, RewardError: See :meth:`same`.
+        """
         idle = self._idle
         child = idle.get()
         try:
-            return self._ask(child, truth, answer)
+            return self._ask(child, rule, response, truth)
         finally:
             idle.put(child)
 
-    def _ask(self, child: ChildServer, truth: str, answer: str) -> bool:
-        question = json.dumps([truth, answer]).encode()
+    def _ask(self, child: ChildServer, *question: str) -> Comparison:
+        request = json.dumps(question).encode()
+        shown = question[1][-80:]
         for _ in range(2):
             try:
-                return child.ask(question) == b"true"
+                return Comparison(*json.loads(child.ask(request)))
             except ChildEndedError as error:
                 if error.exitcode == -signal.SIGPROF:
-                    log.info("comparison_over_cpu_limit", answer=answer[:80], limit=self._cpu_seconds)
-                    return False
+                    log.info("comparison_over_cpu_limit", answer=shown, limit=self._cpu_seconds)
+                    return Comparison(False)
             except ChildNotStartedError as error:
                 raise RewardError(
                     f"the process that compares answers cannot start: {error}. Check that `python -c 'import "
                     "math_verify'` works there, and that the process may allocate 2 GiB"
                 ) from error
-        log.warning("comparison_process_killed", answer=answer[:80])
-        return False
+        log.warning("comparison_process_killed", answer=shown)
+        return Comparison(False)
 
     def close(self) -> None:
         """End the children."""
@@ -390,3 +403,14 @@ def same(truth: str, answer: str) -> bool:
     if len(truth) > LONGEST or len(answer) > LONGEST:
         return False
     return _judge.same(truth, answer)
+
+
+def compare(rule: str, response: str, truth: str) -> Comparison:
+    """Return :meth:`AnswerComparer.compare` of this process's judge. A response that is too long to read is wrong.
+
+    Raises:
+        ChildTimeoutError, RewardError: See :meth:`AnswerComparer.same`.
+    """
+    if len(response) > LONGEST_RESPONSE or len(truth) > LONGEST_RESPONSE:
+        return Comparison(False)
+    return _judge.compare(rule, response, truth)

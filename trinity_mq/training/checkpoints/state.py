@@ -365,20 +365,20 @@ class LateTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, shapes: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-        self._shapes, self._read = shapes, read
+        self.shapes, self._read = shapes, read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+        return iter(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     def placeholders(self) -> dict[str, Tensor]:
         """Return tensors without memory. The method ``contiguous`` of a tensor reads it."""
-        return {name: _Placeholder(shape, partial(self._read, name)) for name, shape in self._shapes.items()}
+        return {name: _Placeholder(shape, partial(self._read, name)) for name, shape in self.shapes.items()}
 
 
 class _Placeholder(Tensor):

@@ -360,7 +360,7 @@ class Policy:
             model, weights = self.adapters.without(), self.adapters.merged_state(state)
             self.adapters.save(folder / "adapter", state)
         if isinstance(weights, LateTensors):
-            model.save_pretrained(folder, state_dict=_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
+            model.save_pretrained(folder, state_dict=file_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         for pattern in TOKENIZER_FILES:
@@ -372,13 +372,16 @@ class Policy:
         apply_umask(folder)
 
 
-def _placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
+def file_placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
     """Return ``weights`` for ``save_pretrained``, which reads the values of one file at a time. If it has to compute
     weights of the file format from several weights of the model, return all values.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
-    conversions = getattr(model, "_weight_conversions", None) or ()
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # the model was not loaded, and is written with the rules of its class
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
     if not any(isinstance(rule, WeightConverter) for rule in conversions):
         return weights.placeholders()
     log.info("model_written_whole", model=type(model).__name__, reason="its files have other weights than the model")

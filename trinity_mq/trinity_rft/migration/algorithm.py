@@ -9,8 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import AGAINST_SAMPLER, BY_TOKEN
+from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.resolve import canonical_name
 from trinity_mq.config.algorithm.rollout_correction import correction_pieces
-from trinity_mq.config.algorithm.trinity_losses import SIZES
+from trinity_mq.config.algorithm.translate import ADVANTAGES, ENTROPY_LOSSES, KL_KINDS
+from trinity_mq.config.algorithm.trinity_losses import POLICY_LOSSES, SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
     LeftOut,
     SettingsTransfer,
@@ -127,7 +131,7 @@ PARTIAL: Mapping[str, Mapping[str, Any]] = {
     "rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4},
     "clipv": {"mu": 2.0},
 }
-"""Defaults that differ if a configuration has some arguments: those of the class and not those of ``default_args``."""
+"""Defaults that differ if a configuration has some arguments: the defaults of the class instead of ``default_args``."""
 DIFFERENCES = {
     "dpo": "each pair has a logit of its own, where Trinity-RFT has one for a micro-batch",
     "sapo": "the gradient flows through the gate, as in the paper, where Trinity-RFT holds the gate constant",
@@ -143,6 +147,8 @@ DIFFERENCES = {
 """Intended differences of an algorithm from Trinity-RFT."""
 STRATEGIES = {"step_wise_grpo": "multi_step_grpo"}
 """Algorithms by ``add_strategy``, a key of Trinity-RFT 0.3."""
+LEARNING_RATE = 1e-6
+"""Trinity-RFT's default of ``optimizer.lr``."""
 NAMES = (
     "advantage_fn", "advantage_fn_args", "policy_loss_fn", "policy_loss_fn_args", "kl_penalty_fn",
     "kl_penalty_fn_args", "kl_loss_fn", "kl_loss_fn_args", "entropy_loss_fn", "entropy_loss_fn_args", "loss_agg_mode",
@@ -156,6 +162,20 @@ NEEDED_BY = {
     "threshold": ("only", "negative"),
 }
 """Fields of a piece that have an effect only with a value of another field."""
+FUNCTIONS = {
+    "advantage_fn": frozenset(ADVANTAGES),
+    "policy_loss_fn": frozenset(POLICY_LOSSES),
+    "kl_loss_fn": frozenset({"none", *KL_KINDS}),
+    "entropy_loss_fn": frozenset(ENTROPY_LOSSES),
+}
+"""Names of Trinity-RFT's functions by their key. Any other name is a plug-in."""
+PIECES_OF = {
+    "advantage_fn": ("estimator",),
+    "policy_loss_fn": tuple(name for name in LossConfig.model_fields if name != "kl"),
+    "kl_loss_fn": ("kl",),
+    "entropy_loss_fn": ("entropy_coef",),
+}
+"""Pieces that belong to a function, by its key."""
 VERL_CORRECTION = "trainer.trainer_config.algorithm.rollout_correction"
 
 
@@ -174,8 +194,11 @@ def losses(move: SettingsTransfer) -> None:
     _kl(move, kind, algorithm)
     _correction(move)
     _repeat_times(move, algorithm)
+    _samples(move, algorithm)
     kept = {name: value for name in NAMES if (value := move.take(SECTION + name)) is not None}
-    entropy = resolve_environment(kept.pop("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
+    entropy = resolve_environment(kept.get("entropy_loss_fn", algorithm.entropy_loss_fn if algorithm else None))
+    if entropy in ENTROPY_LOSSES:
+        kept.pop("entropy_loss_fn", None)
     if entropy == "none" and kept.pop("entropy_loss_fn_args", None) is not None:
         move.put(SECTION + "entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
     for name, value in kept.items():
@@ -185,7 +208,7 @@ def losses(move: SettingsTransfer) -> None:
 
 
 def _leave_out_sizes(move: SettingsTransfer) -> None:
-    """Leave out what has no effect on a loss here."""
+    """Leave out arguments without an effect on a loss here."""
     for name in SIZES:
         move.leave_out(
             f"{SECTION}policy_loss_fn_args.{name}",
@@ -195,13 +218,16 @@ def _leave_out_sizes(move: SettingsTransfer) -> None:
     for section in ("kl_loss_fn_args", "entropy_loss_fn_args"):
         for name in SIZES:
             move.leave_out(f"{SECTION}{section}.{name}", "a step has the counts of all its tokens", matters=False)
-    for name in ("policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
+    copies = SECTION + "advantage_fn_args.duplicate_experiences"
+    reason = "a step has fewer groups instead of copies of groups; the loss is a mean, so that copies add only noise"
+    move.leave_out(copies, reason, matters=bool(move.resolved(copies)))
+    for name in ("advantage_fn_args", "policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
         if move.peek(SECTION + name) == {}:
             move.take(SECTION + name)
 
 
 def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -> None:
-    """Move the KL terms that are another one here, or none."""
+    """Replace the KL terms that are different here or have no counterpart."""
     name, coef = move.resolved(SECTION + "kl_loss_fn"), number(move.peek(SECTION + "kl_loss_fn_args.kl_coef"))
     if kind == "dpo" or name == "k1":
         if coef != 0 and name != "none":
@@ -276,16 +302,32 @@ def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) ->
         move.put(SECTION + "repeat_times", max(2, algorithm.repeat_times) if compares else 1, comment)
 
 
+def _samples(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) -> None:
+    """Write the share of expert answers if it is missing, and leave out the name of their only source."""
+    there = SECTION + "sample_strategy_args."
+    reason = "expert answers have one source, `buffer.trainer_input.auxiliary_buffers`"
+    move.leave_out(there + "sft_dataset_name", reason, matters=False)
+    mixes = algorithm is not None and algorithm.policy_loss_fn in {"mix", "mix_chord"}
+    strategy = move.resolved(SECTION + "sample_strategy", "mix" if mixes else "default")
+    if strategy == "mix" and move.peek(there + "expert_data_ratio") is None:
+        move.put("buffer.trainer_input.expert_data_ratio", 0.5, "Trinity-RFT's default; here it is 0.2")
+
+
 def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, kept: Mapping[str, Any]) -> None:
     """Write Trinity-RFT's defaults as pieces, where the pieces here differ."""
     written = {name: value for name, value in _resolved(move.settings["algorithm"]).items() if name != "optimizer"}
     written |= {"algorithm_type": kind, "repeat_times": 16}
+    foreign = {name for name, names in FUNCTIONS.items() if name in written and not _is_known(written[name], names)}
+    written = {name: value for name, value in written.items() if name.removesuffix("_args") not in foreign}
     try:
         here = AlgorithmConfig.model_validate(written)
-        there = AlgorithmConfig.model_validate(written | trinity_defaults(algorithm, _resolved(kept)))
+        there = AlgorithmConfig.model_validate(written | trinity_defaults(algorithm, written))
     except ValidationError:
         return  # the user reads the error when the result is checked
+    foreign_pieces = {piece for name in foreign for piece in PIECES_OF[name]}
     for place, value, old in differences(here, there):
+        if place.partition(".")[0] in foreign_pieces:
+            continue
         move.put(SECTION + place, value, f"Trinity-RFT's default; here it is {_words(old)}")
     _comment_differences(move, there, kept)
     weighs = any(rule.kind in AGAINST_SAMPLER for rule in there.correction)
@@ -300,6 +342,10 @@ def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, ke
         move.settings["algorithm"].pop("kl_penalty_fn_args", None)
         reason = f"the rewards of tokens have no part in {kind}; take kl_loss_fn: k2"
         move.lost(LeftOut(SECTION + "kl_penalty_fn", penalty, reason, matters=True))
+
+
+def _is_known(name: Any, names: frozenset[str]) -> bool:
+    return isinstance(name, str) and name in names
 
 
 def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: Mapping[str, Any]) -> None:
@@ -327,26 +373,26 @@ def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: M
         )  # fmt: skip
 
 
-def trinity_defaults(algorithm: TrinityAlgorithm, given: Mapping[str, Any]) -> dict[str, Any]:
+def trinity_defaults(algorithm: TrinityAlgorithm, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the algorithm section of Trinity-RFT with its defaults filled in, without the keys that stay as they are.
 
     Args:
         algorithm: The ``algorithm_type``.
-        given: The keys of :data:`NAMES` that the configuration has, environment variables filled in.
+        section: The keys of :data:`NAMES` that the configuration has, environment variables filled in.
     """
-    advantage = given.get("advantage_fn", algorithm.advantage_fn)
-    loss = given.get("policy_loss_fn", algorithm.policy_loss_fn)
+    advantage = section.get("advantage_fn", algorithm.advantage_fn)
+    loss = section.get("policy_loss_fn", algorithm.policy_loss_fn)
     result: dict[str, Any] = {"policy_loss_fn": loss}
     if algorithm.advantage_fn:
         result |= {"advantage_fn": advantage}
-        result["advantage_fn_args"] = _arguments(advantage, ADVANTAGE_DEFAULTS, given.get("advantage_fn_args"))
-    result["policy_loss_fn_args"] = _arguments(loss, POLICY_LOSS_DEFAULTS, given.get("policy_loss_fn_args"))
-    kl = given.get("kl_loss_fn", algorithm.kl_loss_fn)
-    return result | {"kl_loss_fn": kl, "kl_loss_fn_args": {"kl_coef": 0.001, **(given.get("kl_loss_fn_args") or {})}}
+        result["advantage_fn_args"] = _arguments(advantage, ADVANTAGE_DEFAULTS, section.get("advantage_fn_args"))
+    result["policy_loss_fn_args"] = _arguments(loss, POLICY_LOSS_DEFAULTS, section.get("policy_loss_fn_args"))
+    kl = section.get("kl_loss_fn", algorithm.kl_loss_fn)
+    return result | {"kl_loss_fn": kl, "kl_loss_fn_args": {"kl_coef": 0.001, **(section.get("kl_loss_fn_args") or {})}}
 
 
-def _arguments(name: str, defaults: Mapping[str, Mapping[str, Any]], given: Any) -> dict[str, Any]:
-    values = {key: value for key, value in (given or {}).items() if value is not None}
+def _arguments(name: str, defaults: Mapping[str, Mapping[str, Any]], section: Any) -> dict[str, Any]:
+    values = {key: value for key, value in (section or {}).items() if value is not None}
     return {**defaults.get(name, {}), **(PARTIAL.get(name, {}) if values else {}), **values}
 
 
@@ -401,6 +447,12 @@ def _is_fresh(move: SettingsTransfer) -> bool:
 def optimizer(move: SettingsTransfer) -> None:
     """Move the optimizer and the schedule of its learning rate."""
     section = "algorithm.optimizer."
+    preset = PRESETS.get(canonical_name(resolve_environment(move.settings["algorithm"]["algorithm_type"])))
+    rates = (section + "lr", "trainer.trainer_config.actor_rollout_ref.actor.optim.lr")
+    if preset is not None and preset.lr != LEARNING_RATE and all(move.peek(key) is None for key in rates):
+        move.put(section + "lr", LEARNING_RATE, f"Trinity-RFT's default; here it is {preset.lr:g}")
+    if move.peek("trainer.grad_clip") is not None:
+        move.leave_out(section + "clip_grad", "trainer.grad_clip decides", matters=False)
     style, scheduler = move.take(section + "warmup_style"), move.take(section + "lr_scheduler_type")
     if style is not None:
         move.put(section + "lr_scheduler_type", style, "was algorithm.optimizer.warmup_style")

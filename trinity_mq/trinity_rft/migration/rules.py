@@ -160,7 +160,7 @@ def thinking(move: SettingsTransfer) -> None:
 
 
 def template(move: SettingsTransfer) -> None:
-    """Move the chat template: that of the engine, else that of the model, else the file of the model."""
+    """Move the chat template of the engine, else the text or the file of the model."""
     for old, new in (
         (ENGINE + "chat_template", CHAT_TEMPLATE),
         (CHAT_TEMPLATE, CHAT_TEMPLATE),

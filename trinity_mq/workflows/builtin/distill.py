@@ -7,7 +7,7 @@ refer to the same token. Both models must therefore have the same vocabulary, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
@@ -62,13 +62,15 @@ async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher:
     await _add_logprobs(experiences, teacher, asynchronous=True)
 
 
-async def _add_logprobs(experiences: Sequence[Experience], teacher: ModelWrapper, asynchronous: bool) -> None:
+async def _add_logprobs(
+    experiences: Sequence[Experience], teacher: ModelWrapper, asynchronous: bool, temperature: float | None = None
+) -> None:
     async def add_to(experience: Experience) -> None:
         scored: Tensor | None = None
         if experience.truncate_status != PROMPT_TRUNCATED:
             with auxiliary_errors(teacher, TEACHER):
-                tokens, temperature = experience.tokens.tolist(), experience.temperature
-                scored = await call(asynchronous, teacher, "logprobs", tokens, temperature=temperature)
+                at = experience.temperature if temperature is None else temperature
+                scored = await call(asynchronous, teacher, "logprobs", experience.tokens.tolist(), temperature=at)
         _store_logprobs(experience, scored)
 
     await gather(asynchronous, map(add_to, experiences))
@@ -118,26 +120,31 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     The reward is the rule reward of the task, if it has one, minus ``kl_reward`` times the estimated divergence.
     """
 
-    arguments_kind = DistillationArguments
+    arguments_kind: ClassVar[type[DistillationArguments]] = DistillationArguments
     _arguments: DistillationArguments
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self._arguments = arguments_of(task, DistillationArguments)
+        self._arguments = arguments_of(task, self.arguments_kind)
         place = auxiliary_index(self, self._arguments.teacher, TEACHER)
         self._teacher = self.auxiliary_model_wrappers[place]
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        if self._arguments.check_vocabulary:
-            await self._check_vocabulary()
-        responses = await self._asked_responses()
+        responses = await self._scored_responses()
         await run_in_thread_if_async(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
-        await _add_logprobs(responses, self._teacher, self.is_async)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
             far = trained * kl_estimate(response)
             response.reward = (response.reward or 0.0) - self._arguments.kl_reward * far
+        return responses
+
+    async def _scored_responses(self, temperature: float | None = None) -> list[Experience]:
+        """Return one response for each run, with the teacher's logprobs at ``temperature``; None: at the response's."""
+        if self._arguments.check_vocabulary:
+            await self._check_vocabulary()
+        responses = await self._asked_responses()
+        await _add_logprobs(responses, self._teacher, self.is_async, temperature)
         return responses
 
     def _set_rule_rewards(self, responses: list[Experience]) -> None:

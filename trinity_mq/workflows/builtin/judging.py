@@ -159,7 +159,7 @@ class Judge:
                     temperature=arguments.judge_temperature,
                     max_tokens=arguments.judge_max_tokens,
                 )
-                answer = _completion_text(await completion if self._workflow.is_async else completion)
+                answer = completion_text(await completion if self._workflow.is_async else completion)
             try:
                 return JudgeScores(read_scores(answer, count))
             except BadVerdictError as error:
@@ -177,7 +177,7 @@ class Judge:
         )
 
 
-def _completion_text(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """Return the text of a completion, or "" for a field that the server left out."""
     choices = getattr(completion, "choices", None)
     first = choices[0] if isinstance(choices, list) and choices else None

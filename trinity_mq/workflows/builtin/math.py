@@ -2,7 +2,7 @@ r"""Math problems: with a number as the answer, with an answer in ``\boxed{}``, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -51,7 +51,7 @@ class MathRmWorkflow(MathWorkflow):
     def reset(self, task: Task) -> None:
         if not task.reward_fn:
             raise TaskError(
-                "math_rm_workflow needs buffer.taskset.reward_fn: the dotted path of a function or class that is "
+                f"{type(self).__name__} needs buffer.taskset.reward_fn: the dotted path of a function or class that is "
                 "called as reward(experience, messages, ground_truth=truth) and returns the reward's parts by name"
             )
         super().reset(task)
@@ -88,15 +88,18 @@ class MathBoxedWorkflow(SimpleWorkflow):
     """
 
     _default_reward_fn = "math_boxed"
-    arguments_kind = BoxedArguments
+    arguments_kind: ClassVar[type[BoxedArguments]] = BoxedArguments
     _arguments: BoxedArguments
 
     def reset(self, task: Task) -> None:
-        self._arguments = arguments_of(task, BoxedArguments)
+        self._arguments = arguments_of(task, self.arguments_kind)
         super().reset(task)
         if task.reward_fn is None:
-            form = self._arguments.model_dump(include={"with_think", "format_score_coef"})
-            self.reward_fn = create_reward(self._default_reward_fn, {**form, **task.reward_fn_args})
+            self.reward_fn = create_reward(self._default_reward_fn, {**self._form(), **task.reward_fn_args})
+
+    def _form(self) -> dict[str, Any]:
+        """Return the arguments of the default reward."""
+        return self._arguments.model_dump(include={"with_think", "format_score_coef"})
 
     @Replaceable
     def system_prompt(self) -> str:
@@ -151,8 +154,8 @@ class MathEvalWorkflow(SimpleWorkflow):
         """
         if not task.is_eval:
             raise TaskError(
-                f"{type(self).__name__} only measures; name it in buffer.eval_tasksets and train with math_workflow or "
-                "math_boxed_workflow"
+                f"{type(self).__name__} only measures; name it in buffer.eval_tasksets and train with "
+                "math_answer_workflow or boxed_answer_workflow"
             )
         self.task = task
         self.reward_fn = create_reward(self._default_reward_fn, {})

@@ -26,7 +26,7 @@ from trinity_mq.rewards import (
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.telemetry.aggregate import MAJORITY
-from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.arguments import Arguments, accept_more
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.sync_async import DualWorkflow, call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task, TaskError, Workflow
@@ -113,6 +113,14 @@ class SimpleWorkflow(DualWorkflow):
     _has_greedy_baseline: bool = False
     """Whether the first run of the task is greedy; see :func:`has_greedy_baseline`."""
     _sampling_overrides: Mapping[str, Any] = MappingProxyType({})
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Let a class outside of this package read further ``workflow_args`` than its base class."""
+        super().__init_subclass__(**keywords)
+        kind = cls.arguments_kind
+        is_foreign = not cls.__module__.startswith("trinity_mq.")
+        if is_foreign and "arguments_kind" not in vars(cls) and kind is not None and issubclass(kind, Arguments):
+            cls.arguments_kind = accept_more(kind)
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None

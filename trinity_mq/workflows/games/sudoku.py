@@ -118,7 +118,7 @@ def make_sudoku(box: int, blanks: int, seed: int) -> Sudoku:
         raise SudokuError(f"box is {box}, blanks is {blanks}; wanted {valid_values}")
     draw = random.Random(f"sudoku/{box}/{blanks}/{seed}")
     for _ in range(MAX_GRIDS):
-        solution = _full_grid(box, draw)
+        solution = full_grid(box, draw)
         givens = _dig(solution, box, blanks, draw)
         if givens is not None:
             return Sudoku(box, givens, solution, givens)
@@ -166,7 +166,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
     return solved_boards
 
 
-def _full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
+def full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
     """Return a solved grid: the cyclic grid with shuffled digits, and with rows and columns shuffled within and across
     bands.
     """

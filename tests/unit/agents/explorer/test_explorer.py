@@ -357,9 +357,14 @@ def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(
         await until(lambda: bool(sim.published(RunEnd)))
         await killed(task)
 
-    fatal = failure(sim.run(trainer=trainer), FatalError, limit=10_000)
-    assert "explorer.stall_timeout" in str(fatal)
-    assert waits_for in str(fatal)
+    async def explorer() -> None:
+        with pytest.raises(FatalError, match=r"explorer\.stall_timeout") as caught:  # one error, no group
+            await sim.make_explorer().explore()
+        assert waits_for in str(caught.value)
+        assert caught.value.__context__ is None
+        raise Over
+
+    failure(sim.run(trainer=trainer, explorer=explorer), Over, limit=10_000)
     assert sim.state().incarnations == 1
 
 

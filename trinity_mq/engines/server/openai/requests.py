@@ -161,7 +161,7 @@ class ChatBody(SamplingBody):
     """The answer continues the text of the last message, an assistant's, as in vLLM. That text is a part of the prompt.
     """
     add_generation_prompt: bool | None = None
-    """As in vLLM: false with ``continue_final_message``, otherwise true."""
+    """Must be false with ``continue_final_message``, otherwise true, as in vLLM."""
 
     def split_continued(self, messages: list[Message]) -> tuple[list[Message], str]:
         """Return the messages before the answer, and the text with which the answer begins.

@@ -1,0 +1,418 @@
+"""Converts checkpoints of Trinity-RFT (veRL on FSDP) to Hugging Face folders with the weights of the policy.
+
+A run of Trinity-RFT writes ``global_step_N/actor`` below its checkpoint folder. The weights are in ``huggingface/`` (if
+it was asked to export them), in ``model.safetensors`` (written for weight syncs), or in one file per rank, a pickle of
+DTensors. Such files are read by torch's restricted unpickler, which executes no code. The classes that describe the
+shards are replaced by stand-ins, so that files of other releases of torch are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+)
+
+from trinity_mq.config import ModelConfig
+from trinity_mq.errors import CommandError
+from trinity_mq.models import ModelError
+from trinity_mq.models.model_folder import CONFIG_FILE, model_without_weights, no_progress_bar
+from trinity_mq.runtime.process import apply_umask
+from trinity_mq.training.checkpoints.state import LateTensors
+from trinity_mq.training.model.policy import EXPORT_BYTES, file_placeholders
+
+STEP, ACTOR, HUGGINGFACE, ADAPTER = "global_step_", "actor", "huggingface", "lora_adapter"
+LATEST = "latest_checkpointed_iteration.txt"
+"""File in the checkpoint folder with the number of the latest complete checkpoint."""
+WEIGHTS = "model.safetensors"
+DESCRIPTIONS = {".json", ".jinja", ".txt", ".model"}
+"""Suffixes of the files of configuration and tokenizer."""
+_RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+_LORA = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+_PREFIX = "base_model.model."
+MAX_RANKS = 4096
+
+
+class StoredDTensor(Tensor):
+    """Stand-in for a DTensor: its shape, the local shard and how it was placed."""
+
+    _local_tensor: Tensor
+    _spec: Any
+
+    @property
+    def part(self) -> Tensor:
+        """The shard of the rank."""
+        return self._local_tensor
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        """The placement on each dimension of the mesh of ranks."""
+        return tuple(getattr(self._spec, "placements", ()))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to compute."""
+        raise NotImplementedError(f"{func} of a stored shard")
+
+
+class Placement:
+    """Stand-in for a placement and for the other descriptions in a file; its attributes are theirs."""
+
+    dim: int
+
+    def __new__(cls, *arguments: Any) -> Placement:
+        """Return an object without attributes, whatever the class that it stands for takes."""
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any) -> None:
+        """Set nothing."""
+
+
+class ShardPlacement(Placement):
+    """Stand-in for ``Shard``: the tensor is divided on ``dim``."""
+
+    def __new__(cls, *arguments: Any) -> Placement:
+        """Return the placement; ``dim`` is an argument or follows as an attribute."""
+        placement = super().__new__(cls)
+        if arguments:
+            placement.dim = int(arguments[0])
+        return placement
+
+
+class ReplicatePlacement(Placement):
+    """Stand-in for ``Replicate``: each rank has the whole tensor."""
+
+
+class Other(Placement):
+    """Stand-in for everything else that describes shards."""
+
+
+_MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
+_STAND_INS: list[tuple[Any, str]] = [
+    *((StoredDTensor, f"torch.distributed.{name}.DTensor") for name in ("tensor", "_tensor.api", "tensor._api")),
+    *((ShardPlacement, f"{module}.Shard") for module in _MODULES),
+    *((ReplicatePlacement, f"{module}.Replicate") for module in _MODULES),
+]
+_DESCRIPTIONS_MODULE = "torch.distributed."
+"""Other names in this package describe shards: :class:`Other` stands for each of them."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion."""
+
+    source: Path
+    """File or folder from which the weights were read."""
+    weights: int
+    """Number of tensors."""
+    parameters: int
+    """Number of values in them."""
+    adapters: int = 0
+    """Number of merged adapters."""
+
+
+def actor_folder(folder: Path) -> Path:
+    """Return the folder of the policy in a checkpoint.
+
+    Args:
+        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, of which the latest
+            checkpoint is taken.
+
+    Raises:
+        CommandError: The folder is none of these.
+    """
+    if _holds_weights(folder):
+        return folder
+    if _holds_weights(folder / ACTOR):
+        return folder / ACTOR
+    steps = {
+        int(path.name.removeprefix(STEP)): path
+        for path in folder.glob(f"{STEP}*")
+        if path.name.removeprefix(STEP).isdecimal() and _holds_weights(path / ACTOR)
+    }
+    try:
+        latest = int((folder / LATEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        latest = max(steps, default=-1)
+    if latest in steps:
+        return steps[latest] / ACTOR
+    if (folder / ACTOR / "dist_ckpt").is_dir() or (folder / "dist_ckpt").is_dir():
+        raise CommandError(
+            f"{folder} is a checkpoint of Megatron, wanted one of FSDP; write its Hugging Face folder with Trinity-RFT "
+            f"(`trinity convert --checkpoint-dir {folder}`), then give model.model_path this folder, actor/huggingface"
+        )
+    raise CommandError(
+        f"{folder} has no weights of Trinity-RFT; wanted the checkpoint folder of a run, a folder {STEP}N or its "
+        f"folder {ACTOR}, with {WEIGHTS}, {HUGGINGFACE}/ or model_world_size_*_rank_*.pt"
+    )
+
+
+def _holds_weights(folder: Path) -> bool:
+    names = (folder, folder / HUGGINGFACE) if folder.is_dir() else ()
+    return bool(_rank_files(folder)) or any((place / WEIGHTS).is_file() or _index(place) for place in names)
+
+
+def _index(folder: Path) -> bool:
+    return (folder / f"{WEIGHTS}.index.json").is_file()
+
+
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """Return the files of the ranks by rank; empty if there are none, or if one is missing.
+
+    Raises:
+        CommandError: Files of two runs with different numbers of ranks are in the folder, or one is missing.
+    """
+    files = {
+        match: path
+        for path in folder.glob("model_world_size_*_rank_*.pt")
+        if (match := _RANK_FILE.fullmatch(path.name))
+    }
+    worlds = {int(match[1]) for match in files}
+    if not files:
+        return {}
+    if len(worlds) > 1 or not 0 < (world := min(worlds)) <= MAX_RANKS:
+        raise CommandError(f"{folder} has files of {sorted(worlds)} ranks, wanted those of one run")
+    ranks = {int(match[2]): path for match, path in files.items()}
+    if lacking := [rank for rank in range(world) if rank not in ranks]:
+        raise CommandError(f"{folder} lacks the files of {len(lacking)} of {world} ranks, first of rank {lacking[0]}")
+    return ranks
+
+
+def convert_checkpoint(folder: Path, out: Path, model: Path | None = None) -> Converted:
+    """Write the weights of a checkpoint, its ``config.json`` and its tokenizer into a Hugging Face folder.
+
+    Adapters (LoRA) are merged into the weights. The tensors keep their dtypes; they are read while they are written.
+
+    Args:
+        folder: See :func:`actor_folder`.
+        out: New folder.
+        model: Hugging Face folder with configuration and tokenizer, if the checkpoint has none.
+
+    Raises:
+        CommandError: The checkpoint cannot be read, does not fit the model, or the folder cannot be written.
+    """
+    if out.exists():
+        raise CommandError(f"--out {str(out)!r} exists and is not overwritten; give a new folder")
+    actor = actor_folder(folder)
+    described = model or actor / HUGGINGFACE
+    if not (described / CONFIG_FILE).is_file():
+        raise CommandError(
+            f"{described} has no {CONFIG_FILE}; give the folder of the model from which the run started: --model FOLDER"
+        )
+    source, stored = _stored_weights(actor)
+    weights, adapters = _without_adapters(stored, actor / ADAPTER)
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        _write(weights, described, part)
+        part.rename(out)
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    parameters = sum(math.prod(shape.shape) for shape in weights.shapes.values())
+    return Converted(source, len(weights), parameters, adapters)
+
+
+def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
+    """Return where the weights are, and the weights. Files of ranks come first: they state adapters by name."""
+    if ranks := _rank_files(actor):
+        return actor, _of_ranks([ranks[rank] for rank in range(len(ranks))])
+    place = actor / HUGGINGFACE if not (actor / WEIGHTS).is_file() else actor
+    return place, _of_safetensors(sorted(place.glob("model*.safetensors")))
+
+
+def _of_safetensors(paths: Sequence[Path]) -> LateTensors:
+    try:
+        files = [safe_open(path, framework="pt") for path in paths]
+        places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
+        shapes = {name: _without_values(file, name) for name, file in places.items()}
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CommandError(f"{paths[0].parent} cannot be read: {error}") from error
+    return LateTensors(shapes, lambda name: places[name].get_tensor(name))
+
+
+def _without_values(file: Any, name: str) -> Tensor:
+    """Return a tensor on the meta device with the shape and dtype of a tensor in a safetensors file."""
+    part = file.get_slice(name)
+    shape = part.get_shape()
+    values: Tensor = part[0:0] if shape else file.get_tensor(name)
+    return torch.empty(shape, dtype=values.dtype, device="meta")
+
+
+@contextmanager
+def _stand_ins(path: Path) -> Iterator[None]:
+    """Let torch's restricted unpickler use the stand-ins for the names in a file, and nothing that the process allowed
+    before.
+
+    Raises:
+        CommandError: The file refers to another name.
+    """
+    before = get_safe_globals()
+    clear_safe_globals()
+    add_safe_globals(_STAND_INS)
+    try:
+        for name in get_unsafe_globals_in_checkpoint(path):
+            if not name.startswith(_DESCRIPTIONS_MODULE):
+                raise CommandError(f"{path} refers to {name[:100]}, which weights do not need; no code was executed")
+            add_safe_globals([(Other, name)])
+        yield
+    finally:
+        clear_safe_globals()
+        add_safe_globals(before)
+
+
+def _of_ranks(paths: Sequence[Path]) -> LateTensors:
+    """Return the whole tensors of a model that each rank has stored its part of."""
+    ranks: list[Mapping[str, Any]] = []
+    for path in paths:
+        try:
+            with _stand_ins(path):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except CommandError:
+            raise
+        except Exception as error:  # hostile bytes: the unpickler raises errors of many classes
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CommandError(f"{path} is damaged or no file of weights ({reason}); no code was executed") from error
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CommandError(f"{path} holds no weights by name")
+        if ranks and state.keys() != ranks[0].keys():
+            raise CommandError(f"{path} has other weights than {paths[0]}")
+        ranks.append(state)
+    parts = {name: _parts(name, [state[name] for state in ranks]) for name in ranks[0]}
+    shapes = {
+        name: torch.empty(ranks[0][name].shape, dtype=tensors[0].dtype, device="meta")
+        for name, (tensors, _) in parts.items()
+    }
+    return LateTensors(shapes, lambda name: torch.cat(parts[name][0], parts[name][1]))
+
+
+def _parts(name: str, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
+    """Return the parts that make a tensor and the dimension on which they are joined.
+
+    With several copies of the model (HSDP), the ranks of the first copy come first.
+    """
+    first = values[0]
+    if not isinstance(first, StoredDTensor):
+        return [first], 0
+    shards = [value.part for value in values if isinstance(value, StoredDTensor)]
+    dims = [placement.dim for placement in first.placements if isinstance(placement, ShardPlacement)]
+    copies = [placement for placement in first.placements if isinstance(placement, ReplicatePlacement)]
+    if len(shards) != len(values) or len(dims) + len(copies) != len(first.placements):
+        raise CommandError(f"{name} is divided in a form that this command does not read")
+    if not dims:
+        return shards[:1], 0
+    if len(dims) > 1:
+        raise CommandError(f"{name} is divided on dimensions {dims} (tensor parallelism), wanted one")
+    dim, parts, length = dims[0], list[Tensor](), 0
+    for part in shards:
+        if length >= first.shape[dim] and parts:
+            break
+        parts.append(part)
+        length += part.shape[dim]
+    if length != first.shape[dim]:
+        raise CommandError(f"{name} has shape {tuple(first.shape)}, and its parts have {length} on dimension {dim}")
+    return parts, dim
+
+
+def _without_adapters(stored: LateTensors, folder: Path) -> tuple[LateTensors, int]:
+    """Return weights with the adapters merged into them, and the number of adapters."""
+    names = {name.removeprefix(_PREFIX).replace(".base_layer.", "."): name for name in stored}
+    adapters: dict[str, dict[str, str]] = {}
+    for name in list(names):
+        if match := _LORA.fullmatch(name):
+            adapters.setdefault(f"{match[1]}.weight", {})[match[2]] = names.pop(name)
+    if not adapters:
+        if (folder / "adapter_config.json").is_file():
+            raise CommandError(
+                f"{folder} has adapters, and the weights next to it have none, so they may be merged or not; convert a "
+                "full checkpoint of the run (trainer.save_interval), which has model_world_size_*_rank_*.pt"
+            )
+        return LateTensors({new: stored.shapes[old] for new, old in names.items()}, lambda name: stored[names[name]]), 0
+    if broken := [name for name, sides in adapters.items() if set(sides) != {"A", "B"} or name not in names]:
+        raise CommandError(f"the adapter of {broken[0]} is not complete")
+    scale = _adapter_scale(folder / "adapter_config.json")
+
+    def read(name: str) -> Tensor:
+        weight = stored[names[name]]
+        if name not in adapters:
+            return weight
+        low, high = (stored[adapters[name][side]].float() for side in "AB")
+        return (weight.float() + scale * (high @ low)).to(weight.dtype)
+
+    return LateTensors({new: stored.shapes[old] for new, old in names.items()}, read), len(adapters)
+
+
+def _adapter_scale(path: Path) -> float:
+    """Return the factor of ``B A`` that ``peft`` uses: alpha over r, or over its root for rsLoRA."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        special = [key for key in ("rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out") if settings.get(key)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CommandError(f"the weights have adapters, and {path} cannot be read: {error}") from error
+    if special or rank < 1:
+        raise CommandError(f"{path} sets {', '.join(special) or f'r to {rank}'}, which this command does not merge")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+
+
+def _write(weights: LateTensors, described: Path, out: Path) -> None:
+    """Write the folder and check that the model takes each weight.
+
+    Raises:
+        CommandError: A weight is missing, has another shape, or is not part of the model.
+    """
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    out.mkdir(parents=True)
+    for path in described.iterdir():
+        if (
+            path.is_file()
+            and path.suffix in {".json", ".jinja", ".txt", ".model"}
+            and not path.name.startswith("model.")
+        ):
+            shutil.copyfile(path, out / path.name)
+    try:
+        with torch.device("meta"):
+            model = model_without_weights(ModelConfig(model_path=str(out)))
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    expected = model.state_dict().keys()
+    with no_progress_bar():
+        if set(weights) <= set(expected):
+            model.save_pretrained(out, state_dict=file_placeholders(model, weights), max_shard_size=EXPORT_BYTES)
+            shutil.copyfile(described / CONFIG_FILE, out / CONFIG_FILE)
+        else:  # names of an earlier release of transformers, which this release translates when it loads them
+            save_torch_state_dict(dict(weights), out, max_shard_size=EXPORT_BYTES)
+        checks = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # its report of several lines is one line below
+        try:
+            _, loaded = AutoModelForCausalLM.from_pretrained(out, **checks)
+        finally:
+            logging.set_verbosity(level)
+    apply_umask(out)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, loaded[kind])):
+            words = kind.removesuffix("_keys")
+            raise CommandError(
+                f"the weights do not fit the model of {described / CONFIG_FILE}: {len(names)} are {words}, first "
+                f"{names[0]}"
+            )

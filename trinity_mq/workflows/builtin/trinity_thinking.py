@@ -1,0 +1,168 @@
+"""A budget for thoughts, under the name of Trinity-RFT.
+
+Trinity-RFT leaves the budget to vLLM. Here any engine works: an answer whose thoughts use up the budget is continued
+behind the text that ends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED, Versions
+from trinity_mq.models.recording.responses import check_asked
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.sync_async import call, gather
+from trinity_mq.workflows.workflow import Task, TaskError
+
+ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
+
+
+class ThinkingBudgetArguments(Arguments):
+    """``workflow_args`` of a budget for thoughts."""
+
+    thinking_token_budget: int = Field(ge=0)
+    """Number of tokens after which the thoughts are ended."""
+    reasoning_end_str: str = Field(default="</think>", min_length=1)
+    """Text that ends the thoughts."""
+
+
+class ThinkingBudgetWorkflow(SimpleWorkflow):
+    """One answer for each run to the record's ``messages``, with at most ``thinking_token_budget`` tokens of thoughts.
+
+    The first tokens that end the thoughts are not trained on, whoever wrote them. The reward is the task's reward, if
+    it has one; else a subclass or an operator gives it.
+    """
+
+    arguments_kind: ClassVar[type[ThinkingBudgetArguments]] = ThinkingBudgetArguments
+
+    def reset(self, task: Task) -> None:
+        """Prepare the workflow for ``task``.
+
+        Raises:
+            TaskError: An argument is missing, or the record has no messages.
+        """
+        super().reset(task)
+        self._arguments = arguments_of(task, self.arguments_kind)
+        messages = task.raw_task.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
+            raise TaskError(f"raw_task['messages'] is {messages!r:.80}, wanted a list of messages")
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        """Return the messages of the record."""
+        messages: list[dict[str, Any]] = self.raw_task["messages"]
+        return messages
+
+    async def _dual_body(self) -> list[Experience]:
+        """Ask for the thoughts, end those that go over the budget, and return one experience for each run."""
+        budget, sampling = self._arguments.thinking_token_budget, self._request_sampling()
+        limit = sampling.get("max_tokens")
+        first = min(max(budget, 1), limit or max(budget, 1))
+        begun: list[Experience] = check_asked(
+            await call(self.is_async, self.model, "chat", self.format_messages(), **{**sampling, "max_tokens": first})
+        )
+        end = await self._end_tokens()
+        continued = [self._continued(answer, end, limit) for answer in begun]
+        responses = await gather(self.is_async, continued)
+        for response in responses:
+            _mask_first(response, end)
+        if self.task.reward_fn is not None:
+            return self._rewarded_responses(responses)
+        return self._numbered_responses(responses)
+
+    async def _continued(self, answer: Experience, end: list[int], limit: int | None) -> Experience:
+        """Return the whole answer that begins with ``answer``."""
+        tokens = answer.tokens.tolist()
+        said = tokens[answer.prompt_length :]
+        budget = self._arguments.thinking_token_budget
+        has_ended = _place(said, end) is not None
+        if budget and answer.truncate_status != RESPONSE_TRUNCATED:
+            return answer
+        said = said[:budget]
+        forced = [] if has_ended and budget else end
+        rest = None if limit is None else limit - len(said) - len(forced)
+        if rest is not None and rest < 1:
+            return answer
+        prefix = [*tokens[: answer.prompt_length], *said, *forced]
+        sampling = {**self._request_sampling(), "n": 1} | ({} if rest is None else {"max_tokens": rest})
+        [tail] = check_asked(await call(self.is_async, self.model, "generate", [prefix], **sampling))
+        return _joined(answer, len(said), forced, tail, self._arguments.reasoning_end_str)
+
+    async def _end_tokens(self) -> list[int]:
+        """Return the tokens of the text that ends thoughts, as the engine's tokenizer has them.
+
+        Raises:
+            TaskError: The text has no tokens.
+        """
+        texts = [self._arguments.reasoning_end_str, "a"]
+        student = self.model.clone_with_isolated_history()
+        answers: list[Experience] = await call(self.is_async, student, "generate", texts, **ONE_TOKEN)
+        end, other = (answer.tokens[: answer.prompt_length].tolist() for answer in answers)
+        begins = len(end) > 1 and len(other) > 1 and end[0] == other[0]  # the token that begins each text
+        end = end[1:] if begins else end
+        if not end:
+            raise TaskError(f"workflow_args.reasoning_end_str is {texts[0]!r}, which has no tokens")
+        return end
+
+
+class AsyncThinkingBudgetWorkflow(ThinkingBudgetWorkflow):
+    """:class:`ThinkingBudgetWorkflow` on the event loop; all answers are continued concurrently."""
+
+    is_async = True
+
+
+def _place(tokens: Sequence[int], part: Sequence[int]) -> int | None:
+    """Return the place of the first occurrence of ``part`` in ``tokens``."""
+    places = (place for place in range(len(tokens) - len(part) + 1) if tokens[place] == part[0])
+    return next((place for place in places if list(tokens[place : place + len(part)]) == list(part)), None)
+
+
+def _mask_first(response: Experience, end: Sequence[int]) -> None:
+    place = _place(response.tokens[response.prompt_length :].tolist(), end)
+    if place is not None and response.action_mask is not None:
+        mask = response.action_mask.clone()
+        mask[place : place + len(end)] = False
+        response.action_mask = mask
+
+
+def _joined(answer: Experience, kept: int, forced: Sequence[int], tail: Experience, end: str) -> Experience:
+    """Return one experience of the first ``kept`` tokens of ``answer``, of ``forced`` tokens and of ``tail``."""
+    count = tail.response_length
+    begun = (answer.response_text or "") if kept else ""
+    masks = [
+        torch.ones(length, dtype=torch.bool) if mask is None else mask
+        for mask, length in ((answer.action_mask, answer.response_length), (tail.action_mask, count))
+    ]
+    logprobs = [
+        torch.zeros(length) if known is None else known
+        for known, length in ((answer.logprobs, answer.response_length), (tail.logprobs, count))
+    ]
+    zeros = torch.zeros(len(forced))
+    return Experience(
+        tokens=tail.tokens,
+        prompt_length=answer.prompt_length,
+        logprobs=torch.cat([logprobs[0][:kept], zeros, logprobs[1]]),
+        action_mask=torch.cat([masks[0][:kept], zeros.bool(), masks[1]]),
+        response_text=begun + (end if forced else "") + (tail.response_text or ""),
+        prompt_text=answer.prompt_text,
+        truncate_status=tail.truncate_status,
+        temperature=answer.temperature,
+        versions=_joined_versions(answer, kept, tail, kept + len(forced)),
+        eid=answer.eid,
+        info=answer.info,
+        metrics={**answer.metrics, **tail.metrics},
+    )
+
+
+def _joined_versions(answer: Experience, kept: int, tail: Experience, start: int) -> Versions | None:
+    """Return the versions of the first ``kept`` tokens of ``answer``, and of ``tail`` from token ``start`` on."""
+    if answer.versions is None or tail.versions is None:
+        return None
+    rows = [row for row in answer.versions if row[0] < kept]
+    rows += [(start + first, generation, step) for first, generation, step in tail.versions]
+    return [(0, *rows[0][1:]), *rows[1:]]

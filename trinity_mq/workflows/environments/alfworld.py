@@ -1,0 +1,271 @@
+"""ALFWorld: household tasks as text, in a process with a Python of its own.
+
+The workflows have the prompts, actions, rewards and step limits of Trinity-RFT's workflows with the same names. The
+games are in no package: ``alfworld-download`` fetches them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers, read_action
+from trinity_mq.workflows.environments.prompts import ALFWORLD, RAFT_ALFWORLD, RAFT_SECOND_ATTEMPT
+
+RAFT_STEPS = 50
+"""Maximum answers of an attempt of the RAFT workflows."""
+RAFT_TOKENS = 4096
+"""Maximum tokens of an answer in an attempt."""
+REPEATED = 3
+"""Number of equal actions, one after the other, that end an attempt."""
+
+
+class AlfWorldArguments(ChildArguments):
+    """Arguments of the workflows of ALFWorld."""
+
+    world = "alfworld"
+    max_env_steps: int = Field(default=30, ge=1, le=1000)
+    """Maximum answers of the model in one run."""
+
+
+def shown(observation: str) -> str:
+    """Return an observation as the model reads it."""
+    hint = "Please check if the action you take is valid or you have carefully followed the action format."
+    return f"Observation: {observation}{hint if 'Nothing happens.' in observation else ''}"
+
+
+class AlfworldWorkflow(ChildWorkflow):
+    """A game of ALFWorld. The record's prompt is the path of the game. The game gives the reward at its end; without an
+    end it is -0.1.
+    """
+
+    arguments_kind = AlfWorldArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        return {"game": game_file(self.task)}
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        observation = environment.first["observation"]
+        conversation = EpisodeConversation(self.model, ALFWORLD)
+        reward, done = -0.1, False
+        for _ in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(shown(observation))
+            if answer is None:
+                break
+            state = await environment.step(read_action(answer))
+            observation, done = state["observation"], state["done"]
+            if done:
+                reward = state["reward"]
+                break
+        return conversation.experiences(
+            reward, {"env_rounds": conversation.last_round, "env_done": int(done)}, self.run_id_base
+        )
+
+
+class StepWiseAlfworldWorkflow(AlfworldWorkflow):
+    """:class:`AlfworldWorkflow` with an experience for each step, all with the reward of the game.
+
+    ``info`` of each has ``env_state_hash``, the SHA-256 digest of what the model saw, and ``step_reward``: the two
+    facts that GiGPO compares steps by.
+    """
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        observation = environment.first["observation"]
+        conversation = EpisodeConversation(self.model, ALFWORLD)
+        reward = -0.1
+        for _ in range(self.arguments.max_env_steps):
+            text = shown(observation)
+            answer = await conversation.ask(text)
+            state = {"reward": 0.0, "done": True} if answer is None else await environment.step(read_action(answer))
+            experience = conversation.answers[-1]
+            experience.info["env_state_hash"] = hashlib.sha256(text.encode()).hexdigest()
+            experience.info["step_reward"] = state["reward"]
+            if answer is None:
+                break
+            observation = state["observation"]
+            if state["done"]:
+                reward = state["reward"]
+                break
+        for step, experience in enumerate(conversation.answers):
+            experience.eid.run, experience.eid.step = self.run_id_base, step
+            experience.reward = reward
+            experience.metrics = {
+                **(experience.metrics or {}),
+                "actual_env_steps": len(conversation.answers),
+                "prompt_too_long": float(conversation.cut),
+            }
+        return conversation.answers
+
+
+class RaftAlfWorldArguments(ChildArguments):
+    """Arguments of the RAFT workflows of ALFWorld."""
+
+    world = "alfworld"
+
+
+@dataclass
+class Attempt:
+    """One attempt at a game."""
+
+    messages: list[dict[str, str]]
+    """The conversation without what only the second attempt sees."""
+    answers: list[Experience]
+    reward: float
+    done: bool
+    complete: bool
+    """Whether each answer has an experience, a thought and an action."""
+
+    @property
+    def steps(self) -> int:
+        """Number of answers."""
+        return len(self.answers)
+
+
+class RAFTAlfworldWorkflow(ChildWorkflow):
+    """A game of ALFWorld whose successful conversations are trained on, for ``algorithm_type: raft``.
+
+    A run without success, or with an answer that lacks a part, gives a masked experience, so that only its metrics
+    count.
+    """
+
+    arguments_kind = RaftAlfWorldArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        return {"game": game_file(self.task)}
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        attempt = await self._attempt(environment)
+        facts = {"success": float(attempt.done and attempt.reward >= 1), **_facts(attempt)}
+        if not self.is_eval and attempt.reward >= 1 and attempt.complete:
+            return [await self._trained(attempt.messages, attempt.reward, facts)]
+        if self.is_eval or attempt.reward >= 1:
+            return [self._masked(attempt, facts)]
+        return await self._after_failure(environment, attempt, facts)
+
+    async def _after_failure(
+        self, environment: ChildEnvironment, attempt: Attempt, facts: Mapping[str, float]
+    ) -> list[Experience]:
+        """Return the experiences of a run whose attempt has failed."""
+        return [self._masked(attempt, facts)]
+
+    async def _attempt(self, environment: ChildEnvironment, feedback: list[dict[str, str]] | None = None) -> Attempt:
+        """Play the game once. Equal actions end it, unless ``feedback`` has the messages before a second attempt."""
+        conversation = EpisodeConversation(self.model, RAFT_ALFWORLD)
+        clean = list(conversation.messages)
+        if feedback is not None:
+            conversation.messages = feedback
+        observation, reward, done = environment.first["observation"], 0.0, False
+        complete, actions = True, list[str]()
+        for _ in range(RAFT_STEPS):
+            answer = await conversation.ask(shown(observation), max_tokens=RAFT_TOKENS)
+            if answer is None:
+                break
+            clean += [conversation.messages[-2], {"role": "assistant", "content": answer.strip()}]
+            parts = read_parts(answer)
+            complete = complete and all(parts)
+            actions.append(parts[2])
+            if feedback is None and len(actions) >= REPEATED and len(set(actions[-REPEATED:])) == 1:
+                reward = 0.0
+                break
+            state = await environment.step(parts[2])
+            observation, reward, done = state["observation"], state["reward"], state["done"]
+            if done:
+                break
+        return Attempt(clean, conversation.answers, reward, done, complete and not conversation.cut)
+
+    async def _trained(self, messages: list[dict[str, str]], reward: float, facts: Mapping[str, float]) -> Experience:
+        """Return a conversation as an experience, trained on the assistant's tokens."""
+        experience = await self.model.convert_messages_to_experience_async(messages)
+        return self._finished(experience, reward, facts)
+
+    def _masked(self, attempt: Attempt, facts: Mapping[str, float]) -> Experience:
+        """Return an experience that is not trained on, with the metrics of the run."""
+        experience = attempt.answers[-1]
+        experience.action_mask = torch.zeros(len(experience.tokens) - experience.prompt_length, dtype=torch.bool)
+        return self._finished(experience, attempt.reward, facts)
+
+    def _finished(self, experience: Experience, reward: float, facts: Mapping[str, float]) -> Experience:
+        experience.eid.run, experience.reward = self.run_id_base, reward
+        experience.info.update(facts)
+        experience.metrics = {**(experience.metrics or {}), **numbers(facts)}
+        return experience
+
+
+class RAFTReflectAlfworldWorkflow(RAFTAlfworldWorkflow):
+    """:class:`RAFTAlfworldWorkflow` with a second attempt after a failed one, which sees the first attempt and its
+    result. It is trained on, without the first attempt, if its reward is higher, or if it needs fewer steps for a full
+    reward.
+    """
+
+    async def _after_failure(
+        self, environment: ChildEnvironment, attempt: Attempt, facts: Mapping[str, float]
+    ) -> list[Experience]:
+        feedback = RAFT_SECOND_ATTEMPT.format(feedback=reward_feedback(attempt))
+        messages = [*attempt.messages, {"role": "system", "content": feedback}]
+        await environment.open(self._first())
+        second = await self._attempt(environment, messages)
+        better = second.reward > attempt.reward
+        faster = second.steps < attempt.steps and second.reward >= 1.0
+        metrics = {
+            **_facts(attempt),
+            "trajectory_length": float(len(second.answers)),
+            "second_reward": second.reward,
+            "second_steps": float(second.steps),
+            "improvement": float(better),
+        }
+        if second.complete and (better or faster):
+            return [await self._trained(second.messages, second.reward, metrics)]
+        return [self._masked(second, {**facts, **metrics})]
+
+
+def read_parts(answer: str) -> tuple[str, str, str]:
+    """Return experience, thought and action of an answer, which must have the three tags in this order. Return empty
+    texts if it does not.
+    """
+    parts, rest = [], answer
+    for tag in ("experience", "think", "action"):
+        _, opened, rest = rest.partition(f"<{tag}>")
+        text, closed, rest = rest.partition(f"</{tag}>")
+        if not opened or not closed:
+            return "", "", ""
+        parts.append(text.strip())
+    return parts[0], parts[1], parts[2]
+
+
+def reward_feedback(attempt: Attempt) -> str:
+    """Return what a second attempt is told about the first one.
+
+    The sentences are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
+    """
+    steps, reward = attempt.steps, attempt.reward
+    if attempt.done and reward >= 1:
+        return (
+            f"In your attempt, you successfully completed the task in {steps} steps with a reward of {reward:.3f}. Try "
+            "to maintain this success while being more efficient."
+        )
+    if attempt.done:
+        return (
+            f"In your attempt, you completed the task in {steps} steps but only achieved a reward of {reward:.3f}. You "
+            "need to improve your performance to achieve full success."
+        )
+    if steps >= RAFT_STEPS:
+        return (
+            f"In your attempt, you reached the maximum step limit of {RAFT_STEPS} steps without completing the task "
+            f"(reward: {reward:.3f}). You need to be more efficient and focused to complete the task within the step "
+            "limit."
+        )
+    return (
+        f"In your attempt, you stopped after {steps} steps with a reward of {reward:.3f} without completing the task. "
+        "You need to improve your strategy and persistence to achieve success."
+    )
+
+
+def _facts(attempt: Attempt) -> dict[str, float]:
+    return {"reward": attempt.reward, "steps": float(attempt.steps)}

@@ -1,0 +1,217 @@
+"""Text environments in a process with a Python of its own, so that their packages need not fit ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import weakref
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import structlog
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.environments.environment import EnvironmentFailedError
+from trinity_mq.workflows.errors import RunFailedError
+from trinity_mq.workflows.sessions.children import PersistentProgram, kept, make_program, missing_program
+from trinity_mq.workflows.workflow import Task, TaskError, Workflow
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
+
+log = structlog.get_logger(__name__)
+
+CHILD = Path(__file__).with_name("text_child.py")
+CLOSE_SECONDS = 10.0
+"""Seconds that an environment has to close before the run ends without it. It is closed later then."""
+CHECK_SECONDS = 30.0
+"""Time limit of the check for missing packages."""
+
+_KEYS = itertools.count()
+_SLOTS: weakref.WeakKeyDictionary[PersistentProgram, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+class ChildArguments(Arguments):
+    """Arguments of all environments in a process of their own. A record cannot set them."""
+
+    python: str = ""
+    """Path of the Python that has the environment's packages, such as ``envs/scienceworld/bin/python``. Empty: the
+    runner's."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the process, which override the runner's variables."""
+    at_once: int = Field(default=8, ge=1)
+    """Maximum environments at a time in each runner. Waiting counts towards ``explorer.max_timeout``."""
+    step_seconds: float = Field(default=300.0, gt=0)
+    """Time limit of one action, and of making an environment. After it the process is killed."""
+
+    world: ClassVar[str] = ""
+    """Name of the kind of environment in ``text_child.py``."""
+
+    def command(self) -> list[str]:
+        """Return the command of the process."""
+        python = str(Path(self.python).expanduser().absolute()) if self.python else sys.executable
+        return [python, str(CHILD), self.world]
+
+    def missing(self) -> list[str]:
+        command = self.command()
+        if reason := missing_program(command[0]):
+            return [reason]
+        try:
+            checked = subprocess.run(
+                [*command, "--check"],
+                env={**os.environ, **self.env},
+                capture_output=True,
+                timeout=CHECK_SECONDS,
+                check=True,
+                text=True,
+            )
+            return [str(reason) for reason in json.loads(checked.stdout)]
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            return [f"{' '.join(command)} --check failed: {error}"]
+
+
+class ChildEnvironment:
+    """The environment of one run, as :func:`child_environment` yields it."""
+
+    def __init__(self, arguments: ChildArguments) -> None:
+        self._arguments = arguments
+        self._command = make_program(arguments.command(), arguments.env, None)
+        self._key = str(next(_KEYS))
+        self.first: Mapping[str, Any] = {}
+        """The first state: ``observation``, and facts about the episode."""
+
+    def program(self) -> PersistentProgram:
+        """Return the process, which all environments of a kind share on an event loop."""
+        return kept(self._command)
+
+    async def open(self, args: Mapping[str, Any]) -> None:
+        """Make the environment. An earlier environment of this run is closed first.
+
+        Raises:
+            TaskError: ``args`` describe no environment.
+            EnvironmentFailedError: The environment could not be made.
+            SandboxFailed: The process could not be started, because a package is missing.
+        """
+        if self.first:
+            await self.close()
+        self.first = await self.ask({"do": "open", "args": dict(args)})
+
+    async def step(self, action: str) -> dict[str, Any]:
+        """Execute an action; return the state after it: ``observation``, ``reward``, ``done``, and further facts.
+
+        Raises:
+            EnvironmentFailedError: The environment raised an error, or did not answer within ``step_seconds``.
+        """
+        return await self.ask({"do": "step", "action": action})
+
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer of the process to a request; raises the errors of :meth:`step` and :meth:`open`."""
+        program, world = self.program(), self._arguments.world
+        try:
+            async with asyncio.timeout(self._arguments.step_seconds):
+                answer = await program.ask({**request, "key": self._key})
+        except TimeoutError as error:
+            await program.close()
+            raise EnvironmentFailedError(
+                f"{world} has not answered {request['do']!r} within workflow_args.step_seconds "
+                f"({self._arguments.step_seconds:g} s); its process was ended"
+            ) from error
+        if answer.get("kind") == "task":
+            raise TaskError(f"{world}: {answer['error']}")
+        if "error" in answer:
+            raise EnvironmentFailedError(f"{world} failed in {request['do']}: {answer['error']}")
+        return answer
+
+    async def close(self) -> None:
+        """Close the environment. An error is only logged, because the episode has already been played."""
+        program = self.program()
+        if not program.runs:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                answer = await program.ask({"do": "close", "key": self._key})
+        except TimeoutError:
+            log.warning("environment_not_closed", env=self._arguments.world, seconds=CLOSE_SECONDS)
+        except RunFailedError as error:
+            log.warning("environment_not_closed", env=self._arguments.world, error=str(error))
+        else:
+            if "error" in answer:
+                log.warning("environment_not_closed", env=self._arguments.world, error=answer["error"])
+
+
+@contextlib.asynccontextmanager
+async def child_environment(arguments: ChildArguments, args: Mapping[str, Any]) -> AsyncIterator[ChildEnvironment]:
+    """Yield a new environment, and close it at the end.
+
+    Args:
+        arguments: The kind of environment, and its process.
+        args: What the kind needs to make an environment.
+
+    Raises:
+        RunFailedError, TaskError: As :meth:`ChildEnvironment.open`.
+    """
+    environment = ChildEnvironment(arguments)
+    slots = _SLOTS.setdefault(environment.program(), asyncio.Semaphore(arguments.at_once))
+    async with slots:
+        try:
+            await environment.open(args)
+            yield environment
+        finally:
+            await environment.close()
+
+
+class ChildWorkflow(Workflow):
+    """One episode in an environment of a process of its own."""
+
+    is_async = True
+    arguments_kind: ClassVar[type[ChildArguments]]
+    _record_keys: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.arguments: Any = arguments_of(task, self.arguments_kind, record_keys=self._record_keys)
+
+    async def run_async(self) -> list[Experience]:
+        """Play one episode.
+
+        Raises:
+            TaskError: The record describes no episode.
+            EnvironmentFailedError: The environment failed.
+            SandboxFailed: The environment's process failed.
+        """
+        async with child_environment(self.arguments, self._first()) as environment:
+            return await self._play(environment)
+
+    @abstractmethod
+    def _first(self) -> Mapping[str, Any]:
+        """Return what the process needs to make the environment."""
+
+    @abstractmethod
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        """Play the episode; return its experiences."""
+
+
+def game_file(task: Task) -> str:
+    """Return the path of a game.
+
+    Raises:
+        TaskError: The record names none.
+    """
+    path = task.task_desc or task.raw_task.get("game_file")
+    if not isinstance(path, str) or not path:
+        raise TaskError(
+            f"the record's {task.format_args.prompt_key!r} is {path!r:.80}, wanted the path of a game file; name its "
+            "key with format.prompt_key"
+        )
+    return path

@@ -1,0 +1,379 @@
+"""Text environments of other projects, run for :mod:`trinity_mq.workflows.environments.text` in a Python of their own.
+
+This module imports nothing from trinity_mq, because that Python may not have it, and it runs on Python 3.8 and later.
+A line of JSON on the standard input is a request: ``open`` makes an environment under a key, ``step`` executes an
+action in it, ``close`` ends it. A line on the standard output answers it. Prints of the environments go to the standard
+error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules in this folder must not shadow its imports
+    del sys.path[0]
+
+import argparse
+import asyncio
+import concurrent.futures
+import importlib.util
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    State = dict[str, Any]  # ``observation``, and after a step ``reward`` and ``done``; other keys are facts
+
+NO_JAVA = (
+    "there is no program 'java', in which ScienceWorld runs; install Debian's default-jre-headless, or a JRE of 8+"
+)
+
+
+class WrongRecordError(Exception):
+    """The record is wrong. A new attempt fails too."""
+
+
+class Opened:
+    """An environment and its first state."""
+
+    def __init__(self, env: Any, first: State) -> None:
+        self.env, self.first = env, first
+
+
+class TextEnvironment:
+    """One kind of environment. Its methods block."""
+
+    packages: tuple[str, ...] = ()
+    """Modules that must be importable, with the command that installs them after a colon."""
+    parallel = False
+    """Whether environments may be used by several threads at a time, each by one."""
+
+    def missing(self) -> list[str]:
+        """Return a sentence for each thing that this Python lacks."""
+        pairs = [entry.partition(":")[::2] for entry in self.packages]
+        return [
+            f"module {module} is not installed in {sys.executable}: {command}"
+            for module, command in pairs
+            if importlib.util.find_spec(module) is None
+        ]
+
+    def open(self, args: dict[str, Any]) -> Opened:
+        """Return a new environment.
+
+        Raises:
+            WrongRecordError: The record describes no environment.
+        """
+        raise NotImplementedError
+
+    def step(self, env: Any, action: str) -> State:
+        """Execute an action."""
+        raise NotImplementedError
+
+    def close(self, env: Any) -> None:
+        """End an environment."""
+
+
+class ScienceWorld(TextEnvironment):
+    """ScienceWorld. A Java process per environment is kept and loads the next task."""
+
+    packages = ("scienceworld:pip install scienceworld",)
+    parallel = True
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
+        self._broken: list[Any] = []
+
+    def missing(self) -> list[str]:
+        return super().missing() + ([] if shutil.which("java") else [NO_JAVA])
+
+    def open(self, args: dict[str, Any]) -> Opened:
+        from scienceworld import ScienceWorldEnv
+
+        env = self._idle.pop() if self._idle else ScienceWorldEnv("", None)
+        env.envStepLimit = args["step_limit"]
+        name, variation = args["task_name"], args["variation"]
+        try:
+            env.load(name, variation, args["simplification"], generateGoldPath=True)
+            count = int(env.get_max_variations(name))
+            if not 0 <= variation < count:
+                raise ValueError(f"variation {variation} of task {name!r} does not exist; it has {count}")
+            observation, _ = env.reset()
+            golden = len(env.get_gold_action_sequence())
+        except ValueError as error:
+            self._idle.append(env)
+            raise WrongRecordError(f"ScienceWorld cannot load this task: {error}") from error
+        except Exception:
+            env.close()
+            raise
+        facts = {"task": str(env.get_task_description()), "golden_rounds": golden}
+        return Opened(env, {"observation": str(observation), **facts})
+
+    def step(self, env: Any, action: str) -> State:
+        try:
+            observation, reward, done, _ = env.step(action)
+        except Exception:
+            self._broken.append(env)
+            raise
+        return {"observation": str(observation), "reward": float(reward), "done": bool(done)}
+
+    def close(self, env: Any) -> None:
+        if env in self._broken:
+            self._broken.remove(env)
+            env.close()
+        else:
+            self._idle.append(env)
+
+
+class TextWorld(TextEnvironment):
+    """Games of TextWorld, in the formats that it reads."""
+
+    packages: tuple[str, ...] = ("textworld:pip install textworld",)
+
+    def wrappers(self) -> list[Any]:
+        """Return the wrappers of a game."""
+        return []
+
+    def open(self, args: dict[str, Any]) -> Opened:
+        import textworld
+        import textworld.gym
+
+        game = args["game"]
+        if not os.path.isfile(game):
+            raise WrongRecordError(
+                f"there is no game file {game!r:.300} on this machine; put it there, or correct the record"
+            )
+        infos = textworld.EnvInfos(description=True, inventory=True, admissible_commands=True, max_score=True)
+        name = textworld.gym.register_game(game, infos, wrappers=self.wrappers())
+        env = textworld.gym.make(name)
+        observation, facts = env.reset()
+        most = facts.get("max_score")
+        return Opened(env, {"observation": str(observation), "max_score": None if most is None else float(most)})
+
+    def step(self, env: Any, action: str) -> State:
+        observation, score, done, _ = env.step(action)
+        return {"observation": str(observation), "reward": float(score), "done": bool(done)}
+
+    def close(self, env: Any) -> None:
+        env.close()
+
+
+class AlfWorld(TextWorld):
+    """Games of ALFWorld: TextWorld's games with names of things that people use."""
+
+    packages = (*TextWorld.packages, "alfworld:pip install alfworld")
+
+    def wrappers(self) -> list[Any]:
+        from alfworld.agents.environment.alfred_tw_env import AlfredDemangler, AlfredExpert, AlfredExpertType
+
+        return [AlfredDemangler(), AlfredExpert(expert_type=AlfredExpertType.HANDCODED)]
+
+
+class WebShop(TextEnvironment):
+    """WebShop. Its products and its search engine are loaded once for all environments."""
+
+    packages = (
+        "gym:pip install gym==0.24.0",
+        "web_agent_site:clone github.com/princeton-nlp/WebShop, run its setup.sh, which fetches the products that are "
+        "in no package, and set workflow_args.env.PYTHONPATH to that folder",
+    )
+
+    def __init__(self) -> None:
+        self._server: Any = None
+        self._made = 0
+
+    def open(self, args: dict[str, Any]) -> Opened:
+        from web_agent_site.envs import WebAgentTextEnv
+
+        self._made += 1
+        env = WebAgentTextEnv(
+            observation_mode="text_rich",
+            server=self._server,
+            session_prefix=f"run{self._made}x",  # runs of one task share the server, not the session
+            num_products=args["num_products"],
+            human_goals=True,
+        )
+        self._server = env.server
+        goals = len(self._server.goals)
+        if not 0 <= args["session"] < goals:
+            raise WrongRecordError(f"session {args['session']} does not exist: this WebShop has {goals} goals")
+        env.reset(session=args["session"])
+        return Opened(env, {"observation": str(env.observation), **self._actions(env)})
+
+    def step(self, env: Any, action: str) -> State:
+        observation, reward, done, _ = env.step(action)
+        state = {"observation": str(observation), "reward": float(reward), "done": bool(done)}
+        return state if done else {**state, **self._actions(env)}
+
+    def close(self, env: Any) -> None:
+        self._server.user_sessions.pop(env.session, None)
+        env.close()
+
+    def _actions(self, env: Any) -> dict[str, Any]:
+        actions = env.get_available_actions()
+        return {
+            "search_bar": bool(actions["has_search_bar"]),
+            "clickables": [str(name) for name in actions["clickables"]],
+        }
+
+
+class InterCodeSql(TextEnvironment):
+    """InterCode's SQL environment: a database server in Docker."""
+
+    packages = ("intercode:pip install intercode-bench",)
+
+    def missing(self) -> list[str]:
+        docker = [] if shutil.which("docker") else ["there is no program 'docker', in which InterCode's database runs"]
+        return super().missing() + docker
+
+    def open(self, args: dict[str, Any]) -> Opened:
+        from intercode.envs import SqlEnv
+
+        if not os.path.isfile(args["data_path"]):
+            raise WrongRecordError(
+                f"there is no file {args['data_path']!r:.300} of InterCode's tasks; correct data_path"
+            )
+
+        def database(record: dict[str, Any]) -> str:
+            extra = record.get("extra")
+            return str(record.get("db") or (extra.get("db") if isinstance(extra, dict) else "") or "")
+
+        env = SqlEnv(
+            args["image_name"],
+            data_path=args["data_path"],
+            preprocess=lambda record: f"use {database(record)}",
+            verbose=False,
+        )
+        observation, _ = env.reset(args["query_idx"])
+        record = getattr(env, "record", None)
+        fields = record if isinstance(record, dict) else {}
+        facts = {"query": str(getattr(env, "query", "")), "db": database(fields)}
+        return Opened(env, {"observation": str(observation), **facts})
+
+    def step(self, env: Any, action: str) -> State:
+        observation, reward, done, info = env.step(action)
+        executed = bool((info or {}).get("action_executed"))
+        return {"observation": str(observation), "reward": float(reward), "done": bool(done), "executed": executed}
+
+    def close(self, env: Any) -> None:
+        for handle in (getattr(env, name, None) for name in ("cur", "cnx")):
+            if handle is not None:
+                handle.close()
+
+
+WORLDS = {
+    "scienceworld": ScienceWorld,
+    "textworld": TextWorld,
+    "alfworld": AlfWorld,
+    "webshop": WebShop,
+    "intercode_sql": InterCodeSql,
+}
+
+
+class Desk:
+    """Answers requests. Each environment has a thread, or all of them share one."""
+
+    def __init__(self, world: TextEnvironment) -> None:
+        self._world = world
+        self._shared = None if world.parallel else concurrent.futures.ThreadPoolExecutor(1)
+        self._threads: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
+        self._envs: dict[str, Any] = {}
+        self._opening: dict[str, bool] = {}
+        """Whether an environment is still wanted, by keys of environments that are being made."""
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request. Errors are answers too."""
+        key = request["key"]
+        try:
+            if request["do"] == "open":
+                return await self._open(key, request["args"])
+            if request["do"] == "close":
+                return await self._close(key)
+            if key not in self._envs:
+                return {"error": "the environment of this run has ended with its process", "kind": "environment"}
+            state: State = await self._call(key, self._world.step, self._envs[key], request["action"])
+            return state
+        except WrongRecordError as error:
+            return {"error": str(error)[:4000], "kind": "task"}
+        except Exception as error:  # an environment may raise any error
+            return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "environment"}
+
+    async def _open(self, key: str, args: dict[str, Any]) -> dict[str, Any]:
+        self._opening[key] = True
+        try:
+            opened: Opened = await self._call(key, self._world.open, args)
+        except BaseException:
+            del self._opening[key]
+            self._end(key)
+            raise
+        self._envs[key] = opened.env
+        if not self._opening.pop(key):
+            await self._close(key)
+        return opened.first
+
+    async def _close(self, key: str) -> dict[str, Any]:
+        if key in self._opening:
+            self._opening[key] = False
+        env = self._envs.pop(key, None)
+        if env is not None:
+            try:
+                await self._call(key, self._world.close, env)
+            finally:
+                self._end(key)
+        return {}
+
+    def _end(self, key: str) -> None:
+        thread = self._threads.pop(key, None)
+        if thread is not None:
+            thread.shutdown(wait=False)
+
+    async def _call(self, key: str, function: Any, *args: Any) -> Any:
+        thread: concurrent.futures.ThreadPoolExecutor | None = self._shared
+        if thread is None and key in self._threads:
+            thread = self._threads[key]
+        elif thread is None:
+            thread = self._threads[key] = concurrent.futures.ThreadPoolExecutor(1)
+        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+
+async def main() -> None:
+    """Answer requests until the standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("world", choices=sorted(WORLDS))
+    parser.add_argument("--check", action="store_true", help="print what is missing here, and end")
+    options = parser.parse_args()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints must not mix with answers
+    world = WORLDS[options.world]()
+    missing = world.missing()
+    if options.check:
+        out.write(json.dumps(missing) + "\n")
+        out.flush()
+        return
+    if missing:
+        sys.exit("; ".join(missing))
+    desk = Desk(world)
+    out.write(json.dumps({"ready": True}) + "\n")
+    out.flush()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    tasks: set[Any] = set()
+
+    async def answer(request: dict[str, Any]) -> None:
+        result = await desk.answer(request)
+        out.write(json.dumps({"id": request["id"], **result}) + "\n")
+        out.flush()
+
+    while True:
+        line = await reader.readline()
+        if not line:
+            break
+        task = asyncio.ensure_future(answer(json.loads(line)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    os._exit(0)  # threads of environments may never return
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,276 @@
+"""ScienceWorld, TextWorld, WebShop and InterCode-SQL: worlds of text, each in a process with a Python of its own.
+
+The workflows have the prompts, actions, rewards and step limits of Trinity-RFT's workflows with the same names, so that
+results compare. Trinity-RFT has no workflow for TextWorld.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.conversation import EpisodeConversation, read_action
+from trinity_mq.workflows.environments.prompts import INTERCODE_SQL, SCIENCEWORLD, TEXTWORLD, WEBSHOP
+from trinity_mq.workflows.workflow import Task, TaskError
+
+MAX_DESCRIPTION = 10_000
+"""Maximum characters of a task's description that is parsed as JSON."""
+
+
+def record_number(task: Task) -> int:
+    """Return the prompt of a record as a number.
+
+    Raises:
+        TaskError: The prompt is not a number.
+    """
+    text = "0" if task.task_desc is None else str(task.task_desc).strip()
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise TaskError(
+            f"the record's {task.format_args.prompt_key!r} is {text[:80]!r}, wanted the number of a task; name its key "
+            "with format.prompt_key"
+        )
+    return int(text)
+
+
+class ScienceWorldArguments(ChildArguments):
+    """Arguments of :class:`SciWorldWorkflow`."""
+
+    world = "scienceworld"
+    max_env_steps: int = Field(default=30, ge=1, le=1000)
+    """Maximum answers of the model in one run."""
+    simplification: str = "easy"
+    """Simplifications of ScienceWorld, separated by commas."""
+
+
+class SciWorldWorkflow(ChildWorkflow):
+    """A task of ScienceWorld. The record's prompt is JSON with ``task_name`` and ``var_num``. The reward is the highest
+    score of the episode, from 0 to 1.
+
+    Data do not choose programs, so ``jar_path`` of a record has no effect: the installed package has the Java archive.
+    """
+
+    arguments_kind = ScienceWorldArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        text = str(self.task.task_desc or "")
+        try:
+            record = json.loads(text) if len(text) <= MAX_DESCRIPTION else None
+        except (ValueError, RecursionError):
+            record = None
+        name, variation = (record.get("task_name"), record.get("var_num")) if isinstance(record, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(variation, int):
+            raise TaskError(
+                f"the record's {self.task.format_args.prompt_key!r} is {text[:80]!r}, wanted JSON such as "
+                '{"task_name": "boil", "var_num": 0}; name its key with format.prompt_key'
+            )
+        arguments: ScienceWorldArguments = self.arguments
+        return {
+            "task_name": name,
+            "variation": variation,
+            "simplification": arguments.simplification,
+            "step_limit": 100,
+        }
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        first = environment.first
+        observation = f"Task Description: {first['task']}\n{first['observation']}"
+        conversation = EpisodeConversation(self.model, SCIENCEWORLD)
+        score = best = 0.0
+        done = False
+        for _ in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(f"Observation: \n{observation}")
+            if answer is None:
+                break
+            state = await environment.step(read_action(answer))
+            observation, done = state["observation"], state["done"]
+            score += state["reward"]
+            best = max(best, score)
+            if done:
+                break
+        info = {"env_rounds": conversation.last_round, "env_done": int(done), "golden_rounds": first["golden_rounds"]}
+        return conversation.experiences(best / 100.0, info, self.run_id_base)
+
+
+class TextWorldArguments(ChildArguments):
+    """Arguments of :class:`TextWorldWorkflow`."""
+
+    world = "textworld"
+    max_env_steps: int = Field(default=50, ge=1, le=1000)
+    """Maximum answers of the model in one run."""
+
+
+class TextWorldWorkflow(ChildWorkflow):
+    """A game of TextWorld, made with ``tw-make``. The record's prompt is the path of its file. The reward is the last
+    score as a share of the maximum score.
+    """
+
+    arguments_kind = TextWorldArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        return {"game": game_file(self.task)}
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        observation, most = environment.first["observation"], environment.first["max_score"] or 1.0
+        conversation = EpisodeConversation(self.model, TEXTWORLD)
+        score, done, rounds = 0.0, False, 0
+        for _ in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(f"Observation: {observation}")
+            if answer is None:
+                break
+            state = await environment.step(read_action(answer))
+            observation, score, done = state["observation"], state["reward"], state["done"]
+            rounds += 1
+            if done:
+                break
+        info = {"env_rounds": rounds, "env_done": int(done), "success": float(score >= most)}
+        return conversation.experiences(score / most, info, self.run_id_base)
+
+
+class WebShopArguments(ChildArguments):
+    """Arguments of :class:`WebShopWorkflow`."""
+
+    world = "webshop"
+    max_env_steps: int = Field(default=15, ge=1, le=1000)
+    """Maximum answers of the model in one run."""
+    num_products: int | None = Field(default=None, ge=1)
+    """Number of products: 1000 or 100000. None: all, which take about 15 GB of memory once for each runner."""
+    step_seconds: float = Field(default=1800.0, gt=0)
+    """Time limit of one action, and of making an environment: the first one loads the products."""
+
+
+class WebShopWorkflow(ChildWorkflow):
+    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the
+    reward; without a purchase it is -0.1.
+    """
+
+    arguments_kind = WebShopArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        return {"session": record_number(self.task), "num_products": self.arguments.num_products}
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        state: Mapping[str, Any] = environment.first
+        observation, reward, done = state["observation"], -0.1, False
+        conversation = EpisodeConversation(self.model, WEBSHOP)
+        for _ in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(f"Observation: {observation}")
+            if answer is None:
+                break
+            action = read_action(answer)
+            refusal = refused_purchase(action, bool(state["search_bar"]), state["clickables"])
+            if refusal:
+                observation = refusal
+                continue
+            state = await environment.step(action)
+            observation, done = state["observation"], state["done"]
+            if done:
+                reward = state["reward"]
+                break
+        info = {"session_id": record_number(self.task), "env_rounds": conversation.last_round, "env_done": int(done)}
+        return conversation.experiences(reward, info, self.run_id_base)
+
+
+def refused_purchase(action: str, search_bar: bool, clickables: Sequence[str]) -> str:
+    """Return why WebShop's current page does not allow an action, as the model reads it. Empty: it does.
+
+    The sentences are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
+    """
+    name, argument = split_purchase(action)
+    if name == "search" and argument and search_bar:
+        return ""
+    if name == "click" and argument in clickables:
+        return ""
+    if name == "search" and not argument:
+        return "Invalid action, please type in the query you want to search in the square brackets here."
+    if name == "search":
+        return "Can not perform search action without search bar. Please click the Back to Search button first."
+    if name == "click":
+        return (
+            "Incorrect action format, make sure you have the correct button name that is **within the current page**. "
+            f"The buttons you can click now are: {list(clickables)}"
+        )
+    return "Invalid action. You should wrap your action with the <action> </action> tag and follow the action format."
+
+
+def split_purchase(action: str) -> tuple[str, str]:
+    """Return the name and the argument, in small letters, of an action ``name[argument]``. The argument is "" if the
+    first line does not have this form.
+    """
+    line = action.partition("\n")[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 0, max(end - 1, 0))
+    return (line[:start], line[start + 1 : end].lower()) if start > 0 else (action, "")
+
+
+class InterCodeArguments(ChildArguments):
+    """Arguments of :class:`InterCodeSQLWorkflow`."""
+
+    world = "intercode_sql"
+    data_path: str
+    """File of InterCode's tasks, ``ic_spider_dev.json``."""
+    image_name: str = "docker-env-sql"
+    """Image of the database server in Docker."""
+    max_env_steps: int = Field(default=10, ge=1, le=1000)
+    """Maximum answers of the model in one run."""
+    auto_submit: bool = True
+    """Submit the last result if the model has not done so."""
+    verbose: bool = False
+    """Has no effect: what the environment prints is not shown."""
+
+
+class InterCodeSQLWorkflow(ChildWorkflow):
+    """A question to a database of InterCode. The record's prompt is the number of the task. The last result
+    gives the reward.
+    """
+
+    arguments_kind = InterCodeArguments
+
+    def _first(self) -> Mapping[str, Any]:
+        arguments: InterCodeArguments = self.arguments
+        number = record_number(self.task)
+        return {"query_idx": number, "data_path": arguments.data_path, "image_name": arguments.image_name}
+
+    async def _play(self, environment: ChildEnvironment) -> list[Experience]:
+        first, record = environment.first, self.task.raw_task
+        query, database = first["query"] or record.get("query", ""), record.get("db") or first["db"]
+        observation = f"Question: {query}\nDatabase: {database}\nObservation: {first['observation']}"
+        conversation = EpisodeConversation(self.model, INTERCODE_SQL)
+        reward, done, executed, rounds = 0.0, False, False, self.arguments.max_env_steps
+        for step in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(observation)
+            if answer is None:
+                break
+            action = read_closed_action(answer)
+            if not action:
+                executed = False
+                observation = "Observation: Invalid action. Wrap one SQL statement or submit with <action></action>."
+                continue
+            state = await environment.step(action)
+            observation = f"Observation: {state['observation']}"
+            reward, done, executed = state["reward"], state["done"], state["executed"]
+            if done:
+                rounds = step
+                break
+        if not done and self.arguments.auto_submit and not conversation.cut:
+            state = await environment.step("submit")
+            reward, done, executed = state["reward"], state["done"], state["executed"]
+        info = {
+            "query_idx": record_number(self.task),
+            "env_rounds": rounds,
+            "env_done": int(done),
+            "action_executed": int(executed),
+            "final_reward": reward,
+        }
+        return conversation.experiences(reward, info, self.run_id_base)
+
+
+def read_closed_action(answer: str) -> str:
+    """Return the text between the first ``<action>`` and the next ``</action>``. Return "" if the answer lacks them."""
+    _, _, rest = answer.partition("<action>")
+    text, closed, _ = rest.partition("</action>")
+    return text.strip() if closed else ""
