@@ -20,7 +20,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.terminal import write_output
 from trinity_mq.trinity_rft.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
 from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
-from trinity_mq.trinity_rft.migration.pairs import join_halves, other_half, waits_for_explorer
+from trinity_mq.trinity_rft.migration.pairs import half_mode, join_halves, other_half
 from trinity_mq.trinity_rft.migration.verl import with_trainer_config
 
 
@@ -43,16 +43,13 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     try:
         settings = with_trainer_config(source, read_file(source))
         other = other_half(source, settings)
-        if other is None and waits_for_explorer(settings):
-            raise ConfigError(
-                "mode train takes its experiences from the queue of an explorer: put the explorer's file (mode "
-                "explore, the same project and name) into the same folder, and both become one configuration"
-            )
         joined, overridden = (settings, []) if other is None else _joined(source, settings, *other)
         migration = migrate(joined)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     migration = replace(migration, left_out=[*overridden, *migration.left_out])
+    if other is None and _waits_for_other_half(source, settings):
+        return 1
     if out is not None and out.exists() and not arguments.force:
         raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
     sources = [source] if other is None else [source, other[0]]
@@ -63,6 +60,22 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     else:
         write_output(out, text)
     return _report(migration, yaml.safe_load(text), out, _Places(sources))
+
+
+def _waits_for_other_half(source: Path, settings: dict[str, Any]) -> bool:
+    """Return whether a configuration is nothing without another file. Print where to put that file."""
+    mode = half_mode(settings)
+    if not mode:
+        return False
+    needs, other = (
+        ("its experiences come from", "explorer") if mode == "train" else ("a trainer may read", "trainer")
+    )  # fmt: skip
+    print(
+        f"{source}: mode {mode}: {needs} the queue of another process of the same run. Put the file of the {other} "
+        "(the same project and name) into the same folder, and both become one configuration",
+        file=sys.stderr,
+    )
+    return mode == "train"
 
 
 def _joined(

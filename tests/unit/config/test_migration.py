@@ -12,7 +12,10 @@ import yaml
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
+from trinity_mq.rewards import REWARD_FUNCTIONS
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
+from trinity_mq.trinity_rft.migration.data import registered_names
+from trinity_mq.workflows import WORKFLOWS
 
 LEAST: dict[str, Any] = {"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo"}}
 
@@ -183,6 +186,7 @@ REFUSED = {
         "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
     ),
     "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
+    "connect-the-dots": ({"cod": {"task_pack_size": 4}}, "cod", "Connect the Dots"),
     "external-policy": (
         {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
         "model.external_model.enable", "cannot be trained",
@@ -211,6 +215,10 @@ REFUSED = {
             }}},
         },
         "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
+    ),
+    "described-pipeline": (
+        {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
+        "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
     ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
@@ -324,8 +332,13 @@ def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
     assert (config.algorithm.optimizer.lr, config.algorithm.optimizer.clip_grad) == (2e-6, 0.5)
     assert (config.trainer.batches_per_step, config.synchronizer.sync_interval) == (1, 10)
     code, (line,) = migrated(tmp_path / "other.yaml", capsys)
-    assert code == 2
-    assert "the explorer's file" in line
+    assert code == 1
+    assert "mode train: its experiences come from" in line
+    (tmp_path / "trainer.yaml").unlink()
+    code, lines = migrated(tmp_path / "explorer.yaml", capsys)
+    assert code == 0
+    assert "mode explore: a trainer may read the queue" in lines[0]
+    assert load_config(tmp_path / "explorer.ours").mode == "explore"
 
 
 def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
@@ -392,6 +405,18 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     buffer = load_config(path.with_suffix(".ours")).buffer
     assert buffer.taskset.workflow == "tool_call_workflow"
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
+
+
+def test_what_is_refused_by_name_is_not_here() -> None:
+    """A row that refuses a name goes when the name is registered here."""
+    tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
+    rows = registered_names().values()
+    assert {row.kind for row in rows} == set(tables)
+    assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
+    assert [
+        row.name for row in rows if not row.refused and tables[row.kind].get(row.new_name or row.name) is None
+    ] == []
+    assert all(row.text and not (row.refused and row.new_name) for row in rows)
 
 
 def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ PROMPTED_WORKFLOWS = frozenset(
     f"{name}_workflow"
     for name in (
         *("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "math_trainable_ruler"),
-        *("on_policy_distill", "on_policy_distill_math", "rubric_judge", "ruler", "tool_agent", "tool_call"),
+        *("on_policy_distill", "on_policy_distill_math", "rubric_judge", "ruler", "tool_agent"),
         *("math_answer", "boxed_answer", "math_benchmark", "reward_model", "math_answer_ruler", "self_ruler", "rubric"),
         *("distill", "math_distill", "tool_choice"),
     )

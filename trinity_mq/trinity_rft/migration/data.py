@@ -43,6 +43,12 @@ NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
 DEFAULTS = "buffer.explorer_input."
 """Section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
+DESCRIPTIONS = [
+    f"data_processor.{pipeline}_pipeline.{key}"
+    for pipeline in ("task", "experience")
+    for key in ("dj_process_desc", "dj_config_path")
+]
+"""Keys until Trinity-RFT 0.2 that describe work of Data-Juicer."""
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
 
@@ -347,7 +353,11 @@ def _refuse_images(item: SettingsTransfer) -> None:
 def operators(move: SettingsTransfer) -> None:
     """Move the chain of operators, and refuse Data-Juicer, which prepares tasks and experiences in Trinity-RFT."""
     old = "data_processor.experience_pipeline.operators"
-    if prepared := move.take_mappings(f"{TASK_PIPELINE}.operators"):
+    prepared = move.take_mappings(f"{TASK_PIPELINE}.operators")
+    described = [key for key in DESCRIPTIONS if move.peek(key)]
+    for key in described:
+        move.refuse(key, move.peek(key), "tasks and experiences are not prepared by Data-Juicer")
+    if prepared and not described:
         names = ", ".join(str(_name(operator)) for operator in prepared)
         move.refuse(
             f"{TASK_PIPELINE}.operators", names,

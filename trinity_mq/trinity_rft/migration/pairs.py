@@ -38,11 +38,13 @@ def other_half(path: Path, source: Mapping[str, Any]) -> tuple[Path, dict[str, A
     return None
 
 
-def waits_for_explorer(source: Mapping[str, Any]) -> bool:
-    """Return whether a configuration of mode train takes its experiences from an explorer in another process."""
+def half_mode(source: Mapping[str, Any]) -> str:
+    """Return the mode of a configuration whose experiences pass through the queue of another process, empty if they do
+    not: ``explore`` or ``train``.
+    """
     kind = str(resolve_environment(_at(source, (*EXPERIENCES, "storage_type"))) or "queue")
-    recorded = str(resolve_environment(_at(source, ("algorithm", "algorithm_type")))) in {"sft", "dpo", "cpt"}
-    return _mode(source) == "train" and kind == "queue" and not recorded
+    has_records = str(resolve_environment(_at(source, ("algorithm", "algorithm_type")))) in {"sft", "dpo", "cpt"}
+    return _mode(source) if _mode(source) in HALVES and kind == "queue" and not has_records else ""
 
 
 def join_halves(explorer: Mapping[str, Any], trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[LeftOut]]:

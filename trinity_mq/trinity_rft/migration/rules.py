@@ -21,6 +21,11 @@ THINKING = "model.chat_template_kwargs.enable_thinking"
 CHAT_TEMPLATE, TEMPLATE_PATH = "model.custom_chat_template", "model.chat_template_path"
 UNSET_TEMPLATES = (None, "", "None")
 """Values of a chat template that stand for none: Trinity-RFT's documentation writes the word None."""
+REFUSED_SECTIONS = {
+    "data": "configurations of Trinity-RFT before 0.2 are not read; write the section buffer",
+    "cod": "Connect the Dots (packs of tasks with a common context) is not supported",
+}
+"""Missing capability by the top-level section that needs it."""
 MODES = {name: name for name in ("both", "train", "explore", "bench", "serve")} | {"colocate": "both"}
 """Modes of Trinity-RFT, and the corresponding modes here."""
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
@@ -56,10 +61,10 @@ def slug(text: str) -> str:
 
 
 def mode(move: SettingsTransfer) -> None:
-    """Move the mode. Refuse the first form of Trinity-RFT's configurations."""
-    if isinstance(data := move.peek("data"), Mapping):
-        keys = ", ".join(map(str, data))
-        move.refuse("data", keys, "configurations of Trinity-RFT before 0.2 are not read; write the section buffer")
+    """Move the mode, and refuse sections that nothing here replaces."""
+    for section, capability in REFUSED_SECTIONS.items():
+        if isinstance(settings := move.peek(section), Mapping):
+            move.refuse(section, ", ".join(map(str, settings)), capability)
     old_mode = move.take("mode")
     new_mode = MODES.get(str(resolve_environment(old_mode))) if old_mode is not None else None
     if new_mode is not None:
