@@ -60,7 +60,7 @@ class StoredDTensor(Tensor):
         return self._local_tensor
 
     @property
-    def placements(self) -> Sequence[Placement]:
+    def placements(self) -> Sequence[StoredPlacement]:
         """The placement on each dimension of the mesh of ranks."""
         return tuple(getattr(self._spec, "placements", ()))
 
@@ -70,12 +70,12 @@ class StoredDTensor(Tensor):
         raise NotImplementedError(f"{func} of a stored shard")
 
 
-class Placement:
+class StoredPlacement:
     """Stand-in for a placement and for the other descriptions in a file; its attributes are theirs."""
 
     dim: int
 
-    def __new__(cls, *arguments: Any) -> Placement:
+    def __new__(cls, *arguments: Any) -> StoredPlacement:
         """Return an object without attributes, whatever the class that it stands for takes."""
         return super().__new__(cls)
 
@@ -83,10 +83,10 @@ class Placement:
         """Set nothing."""
 
 
-class ShardPlacement(Placement):
+class ShardPlacement(StoredPlacement):
     """Stand-in for ``Shard``: the tensor is divided on ``dim``."""
 
-    def __new__(cls, *arguments: Any) -> Placement:
+    def __new__(cls, *arguments: Any) -> StoredPlacement:
         """Return the placement; ``dim`` is an argument or follows as an attribute."""
         placement = super().__new__(cls)
         if arguments:
@@ -94,11 +94,11 @@ class ShardPlacement(Placement):
         return placement
 
 
-class ReplicatePlacement(Placement):
+class ReplicatePlacement(StoredPlacement):
     """Stand-in for ``Replicate``: each rank has the whole tensor."""
 
 
-class Other(Placement):
+class Other(StoredPlacement):
     """Stand-in for everything else that describes shards."""
 
 
@@ -130,11 +130,11 @@ def actor_folder(folder: Path) -> Path:
     """Return the folder of the policy in a checkpoint.
 
     Args:
-        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, of which the latest
+        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, whose latest
             checkpoint is taken.
 
     Raises:
-        CommandError: The folder is none of these.
+        CommandError: The folder holds no weights.
     """
     if _holds_weights(folder):
         return folder
@@ -172,7 +172,7 @@ def _index(folder: Path) -> bool:
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
-    """Return the files of the ranks by rank; empty if there are none, or if one is missing.
+    """Return the files of the ranks by rank; empty without such files.
 
     Raises:
         CommandError: Files of two runs with different numbers of ranks are in the folder, or one is missing.

@@ -150,8 +150,7 @@ def convert_database(
     """Convert the buffers in a database; yield each written file and its outcome.
 
     A table of experiences becomes files of at most ``per_file`` experiences, a table of tasks or messages becomes a
-    file of records. The values in the columns of a table take precedence over those in its encoded experiences, as in
-    Trinity-RFT. The database is opened read-only.
+    file of records. The values in the columns of a table take precedence over the encoded values, as in Trinity-RFT. The database is opened read-only.
 
     Args:
         source: The database.
@@ -290,10 +289,10 @@ def _write_rows(
 
 
 def _stored_experience(blob: Any, values: dict[str, Any]) -> Experience:
-    """Return the experience of a row: the encoded one, with the values of the columns.
+    """Return the encoded experience of a row, with the values of the columns.
 
     Raises:
-        DecodeError: There is none, or it cannot be read.
+        DecodeError: The row has no encoded experience, or it cannot be read.
     """
     from trinity_mq.experience import EID, DecodeError
     from trinity_mq.experience.legacy.reader import read_legacy
