@@ -175,7 +175,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     """Return the files of the ranks by rank; empty without such files.
 
     Raises:
-        CommandError: Files of two runs with different numbers of ranks are in the folder, or one is missing.
+        CommandError: The files belong to two runs with different numbers of ranks, or a rank has no file.
     """
     files = {
         match: path

@@ -150,11 +150,12 @@ def convert_database(
     """Convert the buffers in a database; yield each written file and its outcome.
 
     A table of experiences becomes files of at most ``per_file`` experiences, a table of tasks or messages becomes a
-    file of records. The values in the columns of a table take precedence over the encoded values, as in Trinity-RFT. The database is opened read-only.
+    file of records. The values in the columns of a table take precedence over the encoded values, as in Trinity-RFT.
+    The database is opened read-only.
 
     Args:
         source: The database.
-        folder: Folder of the new files, whose names are those of the database and its tables.
+        folder: Folder of the new files, which have the names of the database and its tables.
         compression: Compression of the new bodies.
         strict: Write no file with a skipped row.
         per_file: Maximum number of experiences per file.
