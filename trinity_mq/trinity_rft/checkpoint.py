@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -65,7 +65,7 @@ class StoredDTensor(Tensor):
         return tuple(getattr(self._spec, "placements", ()))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse to compute."""
         raise NotImplementedError(f"{func} of a stored shard")
 
@@ -75,7 +75,7 @@ class StoredPlacement:
 
     dim: int
 
-    def __new__(cls, *arguments: Any) -> StoredPlacement:
+    def __new__(cls, *arguments: Any) -> Self:
         """Return an object without attributes, whatever the class that it stands for takes."""
         return super().__new__(cls)
 
@@ -86,7 +86,7 @@ class StoredPlacement:
 class ShardPlacement(StoredPlacement):
     """Stand-in for ``Shard``: the tensor is divided on ``dim``."""
 
-    def __new__(cls, *arguments: Any) -> StoredPlacement:
+    def __new__(cls, *arguments: Any) -> Self:
         """Return the placement; ``dim`` is an argument or follows as an attribute."""
         placement = super().__new__(cls)
         if arguments:
@@ -103,7 +103,7 @@ class Other(StoredPlacement):
 
 
 _MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
-_STAND_INS: list[tuple[Any, str]] = [
+_STAND_INS: list[Any] = [
     *((StoredDTensor, f"torch.distributed.{name}.DTensor") for name in ("tensor", "_tensor.api", "tensor._api")),
     *((ShardPlacement, f"{module}.Shard") for module in _MODULES),
     *((ReplicatePlacement, f"{module}.Replicate") for module in _MODULES),
@@ -239,7 +239,7 @@ def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
 
 def _of_safetensors(paths: Sequence[Path]) -> LateTensors:
     try:
-        files = [safe_open(path, framework="pt") for path in paths]
+        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
         places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
         shapes = {name: _without_values(file, name) for name, file in places.items()}
     except (SafetensorError, OSError, KeyError) as error:
@@ -299,7 +299,7 @@ def _of_ranks(paths: Sequence[Path]) -> LateTensors:
         name: torch.empty(ranks[0][name].shape, dtype=tensors[0].dtype, device="meta")
         for name, (tensors, _) in parts.items()
     }
-    return LateTensors(shapes, lambda name: torch.cat(parts[name][0], parts[name][1]))
+    return LateTensors(shapes, lambda name: torch.cat(list(parts[name][0]), parts[name][1]))
 
 
 def _parts(name: str, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
