@@ -299,7 +299,7 @@ def _existing(model_path: str) -> Path:
 
 
 def trinity_checkpoint_hint(folder: Path) -> str:
-    """Return what to do with a folder of a checkpoint of Trinity-RFT that is no model; empty for other folders."""
+    """Return the next step for a folder of a Trinity-RFT checkpoint without a model; empty for other folders."""
     places = [folder, folder / "actor", folder.parent] if folder.name == "huggingface" else [folder, folder / "actor"]
     marks = ("model_world_size_*_rank_*.pt", "dist_ckpt", "latest_*_iteration.txt", "global_step_*")
     is_checkpoint = any(any(place.glob(mark)) for place in places for mark in marks)

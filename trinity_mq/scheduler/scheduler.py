@@ -344,7 +344,7 @@ class Scheduler:
     # -- waiting
 
     async def _obstacle(self) -> str:
-        """Return the reason why nobody works on the scheduled tasks; empty if there is no such reason."""
+        """Return the reason why nobody works on the scheduled tasks; empty if an agent can work on them."""
         run = self.topology.run
         if not self.peers.alive("runner"):
             try:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,22 +60,22 @@ class StoredDTensor(Tensor):
         return self._local_tensor
 
     @property
-    def placements(self) -> Sequence[Placement]:
+    def placements(self) -> Sequence[StoredPlacement]:
         """The placement on each dimension of the mesh of ranks."""
         return tuple(getattr(self._spec, "placements", ()))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse to compute."""
         raise NotImplementedError(f"{func} of a stored shard")
 
 
-class Placement:
+class StoredPlacement:
     """Stand-in for a placement and for the other descriptions in a file; its attributes are theirs."""
 
     dim: int
 
-    def __new__(cls, *arguments: Any) -> Placement:
+    def __new__(cls, *arguments: Any) -> Self:
         """Return an object without attributes, whatever the class that it stands for takes."""
         return super().__new__(cls)
 
@@ -83,10 +83,10 @@ class Placement:
         """Set nothing."""
 
 
-class ShardPlacement(Placement):
+class ShardPlacement(StoredPlacement):
     """Stand-in for ``Shard``: the tensor is divided on ``dim``."""
 
-    def __new__(cls, *arguments: Any) -> Placement:
+    def __new__(cls, *arguments: Any) -> Self:
         """Return the placement; ``dim`` is an argument or follows as an attribute."""
         placement = super().__new__(cls)
         if arguments:
@@ -94,16 +94,16 @@ class ShardPlacement(Placement):
         return placement
 
 
-class ReplicatePlacement(Placement):
+class ReplicatePlacement(StoredPlacement):
     """Stand-in for ``Replicate``: each rank has the whole tensor."""
 
 
-class Other(Placement):
+class Other(StoredPlacement):
     """Stand-in for everything else that describes shards."""
 
 
 _MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
-_STAND_INS: list[tuple[Any, str]] = [
+_STAND_INS: list[Any] = [
     *((StoredDTensor, f"torch.distributed.{name}.DTensor") for name in ("tensor", "_tensor.api", "tensor._api")),
     *((ShardPlacement, f"{module}.Shard") for module in _MODULES),
     *((ReplicatePlacement, f"{module}.Replicate") for module in _MODULES),
@@ -130,11 +130,11 @@ def actor_folder(folder: Path) -> Path:
     """Return the folder of the policy in a checkpoint.
 
     Args:
-        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, of which the latest
+        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, whose latest
             checkpoint is taken.
 
     Raises:
-        CommandError: The folder is none of these.
+        CommandError: The folder holds no weights.
     """
     if _holds_weights(folder):
         return folder
@@ -172,10 +172,10 @@ def _index(folder: Path) -> bool:
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
-    """Return the files of the ranks by rank; empty if there are none, or if one is missing.
+    """Return the files of the ranks by rank; empty without such files.
 
     Raises:
-        CommandError: Files of two runs with different numbers of ranks are in the folder, or one is missing.
+        CommandError: The files belong to two runs with different numbers of ranks, or a rank has no file.
     """
     files = {
         match: path
@@ -239,7 +239,7 @@ def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
 
 def _of_safetensors(paths: Sequence[Path]) -> LateTensors:
     try:
-        files = [safe_open(path, framework="pt") for path in paths]
+        files: list[Any] = [safe_open(path, framework="pt") for path in paths]
         places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
         shapes = {name: _without_values(file, name) for name, file in places.items()}
     except (SafetensorError, OSError, KeyError) as error:
@@ -299,7 +299,7 @@ def _of_ranks(paths: Sequence[Path]) -> LateTensors:
         name: torch.empty(ranks[0][name].shape, dtype=tensors[0].dtype, device="meta")
         for name, (tensors, _) in parts.items()
     }
-    return LateTensors(shapes, lambda name: torch.cat(parts[name][0], parts[name][1]))
+    return LateTensors(shapes, lambda name: torch.cat(list(parts[name][0]), parts[name][1]))
 
 
 def _parts(name: str, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:

@@ -150,12 +150,12 @@ def convert_database(
     """Convert the buffers in a database; yield each written file and its outcome.
 
     A table of experiences becomes files of at most ``per_file`` experiences, a table of tasks or messages becomes a
-    file of records. The values in the columns of a table take precedence over those in its encoded experiences, as in
-    Trinity-RFT. The database is opened read-only.
+    file of records. The values in the columns of a table take precedence over the encoded values, as in Trinity-RFT.
+    The database is opened read-only.
 
     Args:
         source: The database.
-        folder: Folder of the new files, whose names are those of the database and its tables.
+        folder: Folder of the new files, which have the names of the database and its tables.
         compression: Compression of the new bodies.
         strict: Write no file with a skipped row.
         per_file: Maximum number of experiences per file.
@@ -290,10 +290,10 @@ def _write_rows(
 
 
 def _stored_experience(blob: Any, values: dict[str, Any]) -> Experience:
-    """Return the experience of a row: the encoded one, with the values of the columns.
+    """Return the encoded experience of a row, with the values of the columns.
 
     Raises:
-        DecodeError: There is none, or it cannot be read.
+        DecodeError: The row has no encoded experience, or it cannot be read.
     """
     from trinity_mq.experience import EID, DecodeError
     from trinity_mq.experience.legacy.reader import read_legacy

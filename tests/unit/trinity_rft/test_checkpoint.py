@@ -59,7 +59,7 @@ def sharded(weights: Mapping[str, Tensor], folder: Path, world: int, copies: int
                 chunks = weight.chunk(size)
                 number = rank % size
                 part = chunks[number] if number < len(chunks) else weight[:0]
-                shape = {"shape": weight.shape, "stride": weight.stride()}
+                shape: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride()}
                 state[name] = DTensor.from_local(part.clone(), mesh, placements, run_check=False, **shape)
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         finally:

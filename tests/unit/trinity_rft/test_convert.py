@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,7 +315,7 @@ def test_a_database_of_tasks_and_messages_becomes_records(tmp_path: Path) -> Non
 
 def test_a_database_executes_nothing_and_tells_what_it_skips(tmp_path: Path, capsys: Capture) -> None:
     class Hostile:
-        def __reduce__(self) -> object:
+        def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "executed"),)
 
     source = database(tmp_path / "buffer.db")
