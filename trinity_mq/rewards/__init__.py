@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCURACY",
+    "REWARDS",
+    "REWARD_FUNCTIONS",
     "AccuracyReward",
     "CountDownRewardFn",
     "FormatReward",
     "MathBoxedRewardFn",
     "MathDAPORewardFn",
     "MathRewardFn",
-    "REWARDS",
-    "REWARD_FUNCTIONS",
     "RewardError",
     "RewardFn",
     "UnknownNameError",
