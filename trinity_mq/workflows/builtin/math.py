@@ -89,7 +89,14 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
 
     _default_reward_fn = "math_boxed"
     arguments_kind: ClassVar[type[BoxedArguments]] = BoxedArguments
-    _arguments: BoxedArguments
+
+    @Replaceable
+    def _arguments(self) -> BoxedArguments:
+        return arguments_of(self.task, self.arguments_kind)
+
+    use_base = Replaceable[bool](lambda self: self._arguments.use_base)
+    with_think = Replaceable[bool](lambda self: self._arguments.with_think)
+    format_score_coef = Replaceable[float](lambda self: self._arguments.format_score_coef)
 
     def reset(self, task: Task) -> None:
         self._arguments = arguments_of(task, self.arguments_kind)
@@ -104,14 +111,14 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
     @Replaceable
     def system_prompt(self) -> str:
         """The system prompt of the taskset, else a prompt that asks for the expected format."""
-        return self.format_args.system_prompt or (THOUGHTS_PROMPT if self._arguments.with_think else BOXED_PROMPT)
+        return self.format_args.system_prompt or (THOUGHTS_PROMPT if self.with_think else BOXED_PROMPT)
 
     def _base_prompt(self) -> str:
         """Return instruction and problem as one text, for ``use_base``."""
         return f"{self.system_prompt}\n\nProblem: {question_of(self)}\nSolution:"
 
     def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
-        form = {"with_think": self._arguments.with_think, "format_score_coef": self._arguments.format_score_coef}
+        form = {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
         return {**super()._reward_arguments(reward_fn, response), **form}
 
     def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
@@ -123,7 +130,7 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
 
     async def _asked_responses(self) -> list[Experience]:
         """Return one response for each run, to a conversation or, with ``use_base``, to a single text."""
-        if not self._arguments.use_base:
+        if not self.use_base:
             return await super()._asked_responses()
         responses: list[Experience] = await call(
             self.is_async, self.model, "generate", [self._base_prompt()], **self._request_sampling()

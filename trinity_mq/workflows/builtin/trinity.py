@@ -109,7 +109,7 @@ class MathBoxedWorkflow(BoxedAnswerWorkflow):
         system: str | None = self.format_args.system_prompt
         if system is not None:
             return system
-        return THOUGHTS_PROMPT if self._arguments.with_think else BOXED_PROMPT
+        return THOUGHTS_PROMPT if self.with_think else BOXED_PROMPT
 
     def format_prompt(self) -> str:
         """Return instruction and problem as one text, for ``use_base``."""
