@@ -220,6 +220,12 @@ REFUSED = {
         {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
         "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
     ),
+    "judge-in-arguments": (
+        {"buffer": {"explorer_input": {"taskset": {
+            "path": "t.jsonl", "workflow_args": {"reward_fn_type": "trajectory_accuracy_grader_reward"},
+        }}}},
+        "buffer.explorer_input.taskset.workflow_args.reward_fn_type", "OpenJudge",
+    ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
         "data_processor.experience_pipeline.operators", "Data-Juicer server",
@@ -405,6 +411,14 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     buffer = load_config(path.with_suffix(".ours")).buffer
     assert buffer.taskset.workflow == "tool_call_workflow"
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
+
+
+def test_runs_of_unlike_length_need_no_padding() -> None:
+    operators = [{"name": "multi_step_padding", "args": {"max_steps": 10}}, {"name": "reward_filter"}]
+    found, config = checked({**LEAST, "data_processor": {"experience_pipeline": {"operators": operators}}})
+    assert [operator.name for operator in config.operator.operators] == ["reward_filter"]
+    lost = [setting for setting in found.left_out if setting.value == "multi_step_padding"]
+    assert [setting.matters for setting in lost] == [False]
 
 
 def test_what_is_refused_by_name_is_not_here() -> None:
