@@ -426,10 +426,8 @@ def test_what_is_refused_by_name_is_not_here() -> None:
     tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
     rows = registered_names().values()
     assert {row.kind for row in rows} == set(tables)
-    assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
-    assert [
-        row.name for row in rows if not row.refused and tables[row.kind].get(row.new_name or row.name) is None
-    ] == []
+    assert [row.name for row in rows if row.refused and row.name in tables[row.kind]] == []
+    assert [row.name for row in rows if not row.refused and (row.new_name or row.name) not in tables[row.kind]] == []
     assert all(row.text and not (row.refused and row.new_name) for row in rows)
 
 
