@@ -125,6 +125,20 @@ class Registry(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._builtin)
 
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The objects that this process has registered, by name."""
+        return dict(self._added)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the object that a registered name or a dotted path refers to, ``default`` if the name is unknown.
+
+        Raises:
+            UnknownNameError: Its module cannot be imported.
+        """
+        is_named = name is not None and ("." in name or name in self or name in self.added())
+        return resolve(self.names[0], name, self) if is_named else default
+
     @overload
     def register_module(
         self,

@@ -220,6 +220,12 @@ REFUSED = {
         {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
         "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
     ),
+    "judge-in-arguments": (
+        {"buffer": {"explorer_input": {"taskset": {
+            "path": "t.jsonl", "workflow_args": {"reward_fn_type": "trajectory_accuracy_grader_reward"},
+        }}}},
+        "buffer.explorer_input.taskset.workflow_args.reward_fn_type", "OpenJudge",
+    ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
         "data_processor.experience_pipeline.operators", "Data-Juicer server",
@@ -407,15 +413,21 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
 
 
+def test_runs_of_unlike_length_need_no_padding() -> None:
+    operators = [{"name": "multi_step_padding", "args": {"max_steps": 10}}, {"name": "reward_filter"}]
+    found, config = checked({**LEAST, "data_processor": {"experience_pipeline": {"operators": operators}}})
+    assert [operator.name for operator in config.operator.operators] == ["reward_filter"]
+    lost = [setting for setting in found.left_out if setting.value == "multi_step_padding"]
+    assert [setting.matters for setting in lost] == [False]
+
+
 def test_what_is_refused_by_name_is_not_here() -> None:
     """A row that refuses a name goes when the name is registered here."""
     tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
     rows = registered_names().values()
     assert {row.kind for row in rows} == set(tables)
-    assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
-    assert [
-        row.name for row in rows if not row.refused and tables[row.kind].get(row.new_name or row.name) is None
-    ] == []
+    assert [row.name for row in rows if row.refused and row.name in tables[row.kind]] == []
+    assert [row.name for row in rows if not row.refused and (row.new_name or row.name) not in tables[row.kind]] == []
     assert all(row.text and not (row.refused and row.new_name) for row in rows)
 
 
