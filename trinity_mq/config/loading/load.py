@@ -25,8 +25,8 @@ _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 MAX_VALUES, MAX_LEVELS = 100_000, 100
 """Limits of the content of a file. Values count once for each use of an alias."""
 _TOO_LARGE = (
-    f"too many levels, more than {MAX_LEVELS}, or more than {MAX_VALUES} values: an alias (*name) counts with all of its "
-    "values each time, and without end inside of its anchor; write fewer aliases"
+    f"too many levels, more than {MAX_LEVELS}, or more than {MAX_VALUES} values: each alias (*name) counts with all of "
+    "its values, and without end inside of its anchor; write fewer aliases"
 )
 STAGES = "stages"
 """Key of a file that describes several runs, one after another."""
