@@ -267,7 +267,7 @@ def _write_records(
             values = [None if text is None else json.loads(text) for text in row]
             record = values[0] if keys[0] is None else dict(zip(keys, values, strict=True))
             lines.append(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
-        except (ValueError, TypeError, RecursionError) as error:  # half a surrogate pair is no text
+        except (ValueError, TypeError, RecursionError) as error:  # UTF-8 cannot encode half a surrogate pair
             outcome.skipped.append(f"row {number}: its JSON cannot be read: {error}")
     if not (outcome.skipped and (strict or not lines)):
         write_atomic(path, b"".join(lines))

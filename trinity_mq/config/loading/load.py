@@ -215,7 +215,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: {_TOO_LARGE}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no text, a date that does not exist
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or an impossible date
         detail = mask_passwords(" ".join(str(error).split()))  # the error quotes the line, which may contain a URL
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
