@@ -52,9 +52,7 @@ def commands() -> Iterator[list[str]]:
 
 def environment() -> set[str]:
     rollout = RolloutModelConfig(engine="vllm")
-    names = chain(
-        *(api.server_environment(rollout, Path(), 1, cpu=True, adapters=adapters) for adapters in (True, False))
-    )
+    names = chain(*(api.server_environment(rollout, 1, cpu=True, adapters=adapters) for adapters in (True, False)))
     return {name for name in names if name.startswith("VLLM_")}
 
 

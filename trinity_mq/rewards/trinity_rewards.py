@@ -20,7 +20,7 @@ from typing import Any
 
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
-from trinity_mq.rewards.math.trinity_answers import boxed_equal
+from trinity_mq.rewards.math.trinity_answers import boxed_equal, tagged_answers
 
 Parts = dict[str, float]
 """Parts of a reward by name."""
@@ -39,8 +39,7 @@ def simple_answer_parser(response: str) -> list[Any]:
     """
     from math_verify import parse
 
-    tagged = re.search(r"<answer>(.*?)</answer>", response)
-    answers: list[Any] = parse(tagged[1] if tagged else response, parsing_timeout=None)
+    answers: list[Any] = parse(next(tagged_answers(response), response), parsing_timeout=None)
     return answers
 
 
@@ -367,10 +366,10 @@ class CountDownRewardFn:
             ValueError: ``truth`` does not have this form.
         """
         target, numbers = _game(truth_text(truth))
-        stated = re.findall(r"<answer>(.*?)</answer>", (response or "").rpartition("\n")[2])
-        if not stated:
+        *_, stated = (None, *tagged_answers((response or "").rpartition("\n")[2]))
+        if stated is None:
             return {"score": 0.0}
-        formula = stated[-1].strip()
+        formula = stated.strip()
         used = [int(digits) for digits in re.findall(r"\d+", formula[:MAX_FORMULA])]
         if len(formula) > MAX_FORMULA or sorted(used) != sorted(numbers):
             return {"score": FORMAT_SCORE}

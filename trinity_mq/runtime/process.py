@@ -158,14 +158,6 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         os.close(folder)
 
 
-def socket_folder() -> str:
-    """Return a temporary folder whose sockets have short addresses: on Linux at most 107 bytes, of which vLLM's use 55.
-    It is the system's, or /tmp if ``TMPDIR`` is too long.
-    """
-    folder = tempfile.gettempdir()
-    return folder if len(os.fsencode(folder)) <= 50 else "/tmp"
-
-
 def apply_umask(folder: Path) -> None:
     """Give every file below ``folder`` the permissions of any new file, since safetensors makes files private to the
     owner.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
+from trinity_mq.config.trinity_names import trinity_names
 from trinity_mq.rewards import REWARD_FUNCTIONS
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 from trinity_mq.trinity_rft.migration.data import registered_names
@@ -177,6 +179,23 @@ def leaves(section: Any, prefix: str = "") -> list[tuple[str, Any]]:
 def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         migrate(source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, []], ids=["nan", "huge", "list"])
+def test_no_value_stops_a_migration(value: Any) -> None:
+    """A value of the wrong type or size is refused with its place, or left for `validate`."""
+    for row in trinity_names():
+        keys = row.old.removesuffix(".*").split(".")
+        rubbish: Any = value
+        for key in reversed(keys):
+            rubbish = {key: rubbish}
+        with contextlib.suppress(ConfigError):
+            migrate(merged(LEAST, rubbish))
+
+
+def test_a_key_that_is_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NoneType"):
+        migrate({**LEAST, "log": {None: 1}})
 
 
 REFUSED = {

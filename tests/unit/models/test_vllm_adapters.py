@@ -134,10 +134,9 @@ def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -
     place = command.index("--lora-target-modules")
     assert command[place + 1 : place + 3] == ["down_proj", "q_proj"]
     assert command[place + 3].startswith("--")
-    environment = api.server_environment(rollout, Path("/home"), 3, cpu=True, adapters=True)
+    environment = api.server_environment(rollout, 3, cpu=True, adapters=True)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in environment
-    assert environment["VLLM_RPC_BASE_PATH"] == "/home"
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
@@ -564,7 +563,7 @@ def test_a_gpu_has_graphs_unless_they_are_switched_off(
 ) -> None:
     assert ("--enforce-eager" in command_with(cpu, enforce_eager=setting)) == eager
     rollout = RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"enforce_eager": setting}})
-    assert ("TORCH_COMPILE_DISABLE" not in api.server_environment(rollout, Path(), 1, cpu=cpu)) == compiles
+    assert ("TORCH_COMPILE_DISABLE" not in api.server_environment(rollout, 1, cpu=cpu)) == compiles
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from trinity_mq.runtime.process import socket_folder, wait_exit, write_atomic
+from trinity_mq.runtime.process import wait_exit, write_atomic
 from trinity_mq.runtime.processes.children import ChildServer, ChildTimeoutError
 
 GRANDCHILD = """
@@ -79,13 +79,6 @@ def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_sockets_have_short_addresses_under_any_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 30)))
-    assert socket_folder() == "/tmp"
-    monkeypatch.setattr("tempfile.tempdir", "/short")
-    assert socket_folder() == "/short"
-
-
 def test_freed_memory_is_kept_for_the_next_computation() -> None:
     """Memory that is freed and taken again costs no page faults any more."""
     script = """

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.config.trinity_imports import ANY, counterpart, trinity_imports
+from trinity_mq.config.trinity_imports import ANY, counterpart, required_imports, trinity_imports
 from trinity_mq.runtime.plugins import UnknownNameError, add_plugins, resolve
 from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
 from trinity_mq.workflows import WORKFLOWS
@@ -236,6 +237,11 @@ def test_a_migrated_plugin_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=55
     )
     assert "['w']" in result.stdout
+
+
+def test_an_import_behind_a_long_expression_is_seen() -> None:
+    source = f"text = {' + '.join(['b'] * 2000)}\nfrom trinity.common.workflows import Workflow\n"
+    assert [node.lineno for node in required_imports(ast.parse(source))] == [2]
 
 
 if __name__ == "__main__":

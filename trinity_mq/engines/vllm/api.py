@@ -220,13 +220,12 @@ def with_precise_head(options: Sequence[str]) -> list[str]:
 
 
 def server_environment(
-    rollout: RolloutModelConfig, home: Path, num_threads: int, *, cpu: bool, adapters: bool = False
+    rollout: RolloutModelConfig, num_threads: int, *, cpu: bool, adapters: bool = False
 ) -> dict[str, str]:
-    """Return the additions to our environment for the server. ``home``: the folder of its sockets. ``adapters``: it
-    receives adapters instead of full weights.
+    """Return the additions to our environment for the server. ``adapters``: it receives adapters instead of full
+    weights.
     """
     settings = {
-        "VLLM_RPC_BASE_PATH": str(home),
         # without it, the routes for adapters or for weight transfer do not exist
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if adapters else "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": PLUGIN,

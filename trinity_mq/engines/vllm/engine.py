@@ -29,7 +29,6 @@ from trinity_mq.models.errors import EngineFailed
 from trinity_mq.runtime.gpu_memory import shares_gpu
 from trinity_mq.runtime.gpus import visible_devices
 from trinity_mq.runtime.placement import PLACED_VARIABLE
-from trinity_mq.runtime.process import socket_folder
 
 if TYPE_CHECKING:
     from trinity_mq.engines.server.server import EngineServer
@@ -136,7 +135,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
     plan = adapter_plan(config, folder, cpu=cpu) if auxiliary is None else None
     log.info("vllm_starts", version=version, model=str(folder))
     # a private folder, because access to the socket gives control of the server; its path must be short
-    home = Path(tempfile.mkdtemp(prefix="tmq-vllm-", dir=socket_folder()))
+    home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
     socket = home / "http.sock"
     try:
         room = plan.room if plan else None
@@ -148,7 +147,7 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
         )
         sleeps = config.synchronizer.colocated and not cpu and not fixed
         command += ["--enable-sleep-mode"] if sleeps else []
-        settings = api.server_environment(rollout, home, job.num_threads, cpu=cpu, adapters=plan is not None)
+        settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)
         inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}

@@ -163,7 +163,7 @@ class SandboxedPython:
 
         @functools.wraps(execute_python_code)
         async def execute(code: str, timeout: float = CODE_SECONDS, **_: Any) -> ToolResponse:
-            text = await self.run(str(code), min(max(float(timeout), 1.0), CODE_SECONDS))
+            text = await self.run(str(code), min(CODE_SECONDS, max(1.0, float(timeout))))
             return ToolResponse(content=[TextBlock(type="text", text=text)])
 
         return execute
