@@ -19,6 +19,7 @@ from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 from trinity_mq.trinity_rft.migration.data import registered_names
 from trinity_mq.workflows import WORKFLOWS
 
+PROJECT = Path(__file__).parents[3] / "examples" / "trinity-project"
 LEAST: dict[str, Any] = {"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo"}}
 
 
@@ -470,3 +471,18 @@ def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
     message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
     with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
         checked(source)
+
+
+def test_the_folder_of_plugins_of_trinitys_command_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins = PROJECT / "plugins"
+    (source, out), command = (PROJECT / "gsm8k.yaml", tmp_path / "ours.yaml"), ["migrate", "--force", "-o"]
+    assert main([*command, str(out), str(source)]) == 1
+    assert "--plugin-dir FOLDER names the folder of plug-ins" in capsys.readouterr().err
+    assert main([*command, str(out), str(source), "--plugin-dir", str(plugins)]) == 0
+    config = load_config(out)
+    assert config.plugin_dirs == (str(plugins),)
+    assert config.algorithm.surrogate.kind == "soft_clip.SoftClipLoss"
+    assert main([*command, str(out), str(source), "--plugin-dir", str(tmp_path / "none")]) == 2
+    assert "--plugin-dir: there is no folder" in capsys.readouterr().err

@@ -125,6 +125,15 @@ def test_the_file_of_a_weight_sync_becomes_the_model(actor: Path, tmp_path: Path
         assert b"mlp.experts.3.gate_proj.weight" in index
 
 
+def test_it_needs_no_package_that_is_not_installed_with_ours(
+    actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of the tests has accelerate, which a user's lacks."""
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda *_: False)
+    sharded(made(actor / "huggingface").state_dict(), actor, 1)
+    assert convert(actor, tmp_path / "new") == 0
+
+
 def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path) -> None:
     model = made(actor / "huggingface")
     with no_progress_bar():

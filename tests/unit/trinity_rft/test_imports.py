@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -200,13 +201,20 @@ class Mine(Workflow):
         ("import trinity.common.config", r"trinity\.common\.config has no counterpart: a module as a whole"),
     ],
 )
-def test_a_plugin_with_an_import_of_trinity_names_the_new_line(tmp_path: Path, line: str, advice: str) -> None:
+def test_a_plugin_with_an_import_of_trinity_names_the_new_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, advice: str
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     file = tmp_path / "plugin_old_imports.py"
     file.write_text(PLUGIN.format(imports=line))
     add_plugins([str(tmp_path)])
-    message = rf"plugin_old_imports\.py:2 has an import of Trinity-RFT, `.*`: .*{advice}.*trinity-mq migrate plugin_old"
-    with pytest.raises(UnknownNameError, match=message):
+    message = rf"plugin_old_imports\.py:2 has an import of Trinity-RFT, `.*`: .*{advice}.*trinity-mq migrate (.*) -o "
+    with pytest.raises(UnknownNameError, match=message) as caught:
         resolve("workflow", "old_imports_workflow", WORKFLOWS)
+    match = re.search(message, str(caught.value))
+    assert match, "the command names the file from where the user is"
+    assert Path(match[1]).resolve() == file
+    assert "in plugin_dirs there is" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("fresh_imports")
