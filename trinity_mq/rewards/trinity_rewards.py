@@ -20,7 +20,7 @@ from typing import Any
 
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
-from trinity_mq.rewards.math.trinity_answers import boxed_equal
+from trinity_mq.rewards.math.trinity_answers import boxed_equal, fix_fracs, match_answer, remove_right_units
 
 Parts = dict[str, float]
 """Parts of a reward by name."""
@@ -139,6 +139,18 @@ def compute_score_v0(solution_str: str, ground_truth: Any) -> float:
     r"""Return 1.0 if the content of the last ``\boxed{}`` has the normal form of the truth, else 0.0."""
     wanted = truth_text(ground_truth)
     return float(wanted is not None and boxed_equal(solution_str or "", wanted).right)
+
+
+def compute_score(solution_str: Any, ground_truth: Any) -> tuple[float, str]:
+    """Return 1.0 if a solution is right by the comparison of :class:`MathDAPORewardFn`, else 0.0, and its answer."""
+    result = compare("dapo", str(solution_str), str(ground_truth))
+    return float(result.right), result.answer or ""
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> tuple[bool, str]:
+    """Return whether an extracted answer equals the truth by prm800k's comparisons, and the answer's normal form."""
+    result = compare("graded", given_answer, ground_truth) if given_answer is not None else None
+    return (False, "") if result is None else (result.right, result.answer or "")
 
 
 class MathBoxedRewardFn:

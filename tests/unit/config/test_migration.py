@@ -87,7 +87,8 @@ def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.explorer.eval_interval, config.explorer.max_timeout) == (50, 1800)
     assert (config.synchronizer.sync_method, config.synchronizer.backend) == ("collective", "nccl")
     assert (config.trainer.max_tokens_per_micro_batch, config.trainer.save_interval) == (16384, 100)
-    assert important(found) == {"explorer.rollout_model.dtype"}
+    assert config.model.dtype == "bfloat16"
+    assert not important(found)
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "/data/train.jsonl")
     taskset = checked(GSM8K)[1].buffer.taskset
     assert (taskset.storage_type, taskset.path) == ("file", "/data/train.jsonl"), "a file of a known kind is a file"
@@ -275,7 +276,7 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
     path.write_text(
         "model:\n  model_path: m\n"
         "algorithm:\n  algorithm_type: grpo\n  optimizer:\n    lr: fast\n"
-        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: bfloat16\n"
+        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: float16\n"
         "buffer:\n  explorer_input:\n    eval_tasksets:\n"
         "    - name: held_out\n      path: p\n      repeat_times: none\n"
     )
