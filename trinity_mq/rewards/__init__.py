@@ -20,6 +20,7 @@ from trinity_mq.rewards.registry import (
 from trinity_mq.runtime.plugins import UnknownNameError
 
 if TYPE_CHECKING:
+    from trinity_mq.rewards.math.trinity_answers import fix_fracs, match_answer, remove_right_units
     from trinity_mq.rewards.trinity_rewards import (
         AccuracyReward,
         CountDownRewardFn,
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
         MathRewardFn,
         compute_score,
         compute_score_v0,
-        fix_fracs,
         grade_answer,
-        match_answer,
-        remove_right_units,
         simple_answer_parser,
         validate_think_pattern,
     )
@@ -67,6 +65,7 @@ __all__ = [
     "takes_argument",
     "validate_think_pattern",
 ]
+ANSWER_HELPERS = ("fix_fracs", "match_answer", "remove_right_units")
 
 
 def __getattr__(name: str) -> Any:
@@ -74,5 +73,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trinity_mq.rewards import trinity_rewards
+    from trinity_mq.rewards.math import trinity_answers
 
-    return getattr(trinity_rewards, name)
+    return getattr(trinity_answers if name in ANSWER_HELPERS else trinity_rewards, name)

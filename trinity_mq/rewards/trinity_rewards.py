@@ -20,7 +20,7 @@ from typing import Any
 
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
-from trinity_mq.rewards.math.trinity_answers import boxed_equal, fix_fracs, match_answer, remove_right_units
+from trinity_mq.rewards.math.trinity_answers import boxed_equal
 
 Parts = dict[str, float]
 """Parts of a reward by name."""

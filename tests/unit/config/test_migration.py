@@ -94,6 +94,25 @@ def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (taskset.storage_type, taskset.path) == ("file", "/data/train.jsonl"), "a file of a known kind is a file"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ours", "is_lost"),
+    [("bfloat16", "bfloat16", False), ("float", "float32", False), ("half", "float32", True)],
+)
+def test_the_engines_data_type(dtype: str, ours: str, is_lost: bool) -> None:
+    found, config = checked({**LEAST, "explorer": {"rollout_model": {"dtype": dtype}}})
+    assert config.model.dtype == ours
+    assert important(found) == ({"explorer.rollout_model.dtype"} if is_lost else set())
+
+
+def test_engine_options_of_a_model_that_is_served_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("U", "http://judge/v1")
+    outside = {"enable": True, "base_url_env": "U", "model_name": "judge"}
+    judge = {"name": "j", "model_path": "m", "dtype": "bfloat16", "seed": 1, "external_model_config": outside}
+    found, config = checked({**LEAST, "explorer": {"auxiliary_models": [judge]}})
+    assert config.explorer.auxiliary_models[0].engine == "external"
+    assert not important(found)
+
+
 def test_gsm8k_with_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SFT_DATASET_PATH", "/data/sft.jsonl")
     found = migrate(GSM8K_STAGES)

@@ -503,8 +503,9 @@ def graded(answer: str, truth: str) -> RuleResult:
     """Return whether an extracted answer equals ``truth`` by prm800k's comparisons, and the answer's normal form."""
     if len(answer) > LONGEST_ANSWER:
         return RuleResult(False, answer[:LONGEST_ANSWER])
-    normal = _mathd(answer)
-    return RuleResult(True, normal) if normal == _mathd(truth) else RuleResult(_graded(answer, truth), _dapo_form(answer))
+    if (normal := _mathd(answer)) == _mathd(truth):
+        return RuleResult(True, normal)
+    return RuleResult(_graded(answer, truth), _dapo_form(answer))
 
 
 def _mathd(answer: str) -> str:

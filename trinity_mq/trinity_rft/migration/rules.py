@@ -356,8 +356,9 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
 
 
 def data_type(move: SettingsTransfer) -> None:
-    """Move the data type of the engine. A trainer of Trinity-RFT computes in bfloat16 from float32 weights, as a trainer
-    with ``model.dtype: bfloat16`` does here.
+    """Move the data type of the engine.
+
+    A trainer of Trinity-RFT computes in bfloat16 from float32 weights, as one with ``model.dtype: bfloat16`` does here.
     """
     value = resolve_environment(move.peek(ENGINE + "dtype"))
     if move.has("model.tiny"):
