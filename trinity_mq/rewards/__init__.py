@@ -20,6 +20,7 @@ from trinity_mq.rewards.registry import (
 from trinity_mq.runtime.plugins import UnknownNameError
 
 if TYPE_CHECKING:
+    from trinity_mq.rewards.math.trinity_answers import fix_fracs, match_answer, remove_right_units
     from trinity_mq.rewards.trinity_rewards import (
         AccuracyReward,
         CountDownRewardFn,
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
         MathBoxedRewardFn,
         MathDAPORewardFn,
         MathRewardFn,
+        compute_score,
         compute_score_v0,
+        grade_answer,
         simple_answer_parser,
         validate_think_pattern,
     )
@@ -46,17 +49,23 @@ __all__ = [
     "RewardFn",
     "UnknownNameError",
     "bound_reward",
+    "compute_score",
     "compute_score_v0",
     "counts_tokens",
     "create_reward",
     "find_reward",
+    "fix_fracs",
+    "grade_answer",
     "invalid_parts_reason",
     "judge_conversation",
+    "match_answer",
     "parts_of",
+    "remove_right_units",
     "simple_answer_parser",
     "takes_argument",
     "validate_think_pattern",
 ]
+ANSWER_HELPERS = ("fix_fracs", "match_answer", "remove_right_units")
 
 
 def __getattr__(name: str) -> Any:
@@ -64,5 +73,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from trinity_mq.rewards import trinity_rewards
+    from trinity_mq.rewards.math import trinity_answers
 
-    return getattr(trinity_rewards, name)
+    return getattr(trinity_answers if name in ANSWER_HELPERS else trinity_rewards, name)

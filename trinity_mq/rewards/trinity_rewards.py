@@ -140,6 +140,18 @@ def compute_score_v0(solution_str: str, ground_truth: Any) -> float:
     return float(wanted is not None and boxed_equal(solution_str or "", wanted).right)
 
 
+def compute_score(solution_str: Any, ground_truth: Any) -> tuple[float, str]:
+    """Return 1.0 if a solution is right by the comparison of :class:`MathDAPORewardFn`, else 0.0, and its answer."""
+    result = compare("dapo", str(solution_str), str(ground_truth))
+    return float(result.right), result.answer or ""
+
+
+def grade_answer(given_answer: str | None, ground_truth: str) -> tuple[bool, str]:
+    """Return whether an extracted answer equals the truth by prm800k's comparisons, and the answer's normal form."""
+    result = compare("graded", given_answer, ground_truth) if given_answer is not None else None
+    return (False, "") if result is None else (result.right, result.answer or "")
+
+
 class MathBoxedRewardFn:
     """Parts ``accuracy`` (0 or 1) and ``format_score`` (0, or a penalty for missing thoughts) for a boxed answer.
 

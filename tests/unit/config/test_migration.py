@@ -90,10 +90,30 @@ def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.explorer.eval_interval, config.explorer.max_timeout) == (50, 1800)
     assert (config.synchronizer.sync_method, config.synchronizer.backend) == ("collective", "nccl")
     assert (config.trainer.max_tokens_per_micro_batch, config.trainer.save_interval) == (16384, 100)
-    assert important(found) == {"explorer.rollout_model.dtype"}
+    assert config.model.dtype == "bfloat16"
+    assert not important(found)
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "/data/train.jsonl")
     taskset = checked(GSM8K)[1].buffer.taskset
     assert (taskset.storage_type, taskset.path) == ("file", "/data/train.jsonl"), "a file of a known kind is a file"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ours", "is_lost"),
+    [("bfloat16", "bfloat16", False), ("float", "float32", False), ("half", "float32", True)],
+)
+def test_the_engines_data_type(dtype: str, ours: str, is_lost: bool) -> None:
+    found, config = checked({**LEAST, "explorer": {"rollout_model": {"dtype": dtype}}})
+    assert config.model.dtype == ours
+    assert important(found) == ({"explorer.rollout_model.dtype"} if is_lost else set())
+
+
+def test_engine_options_of_a_model_that_is_served_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("U", "http://judge/v1")
+    outside = {"enable": True, "base_url_env": "U", "model_name": "judge"}
+    judge = {"name": "j", "model_path": "m", "dtype": "bfloat16", "seed": 1, "external_model_config": outside}
+    found, config = checked({**LEAST, "explorer": {"auxiliary_models": [judge]}})
+    assert config.explorer.auxiliary_models[0].engine == "external"
+    assert not important(found)
 
 
 def test_gsm8k_with_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +321,7 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
     path.write_text(
         "model:\n  model_path: m\n"
         "algorithm:\n  algorithm_type: grpo\n  optimizer:\n    lr: fast\n"
-        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: bfloat16\n"
+        "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: float16\n"
         "buffer:\n  explorer_input:\n    eval_tasksets:\n"
         "    - name: held_out\n      path: p\n      repeat_times: none\n"
     )

@@ -5,7 +5,15 @@ import time
 
 import pytest
 
-from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.rewards import (
+    compute_score,
+    create_reward,
+    fix_fracs,
+    grade_answer,
+    match_answer,
+    parts_of,
+    remove_right_units,
+)
 from trinity_mq.rewards.math.answers import compare
 from trinity_mq.rewards.math.trinity_answers import number_in_words, tagged_answers
 from trinity_mq.rewards.trinity_rewards import (
@@ -250,6 +258,32 @@ def test_dapo_reward_says_what_it_needs() -> None:
     needs = MathDAPORewardFn(True, 1.0, 5, 2)
     with pytest.raises(ValueError, match="needs the response's tokens"):
         needs(response="3", truth="4")
+
+
+@pytest.mark.parametrize(
+    ("response", "matched"),
+    [
+        ("\\boxed{7}", (True, "7")),
+        ("<think>\\boxed{8}</think> 7", (False, " 7")),
+        ("\\boxed{1} \\boxed{}", (False, "\\boxed{1} \\boxed{}")),
+        ("\\fbox{3} x", (True, "3")),
+        ("\\boxed{7", (False, "\\boxed{7")),
+    ],
+)
+def test_plug_ins_can_match_an_answer(response: str, matched: tuple[bool, str]) -> None:
+    assert match_answer(response) == matched
+
+
+def test_plug_ins_can_grade_an_answer() -> None:
+    assert compute_score("\\boxed{\\frac12}", "0.5") == (1.0, "\\frac12")
+    assert compute_score("no", 7) == (0.0, "no")
+    assert grade_answer("2x+1", "1+2x") == (True, "2x+1")
+    assert grade_answer("12\\text{ cm}", "12") == (True, "12")
+    assert [grade_answer(answer, "7")[0] for answer in ("8", None, "9" * 100_000)] == [False] * 3
+    assert (fix_fracs("x\\frac12"), fix_fracs("\\frac3")) == ("x\\frac{1}{2}", "\\frac3")
+    assert remove_right_units("12\\text{ cm}") == "12"
+    with pytest.raises(ValueError, match="two units"):
+        remove_right_units("1\\text{ m} 2\\text{ cm}")
 
 
 CHAIN = "<think>a</think><answer>{}</answer> <analysis>b</analysis>\n<confidence>{}</confidence>"

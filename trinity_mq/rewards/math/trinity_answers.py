@@ -190,13 +190,13 @@ def normalised(answer: str | None) -> str | None:
     text = _replaced(text, _NUMBERS)
     text = f"0{text}" if text.startswith(".") else text
     text = _ROOT.sub(r"\\sqrt{\1}", text.replace(" ", ""))
-    text = _slash_to_fraction(_braced_fractions(text), roots=True)
+    text = _slash_to_fraction(fix_fracs(text), roots=True)
     if text[:1] + text[-1:] in {"{}", "()"}:
         text = text[1:-1]
     return text.strip() or None if text else None
 
 
-def _braced_fractions(text: str) -> str:
+def fix_fracs(text: str) -> str:
     r"""Return ``text`` with the arguments of ``\frac`` in braces: ``\frac12`` becomes ``\frac{1}{2}``."""
     first, *parts = text.split("\\frac")
     result = first
@@ -475,15 +475,9 @@ _COMMAND = re.compile(r"\\([a-zA-Z]+)\s*|\\(.)")
 
 def dapo_equal(response: str, truth: str) -> RuleResult:
     r"""Return whether the last box after ``</think>``, or the text without a box, equals ``truth``."""
-    text = response.rpartition("</think>")[2]
-    place = max(text.rfind("\\boxed"), -1)
-    place = text.rfind("\\fbox") if place < 0 else place
-    answer = None
-    if place >= 0 and (end := _closing(text, place)) is not None:
-        opening = text.find("{", place)
-        answer = text[opening + 1 : end].strip()
-    if not answer:
-        answer = text if len(text) <= SHOWN_UNBOXED else f"{text[:SHOWN_UNBOXED]}(... output is truncated.)"
+    is_boxed, answer = match_answer(response)
+    if not is_boxed and len(answer) > SHOWN_UNBOXED:
+        answer = f"{answer[:SHOWN_UNBOXED]}(... output is truncated.)"
     if len(answer) > LONGEST_ANSWER:
         return RuleResult(False, answer[:LONGEST_ANSWER])
     right = _mathd(answer) == _mathd(truth) or _graded(answer, truth)
@@ -493,6 +487,25 @@ def dapo_equal(response: str, truth: str) -> RuleResult:
         except (ValueError, LookupError, OverflowError):
             right = False
     return RuleResult(right, answer)
+
+
+def match_answer(response: str) -> tuple[bool, str]:
+    r"""Return whether a box stands behind the last ``</think>``, and its content or else the text there."""
+    text = response.rpartition("</think>")[2]
+    place = text.rfind("\\boxed")
+    place = text.rfind("\\fbox") if place < 0 else place
+    end = _closing(text, place) if place >= 0 else None
+    content = "" if end is None else text[text.find("{", place) + 1 : end].strip()
+    return bool(content), content or text
+
+
+def graded(answer: str, truth: str) -> RuleResult:
+    """Return whether an extracted answer equals ``truth`` by prm800k's comparisons, and the answer's normal form."""
+    if len(answer) > LONGEST_ANSWER:
+        return RuleResult(False, answer[:LONGEST_ANSWER])
+    if (normal := _mathd(answer)) == _mathd(truth):
+        return RuleResult(True, normal)
+    return RuleResult(_graded(answer, truth), _dapo_form(answer))
 
 
 def _mathd(answer: str) -> str:
@@ -508,10 +521,7 @@ def _mathd(answer: str) -> str:
 
 def _mathd_steps(text: str) -> str:
     text = _replaced(text, _MATHD)
-    parts = text.split("\\text{ ")
-    if len(parts) > 2:
-        raise ValueError("two units")
-    text = _replaced(parts[0], (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
+    text = _replaced(remove_right_units(text), (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
     if not text:
         return text
     text = f"0{text}" if text.startswith(".") else text
@@ -524,8 +534,20 @@ def _mathd_steps(text: str) -> str:
     text = text.replace(" ", "")
     if "" in text.split("\\frac")[1:]:
         raise ValueError("a fraction has no argument")
-    text = _braced_fractions(text)
+    text = fix_fracs(text)
     return _slash_to_fraction("\\frac{1}{2}" if text == "0.5" else text, roots=False)
+
+
+def remove_right_units(text: str) -> str:
+    r"""Return the text before its unit, a ``\text{ ...}``.
+
+    Raises:
+        ValueError: It has two units.
+    """
+    first, *units = text.split("\\text{ ")
+    if len(units) > 1:
+        raise ValueError("two units")
+    return first
 
 
 def _graded(answer: str, truth: str) -> bool:
@@ -746,6 +768,7 @@ def marked_equal(response: str, truth: str) -> RuleResult:
 RULES: dict[str, Callable[[str, str], RuleResult]] = {
     "boxed": boxed_equal,
     "dapo": dapo_equal,
+    "graded": graded,
     "marked": marked_equal,
     "parsed": parsed_equal,
     "qwen": qwen_equal,

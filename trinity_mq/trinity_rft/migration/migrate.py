@@ -25,6 +25,7 @@ RULES = {
         rules.auxiliary_models,
         data.batch_sizes,
         rules.checkpoints,
+        rules.data_type,
         rules.engine_options,
         rules.explorer,
         rules.lora,

@@ -322,6 +322,8 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.settings |= {"engine": "external", "url": url, "api_key_env": key}
             if external.get("model_name"):
                 item.put("served_name", external["model_name"])
+            for engine_option in item.names():
+                item.leave_out(engine_option, "the model is served elsewhere", matters=False)
         else:
             _auxiliary_engine(item)
             item.put("model.model_path", item.take("model_path"))
@@ -351,6 +353,23 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
     item.put("engine", "transformers", f"was {kind}; engines are transformers and vllm")
     for name in ("tensor_parallel_size", *options, *SWITCHES, *OPTIONS):
         item.leave_out(name, "only the engine vllm has this", matters=False)
+
+
+def data_type(move: SettingsTransfer) -> None:
+    """Move the data type of the engine.
+
+    A trainer of Trinity-RFT computes in bfloat16 from float32 weights, as one with ``model.dtype: bfloat16`` does here.
+    """
+    value = resolve_environment(move.peek(ENGINE + "dtype"))
+    if move.has("model.tiny"):
+        move.take(ENGINE + "dtype")
+    elif value in {"float32", "float", "bfloat16"}:
+        move.take(ENGINE + "dtype")
+        comment = f"was {ENGINE}dtype; trainer and engines compute in it, float32 is faster on a CPU"
+        move.put("model.dtype", "bfloat16" if value == "bfloat16" else "float32", comment, origin=ENGINE + "dtype")
+    else:
+        reason = "engines sample in `model.dtype`, float32 or bfloat16, in which the trainer computes too"
+        move.leave_out(ENGINE + "dtype", reason, matters=value != "auto")
 
 
 def gateway(move: SettingsTransfer) -> None:
