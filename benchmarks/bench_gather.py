@@ -95,8 +95,8 @@ def plain_group_by(experiences: Sequence[Experience], id_type: str) -> dict[str,
     result: dict[str, list[Experience]] = {}
     for experience in experiences:
         eid = experience.eid
-        batch, task = (str(part).replace("%", "%25").replace("/", "%2F") for part in (eid.batch, eid.task))
-        key = f"{batch}/{task}" + ("" if id_type == "task" else f"/{eid.run if id_type == 'run' else eid.step}")
+        task = str(eid.task).replace("%", "%25").replace("/", "%2F")
+        key = f"{eid.batch}/{task}" + ("" if id_type == "task" else f"/{eid.run if id_type == 'run' else eid.step}")
         if key not in result:
             result[key] = []
         result[key].append(experience)
