@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.algorithms.evaluator import anchor_logprob
 from trinity_mq.algorithms.forms import VERL_NAMES, EntropyLossFn, KLFn, PolicyLossFn
 from trinity_mq.algorithms.plugins import PluginError, class_of, is_class
@@ -91,7 +92,10 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
                 f"the classes of the loss ({', '.join(terms)}) return values without a gradient: nothing would be "
                 "learned. Make them of logprob or entropy without detach(), item() or torch.no_grad()"
             )
-        slopes = torch.autograd.grad(total, [logprob, entropy], allow_unused=True)
+        try:
+            slopes = torch.autograd.grad(total, [logprob, entropy], allow_unused=True)
+        except RuntimeError as error:  # such as a tensor that was changed in place, or a graph that is used up
+            raise PluginError(f"the gradient of {', '.join(terms)} cannot be computed: {error}") from error
     slope, entropy_slope = (torch.zeros_like(logprob) if gradient is None else gradient.detach() for gradient in slopes)
     level = total.detach().expand_as(slope) / max(view.tokens, 1)
     metrics |= {name: sign * value.item() for name, (sign, value) in terms.items()}
@@ -198,13 +202,11 @@ def _called(path: str, function: Any, arguments: Mapping[str, Any]) -> tuple[Ten
         raise PluginError(f"{path} raised {describe_error(error)}") from error
     match result:
         case (Tensor() as value, Mapping() as metrics) if value.numel() == 1:
-            numbers = {str(name): number for name, number in metrics.items() if isinstance(number, int | float)}
-            numbers |= {
-                str(name): number.item()
+            numbers = {
+                str(name): number.item() if isinstance(number, Tensor) and number.numel() == 1 else number
                 for name, number in metrics.items()
-                if isinstance(number, Tensor) and number.numel() == 1
             }
-            return value.reshape(()), {name: float(number) for name, number in numbers.items()}
+            return value.reshape(()), {name: float(number) for name, number in numbers.items() if is_finite(number)}
     raise PluginError(f"{path} returns {result!r:.200}, wanted a pair: a scalar Tensor, and metrics by name")
 
 

@@ -32,18 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="configuration of Trinity-RFT, YAML, or a plug-in, .py, whose import lines are rewritten",
     )
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="where to write ours; default: standard output")
+    parser.add_argument(
+        "--plugin-dir",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder of plug-ins, as in `trinity run --plugin-dir`: it is written as plugin_dirs; repeatable",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
 def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
+    if missing := [folder for folder in arguments.plugin_dir if not Path(folder).is_dir()]:
+        raise CommandError(f"--plugin-dir: there is no folder {missing[0]!r}; relative folders start here")
     if source.suffix == ".py":
         return _migrate_plugin(source, out, force=arguments.force)
     try:
         settings = with_trainer_config(source, read_file(source))
         other = other_half(source, settings)
         joined, overridden = (settings, []) if other is None else _joined(source, settings, *other)
+        if arguments.plugin_dir:
+            joined = {**joined, "plugin_dirs": arguments.plugin_dir}
         migration = migrate(joined)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
@@ -190,6 +201,8 @@ def _report(migration: Migration, settings: dict[str, Any], out: Path | None, pl
         lines = [_with_origin(text.removeprefix("configuration: "), migration, places) for text in texts]
         shown = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
         print(f"{name} needs an edit:{shown}", file=sys.stderr)
+        if "plugin_dirs" in shown:
+            print("if a plug-in has this name: --plugin-dir FOLDER names the folder of plug-ins", file=sys.stderr)
         return 1
     following = (
         f"trinity-mq validate {out}" if out is not None else "write it with -o FILE, then trinity-mq validate it"

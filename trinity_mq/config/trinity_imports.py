@@ -93,12 +93,14 @@ def required_imports(tree: ast.AST) -> Iterator[ast.ImportFrom | ast.Import]:
     """Yield the import statements of Trinity-RFT without which a module cannot be used: all but those in a ``try``
     statement or below ``TYPE_CHECKING``, which may be absent.
     """
-    for node in ast.iter_child_nodes(tree):
+    waiting = list(ast.iter_child_nodes(tree))[::-1]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.ImportFrom | ast.Import):
             if _is_old(node):
                 yield node
         elif not isinstance(node, ast.Try) and not _is_type_checking(node):
-            yield from required_imports(node)
+            waiting.extend(list(ast.iter_child_nodes(node))[::-1])
 
 
 def rewritten(node: ast.ImportFrom | ast.Import) -> Rewritten:

@@ -101,7 +101,7 @@ class ColumnOperator(ExperienceOperatorV1):
 
 
 def operator_name(operator: ExperienceOperatorV1) -> str:
-    """Return the name of an operator in metrics and errors: that of its class."""
+    """Return the name of an operator's class, which metrics and errors show."""
     return type(operator.operator if isinstance(operator, WrappedOperator) else operator).__name__
 
 

@@ -54,7 +54,7 @@ def countdown_reward(
     Raises:
         ValueError: ``truth`` does not have this form.
     """
-    target, numbers = _parse_truth(truth)
+    target, numbers = parse_game(truth)
     answer = after_thoughts(response, prompt_end)
     stated = last_tagged(answer) or last_boxed(answer)
     try:
@@ -80,11 +80,17 @@ def formula_value(text: str) -> Fraction:
     return _value(_parse(text))
 
 
-def _parse_truth(truth: str | None) -> tuple[int, list[int]]:
+def parse_game(truth: str | None) -> tuple[float, list[int]]:
+    """Return target and numbers of a game.
+
+    Raises:
+        ValueError: ``truth`` is not JSON with both.
+    """
     try:
         game = json.loads(truth or "")
         target, numbers = game["target"], game["numbers"]
-        if isinstance(target, int) and isinstance(numbers, list) and all(isinstance(number, int) for number in numbers):
+        is_list = isinstance(numbers, list) and all(isinstance(number, int) for number in numbers)
+        if is_list and isinstance(target, int | float):
             return target, numbers
     except (ValueError, KeyError, TypeError, RecursionError):
         pass

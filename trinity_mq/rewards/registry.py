@@ -302,8 +302,8 @@ def parts_of(
     """
     if not isinstance(reward_fn, _Reward):
         return _checked(reward_fn, reward_fn(response, truth, finished=finished))
-    known: dict[str, Any] = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
-    return reward_fn(response, truth, finished=finished, **known, **optional)
+    extras: dict[str, Any] = {"tokens": tokens, "record": record, "prompt_end": prompt_end, **optional}
+    return reward_fn(response, truth, finished=finished, **extras)
 
 
 def invalid_parts_reason(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:

@@ -11,16 +11,16 @@ ground truth is a wrong answer, and a ground truth that is a number is read as i
 from __future__ import annotations
 
 import ast
-import json
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trinity_mq.rewards.countdown import parse_game
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
-from trinity_mq.rewards.math.trinity_answers import boxed_equal
+from trinity_mq.rewards.math.trinity_answers import boxed_equal, tagged_answers
 
 Parts = dict[str, float]
 """Parts of a reward by name."""
@@ -39,8 +39,7 @@ def simple_answer_parser(response: str) -> list[Any]:
     """
     from math_verify import parse
 
-    tagged = re.search(r"<answer>(.*?)</answer>", response)
-    answers: list[Any] = parse(tagged[1] if tagged else response, parsing_timeout=None)
+    answers: list[Any] = parse(next(tagged_answers(response), response), parsing_timeout=None)
     return answers
 
 
@@ -319,8 +318,8 @@ def _confidence(text: str) -> float | None:
 
 def _last_confidence(response: str) -> float | None:
     start, end = response.rfind("<confidence>"), response.rfind("</confidence>")
-    content = response[start + len("<confidence>") : end] if 0 <= start < end else "<think>"
-    return None if _TAG.search(content) else _confidence(content)
+    content = response[start + len("<confidence>") : end]
+    return _confidence(content) if 0 <= start < end and not _TAG.search(content) else None
 
 
 def _terminal(response: str) -> tuple[str, float] | None:
@@ -378,29 +377,16 @@ class CountDownRewardFn:
         Raises:
             ValueError: ``truth`` does not have this form.
         """
-        target, numbers = _game(truth_text(truth))
-        stated = re.findall(r"<answer>(.*?)</answer>", (response or "").rpartition("\n")[2])
-        if not stated:
+        target, numbers = parse_game(truth_text(truth))
+        *_, stated = (None, *tagged_answers((response or "").rpartition("\n")[2]))
+        if stated is None:
             return {"score": 0.0}
-        formula = stated[-1].strip()
+        formula = stated.strip()
         used = [int(digits) for digits in re.findall(r"\d+", formula[:MAX_FORMULA])]
         if len(formula) > MAX_FORMULA or sorted(used) != sorted(numbers):
             return {"score": FORMAT_SCORE}
         value = _value(formula)
         return {"score": 1.0 if value is not None and abs(value - target) < 1e-5 else FORMAT_SCORE}
-
-
-def _game(truth: str | None) -> tuple[float, list[int]]:
-    try:
-        game = json.loads(truth or "")
-        target, numbers = game["target"], game["numbers"]
-        if isinstance(target, int | float) and all(isinstance(number, int) for number in numbers):
-            return target, list(numbers)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ValueError(
-        f'the right answer is {(truth or "")[:80]!r}, wanted JSON such as {{"target": 24, "numbers": [1, 2, 3, 4]}}'
-    )
 
 
 def _value(formula: str) -> float | None:

@@ -125,6 +125,20 @@ class Registry(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._builtin)
 
+    @property
+    def modules(self) -> dict[str, Any]:
+        """The objects that this process has registered, by name."""
+        return dict(self._added)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the object that a registered name or a dotted path refers to, ``default`` if the name is unknown.
+
+        Raises:
+            UnknownNameError: Its module cannot be imported.
+        """
+        is_named = name is not None and ("." in name or name in self or name in self.added())
+        return resolve(self.names[0], name, self) if is_named else default
+
     @overload
     def register_module(
         self,
@@ -244,7 +258,9 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
             return registered
         raise _unknown_name(kind, name, {*table, *added, *(registry.added() if registry is not None else ())})
     except UnknownNameError as error:
-        if name not in plugin_names() and (similar := _similar_plugins(name)):
+        if name not in plugin_names() and (
+            similar := [path for path in _similar_plugins(name) if path not in str(error)]
+        ):
             raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(similar)})") from error.__cause__
         raise
 
@@ -265,7 +281,8 @@ def _unknown_name(kind: str, name: str, choices: Collection[str]) -> UnknownName
     hint = suggest(name, sorted(choices), "known:", count=3, cutoff=0.5)
     end = "" if hint.endswith("?") else "."
     return UnknownNameError(
-        f"unknown {kind} {name!r}; {hint}{end} Your own is named by its dotted path, package.module.Name"
+        f"unknown {kind} {name!r}; {hint}{end} Your own is named by its dotted path, package.module.Name, or by its "
+        "registered name, with the folder of its file in plugin_dirs"
     )
 
 
@@ -345,14 +362,13 @@ def _failed_import(kind: str, name: str, error: BaseException) -> UnknownNameErr
 
 
 def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Import) -> UnknownNameError:
-    result = rewritten(node)
+    result, place = rewritten(node), display_path(str(file))
     lines = "; ".join(line for line in result.lines if not is_old_line(line))
     advice = [f"write `{lines}`"] if lines else []
     advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
     return UnknownNameError(
-        f"{kind} {name!r}: {display_path(str(file))}:{node.lineno} has an import of Trinity-RFT, "
-        f"`{ast.unparse(node)}`: {'; '.join(advice)}. `trinity-mq migrate {file.name} -o new.py` rewrites all such "
-        "lines"
+        f"{kind} {name!r}: {place}:{node.lineno} has an import of Trinity-RFT, `{ast.unparse(node)}`: "
+        f"{'; '.join(advice)}. `trinity-mq migrate {place} -o new.py` rewrites all such lines"
     )
 
 

@@ -309,9 +309,14 @@ def _parts(name: str, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
     """
     first = values[0]
     if not isinstance(first, StoredDTensor):
-        return [first], 0
-    shards = [value.part for value in values if isinstance(value, StoredDTensor)]
-    dims = [placement.dim for placement in first.placements if isinstance(placement, ShardPlacement)]
+        return [_stored(name, first)], 0
+    try:
+        shards = [_stored(name, value.part) for value in values if isinstance(value, StoredDTensor)]
+        dims = [
+            range(first.dim())[placement.dim] for placement in first.placements if isinstance(placement, ShardPlacement)
+        ]
+    except (AttributeError, TypeError, LookupError) as error:
+        raise CommandError(f"{name} has no shard, or is divided on a dimension that it does not have") from error
     copies = [placement for placement in first.placements if isinstance(placement, ReplicatePlacement)]
     if len(shards) != len(values) or len(dims) + len(copies) != len(first.placements):
         raise CommandError(f"{name} is divided in a form that this command does not read")
@@ -323,11 +328,26 @@ def _parts(name: str, values: Sequence[Tensor]) -> tuple[Sequence[Tensor], int]:
     for part in shards:
         if length >= first.shape[dim] and parts:
             break
+        if part.dtype != first.dtype or [*part.shape[:dim], *part.shape[dim + 1 :]] != [
+            *first.shape[:dim],
+            *first.shape[dim + 1 :],
+        ]:
+            raise CommandError(f"{name} has shape {tuple(first.shape)}, and a part of it {tuple(part.shape)}")
         parts.append(part)
         length += part.shape[dim]
     if length != first.shape[dim]:
         raise CommandError(f"{name} has shape {tuple(first.shape)}, and its parts have {length} on dimension {dim}")
     return parts, dim
+
+
+def _stored(name: str, part: Any) -> Tensor:
+    """Return a tensor if its file has all of its values. A small file may describe a tensor that repeats a value, which
+    would fill the disk.
+    """
+    is_plain = isinstance(part, Tensor) and part.device.type == "cpu" and part.layout == torch.strided
+    if not is_plain or part.numel() * part.element_size() > part.untyped_storage().nbytes():
+        raise CommandError(f"{name} is not stored with all of its values, wanted a plain tensor")
+    return part  # type: ignore[no-any-return]
 
 
 def _without_adapters(stored: LateTensors, folder: Path) -> tuple[LateTensors, int]:
@@ -401,7 +421,8 @@ def _write(weights: LateTensors, described: Path, out: Path) -> None:
             shutil.copyfile(described / CONFIG_FILE, out / CONFIG_FILE)
         else:  # names of an earlier release of transformers, which this release translates when it loads them
             save_torch_state_dict(dict(weights), out, max_shard_size=EXPORT_BYTES)
-        checks = {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
+        # no device_map: it needs the package accelerate
+        checks = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
         level = logging.get_verbosity()
         logging.set_verbosity_error()  # its report of several lines is one line below
         try:

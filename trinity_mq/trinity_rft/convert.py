@@ -165,10 +165,17 @@ def convert_database(
     """
     try:
         with closing(sqlite3.connect(f"file:{quote(str(source.resolve()))}?mode=ro", uri=True)) as database:
+            database.execute("PRAGMA trusted_schema = OFF")  # the database must not choose functions that run
             names = [str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
             buffers = [buffer for name in names if (buffer := _Buffer.of(database, name, names)) is not None]
             if not buffers:
                 raise SkippedError(f"a database without a buffer of Trinity-RFT (tables: {', '.join(names) or 'none'})")
+            names_by_file = {buffer.file_name: buffer.name for buffer in buffers}
+            for buffer in buffers:
+                if (other := names_by_file[buffer.file_name]) != buffer.name:
+                    raise SkippedError(
+                        f"tables {buffer.name!r} and {other!r} would both become {buffer.file_name}; rename one of them"
+                    )
             for buffer in buffers:
                 yield from buffer.convert(database, folder / source.stem, compression, strict=strict, per_file=per_file)
     except sqlite3.Error as error:
@@ -197,6 +204,11 @@ class _Buffer:
             blobs = f"blob.{BLOBS[0]}"
         return cls(name, columns, blobs) if blobs or RECORDS.keys() & set(columns) else None
 
+    @property
+    def file_name(self) -> str:
+        """The name as part of the name of a file."""
+        return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.name)
+
     def convert(
         self,
         database: sqlite3.Connection,
@@ -208,9 +220,7 @@ class _Buffer:
     ) -> Iterator[tuple[Path, Outcome]]:
         """Write the files of the buffer, whose names begin with the name of ``start``; yield each with its outcome."""
         folder = start.parent
-        target = (
-            f"{start.name}-{''.join(letter if letter.isalnum() or letter in '-_.' else '_' for letter in self.name)}"
-        )
+        target = f"{start.name}-{self.file_name}"
         folder.mkdir(parents=True, exist_ok=True)
         if keys := {column: key for column, key in RECORDS.items() if column in self.columns}:
             yield _write_records(
@@ -250,18 +260,17 @@ def _write_records(
     path: Path, rows: Iterator[tuple[Any, ...]], keys: Sequence[str | None], strict: bool
 ) -> tuple[Path, Outcome]:
     """Write a JSON line per row."""
-    outcome, lines = Outcome(), list[str]()
+    outcome, lines = Outcome(), list[bytes]()
     for number, row in enumerate(rows):
         outcome.read += 1
         try:
             values = [None if text is None else json.loads(text) for text in row]
-        except (ValueError, TypeError, RecursionError) as error:
+            record = values[0] if keys[0] is None else dict(zip(keys, values, strict=True))
+            lines.append(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
+        except (ValueError, TypeError, RecursionError) as error:  # UTF-8 cannot encode half a surrogate pair
             outcome.skipped.append(f"row {number}: its JSON cannot be read: {error}")
-            continue
-        record = values[0] if keys[0] is None else dict(zip(keys, values, strict=True))
-        lines.append(f"{json.dumps(record, ensure_ascii=False)}\n")
     if not (outcome.skipped and (strict or not lines)):
-        write_atomic(path, "".join(lines).encode())
+        write_atomic(path, b"".join(lines))
         outcome.written = len(lines)
     return path, outcome
 
@@ -305,13 +314,16 @@ def _stored_experience(blob: Any, values: dict[str, Any]) -> Experience:
         raise DecodeError(f"it encodes {len(experiences)} experiences, wanted one")
     (experience,) = experiences
     eid, task = experience.eid, values.get("task_id")
-    experience.eid = EID(
-        batch=eid.batch,
-        task=eid.task if task is None or task == str(eid.task) else task,
-        run=eid.run if values.get("run_id") is None else int(values["run_id"]),
-        step=eid.step,
-        suffix=values.get("msg_id") or eid.suffix,
-    )
+    try:
+        experience.eid = EID(
+            batch=eid.batch,
+            task=eid.task if task is None or task == str(eid.task) else task,
+            run=eid.run if values.get("run_id") is None else int(values["run_id"]),
+            step=eid.step,
+            suffix=values.get("msg_id") or eid.suffix,
+        )
+    except (ValueError, TypeError, OverflowError) as error:  # SQLite keeps any type in any column
+        raise DecodeError(f"its ids cannot be used: {error}") from error
     if "reward" in values:
         experience.reward = values["reward"]
     if values.get("model_version") is not None:

@@ -61,6 +61,7 @@ _ASYNCHRONOUS = {
     "webshop_workflow": "trinity_mq.workflows.environments.worlds:WebShopWorkflow",
 }
 _FORMER = {
+    "async_frozen_lake_workflow": "trinity_mq.workflows.environments.lake:TrinityFrozenLakeWorkflow",
     "async_on_policy_distill_math_workflow": f"{_BUILTIN}.trinity:OnPolicyDistillMathWorkflow",
     "async_on_policy_distill_workflow": f"{_BUILTIN}.trinity:OnPolicyDistillWorkflow",
     "async_tool_call_workflow": f"{_BUILTIN}.trinity:ToolCallWorkflow",

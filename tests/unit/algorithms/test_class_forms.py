@@ -357,6 +357,11 @@ def test_a_registered_algorithm_sets_its_functions_below_the_users_settings(fold
         ("return logprob.sum()", {}, r"returns tensor.*, wanted a pair: a scalar Tensor, and metrics"),
         ("return logprob, {}", {}, r"wanted a pair: a scalar Tensor"),
         ("return logprob.detach().sum(), {}", {}, r"without a gradient: nothing would be learned"),
+        (
+            "value = logprob.exp(); value.mul_(value); return value.sum(), {}",
+            {},
+            r"gradient of pg_loss cannot be computed",
+        ),
         ("raise KeyError('absent')", {}, r"class_forms_wrong\.Wrong raised KeyError"),
         ("return logprob.sum(), {}", {"policy_loss_fn_args": {"taw": 1}}, r"cannot be made with args .*taw"),
         (

@@ -216,10 +216,11 @@ def test_a_silent_command_says_on_a_terminal_that_it_loads_and_nowhere_else() ->
         "        print('done')\n"
         "    with terminal.announced('again', 0.01):\n"
         "        time.sleep(0.1)\n"
+        "terminal.open_console()  # imports rich before the clock starts\n"
         "with terminal.guarded_output():\n"
-        "    with terminal.announced('loading', 0.3):\n"
+        "    with terminal.announced('loading', 1):\n"
         "        terminal.open_console().print('done')\n"
-        "        time.sleep(0.5)\n"
+        "        time.sleep(1.2)\n"
     )
     leader, follower = os.openpty()
     try:

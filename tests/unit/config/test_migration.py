@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import yaml
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
+from trinity_mq.config.trinity_names import trinity_names
 from trinity_mq.rewards import REWARD_FUNCTIONS
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 from trinity_mq.trinity_rft.migration.data import registered_names
 from trinity_mq.workflows import WORKFLOWS
 
+PROJECT = Path(__file__).parents[3] / "examples" / "trinity-project"
 LEAST: dict[str, Any] = {"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo"}}
 
 
@@ -214,6 +217,23 @@ def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -
         migrate(source)
 
 
+@pytest.mark.parametrize("value", [float("nan"), 10**400, []], ids=["nan", "huge", "list"])
+def test_no_value_stops_a_migration(value: Any) -> None:
+    """A value of the wrong type or size is refused with its place, or left for `validate`."""
+    for row in trinity_names():
+        keys = row.old.removesuffix(".*").split(".")
+        rubbish: Any = value
+        for key in reversed(keys):
+            rubbish = {key: rubbish}
+        with contextlib.suppress(ConfigError):
+            migrate(merged(LEAST, rubbish))
+
+
+def test_a_key_that_is_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="NoneType"):
+        migrate({**LEAST, "log": {None: 1}})
+
+
 REFUSED = {
     "megatron": ({"trainer": {"trainer_strategy": "megatron"}}, "trainer.trainer_strategy", "no Megatron"),
     "megatron-of-verl": (
@@ -254,6 +274,12 @@ REFUSED = {
     "described-pipeline": (
         {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
         "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
+    ),
+    "judge-in-arguments": (
+        {"buffer": {"explorer_input": {"taskset": {
+            "path": "t.jsonl", "workflow_args": {"reward_fn_type": "trajectory_accuracy_grader_reward"},
+        }}}},
+        "buffer.explorer_input.taskset.workflow_args.reward_fn_type", "OpenJudge",
     ),
     "experience-pipeline": (
         {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
@@ -442,15 +468,21 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
 
 
+def test_runs_of_unlike_length_need_no_padding() -> None:
+    operators = [{"name": "multi_step_padding", "args": {"max_steps": 10}}, {"name": "reward_filter"}]
+    found, config = checked({**LEAST, "data_processor": {"experience_pipeline": {"operators": operators}}})
+    assert [operator.name for operator in config.operator.operators] == ["reward_filter"]
+    lost = [setting for setting in found.left_out if setting.value == "multi_step_padding"]
+    assert [setting.matters for setting in lost] == [False]
+
+
 def test_what_is_refused_by_name_is_not_here() -> None:
     """A row that refuses a name goes when the name is registered here."""
     tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
     rows = registered_names().values()
     assert {row.kind for row in rows} == set(tables)
-    assert [row.name for row in rows if row.refused and tables[row.kind].get(row.name) is not None] == []
-    assert [
-        row.name for row in rows if not row.refused and tables[row.kind].get(row.new_name or row.name) is None
-    ] == []
+    assert [row.name for row in rows if row.refused and row.name in tables[row.kind]] == []
+    assert [row.name for row in rows if not row.refused and (row.new_name or row.name) not in tables[row.kind]] == []
     assert all(row.text and not (row.refused and row.new_name) for row in rows)
 
 
@@ -474,3 +506,18 @@ def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
     message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
     with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
         checked(source)
+
+
+def test_the_folder_of_plugins_of_trinitys_command_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugins = PROJECT / "plugins"
+    (source, out), command = (PROJECT / "gsm8k.yaml", tmp_path / "ours.yaml"), ["migrate", "--force", "-o"]
+    assert main([*command, str(out), str(source)]) == 1
+    assert "--plugin-dir FOLDER names the folder of plug-ins" in capsys.readouterr().err
+    assert main([*command, str(out), str(source), "--plugin-dir", str(plugins)]) == 0
+    config = load_config(out)
+    assert config.plugin_dirs == (str(plugins),)
+    assert config.algorithm.surrogate.kind == "soft_clip.SoftClipLoss"
+    assert main([*command, str(out), str(source), "--plugin-dir", str(tmp_path / "none")]) == 2
+    assert "--plugin-dir: there is no folder" in capsys.readouterr().err

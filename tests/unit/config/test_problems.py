@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import yaml
 
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config, load_stages
+from trinity_mq.config.loading.load import read_file
+from trinity_mq.config.loading.problems import KeyLines
 
 BAD = """\
 name: x
@@ -136,12 +140,31 @@ def test_a_problem_outside_of_the_stages_has_the_line_outside(tmp_path: Path, ov
     assert str(caught.value).startswith(f"{path}:{line}: stage first: buffer.batch_size: ".replace("::", ":"))
 
 
-@pytest.mark.parametrize("text", ["buffer: &a [*a]\n", "buffer: " + "[" * 999 + "]" * 999])
-def test_a_file_without_an_end_or_too_deep_is_refused(tmp_path: Path, text: str) -> None:
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+"""A kibibyte whose aliases stand for 9 ** 11 values."""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["buffer: &a [*a]\n", "buffer: &a {b: *a}\n", BOMB, *(f"buffer: {'[' * n}{']' * n}" for n in (150, 999, 20_000))],
+    ids=["list", "mapping", "bomb", "deep", "deeper", "deepest"],
+)
+@pytest.mark.parametrize("read", [load_config, read_file])
+def test_a_file_without_an_end_or_too_deep_is_refused(
+    tmp_path: Path, text: str, read: Callable[[Path], object]
+) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="too many levels"):
-        load_config(path)
+        read(path)
+
+
+def test_the_lines_of_many_keys_cost_linear_time() -> None:
+    count = 20_000
+    lines = KeyLines("model:\n" + "".join(f"  k{number}: {number}\n" for number in range(count)))
+    begin = time.process_time()
+    assert [lines.line_of_key(("model", f"k{number}")) for number in range(count)] == [*range(2, count + 2)]
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
 from tests.legacy_bodies import trxp
@@ -241,6 +243,14 @@ def test_a_file_token_by_token(body: str, capsys: pytest.CaptureFixture[str]) ->
         line for line in out.splitlines() if "2147483647" in line and "2.7500" not in line and "mask" not in line
     )
     assert row.split() == ["3", "2147483647", "-", "1", "-0.5000", "0.2500", "-1.0000", "-0.2500", "0.0000"]
+
+
+def test_a_file_without_values_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a buffer of Trinity-RFT becomes one: no logprobs, only the mask that follows from the length of the prompt."""
+    path = tmp_path / "plain.tmqx"
+    path.write_bytes(Experience.serialize_many([Experience(tokens=torch.tensor([5, 6, 7]), prompt_length=1)]))
+    assert main(["inspect", str(path)]) == 0
+    assert re.search(r"^ +1 +6 +- +1 *\n +2 +7 +- +1 *$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_expected_answer_is_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,16 @@ from trinity_mq.rewards import (
     remove_right_units,
 )
 from trinity_mq.rewards.math.answers import compare
-from trinity_mq.rewards.math.trinity_answers import number_in_words
-from trinity_mq.rewards.trinity_rewards import ANSWER_TAGS, AccuracyReward, FormatReward, MathDAPORewardFn, MathRewardFn
+from trinity_mq.rewards.math.trinity_answers import number_in_words, tagged_answers
+from trinity_mq.rewards.trinity_rewards import (
+    ANSWER_TAGS,
+    AccuracyReward,
+    CountDownRewardFn,
+    FormatReward,
+    MathBoxedRewardFn,
+    MathDAPORewardFn,
+    MathRewardFn,
+)
 
 RULES = ("boxed", "qwen", "dapo", "parsed", "marked")
 VERDICTS = [
@@ -183,6 +191,19 @@ def test_formats_cost_linear_time() -> None:
     for text in ("<think>" * 50_000, "<think></think>" * 30_000, "<think></think><answer>" + "</answer> x" * 30_000):
         assert FormatReward(ANSWER_TAGS)(text) == {"format_score": -0.1}
     assert time.process_time() - begin < 2
+
+
+def test_answers_cost_linear_time() -> None:
+    begin = time.process_time()
+    countdown, boxed = CountDownRewardFn(), MathBoxedRewardFn()
+    game = '{"target": 3, "numbers": [1, 2]}'
+    for text in ("<answer>" * 50_000, "<answer>1" * 50_000):
+        assert countdown(text, truth=game) == {"score": 0.0}
+        assert list(tagged_answers(text)) == []
+    for piece in ("\\begin{array}{", "{", "degree "):
+        assert boxed("\\boxed{3}", truth=piece * 50_000)["accuracy"] == 0.0
+    assert countdown("<answer>9</answer><answer>1 + 2</answer><answer>", truth=game) == {"score": 1.0}
+    assert time.process_time() - begin < 4
 
 
 def test_math_reward_adds_accuracy_and_format() -> None:

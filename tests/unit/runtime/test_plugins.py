@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -221,6 +222,25 @@ def test_a_registered_name_belongs_to_one_class() -> None:
         registry.register_module("known")(Mine)
     with pytest.raises(ValueError, match=r"'mine' is .*Mine already"):
         registry.register_module("mine")(int)
+
+
+def test_a_plugin_asks_a_registry_as_in_trinity(tmp_path: Path) -> None:
+    (tmp_path / "asked_plugins.py").write_text(
+        "from trinity_mq.operators import EXPERIENCE_OPERATORS\n"
+        "@EXPERIENCE_OPERATORS.register_module('foreign')\nclass Foreign: ...\n"
+    )
+    add_plugins([str(tmp_path)])
+    registry = Registry({"known": "collections:Counter"}, "EXPERIENCE_OPERATORS")
+    assert registry.modules == {}
+    registry.register_module("mine", int)
+    assert registry.modules == {"mine": int}
+    assert [registry.get(name) for name in ("known", "mine", "collections.deque", "other", None)] == [
+        Counter, int, deque, None, None,
+    ]  # fmt: skip
+    assert registry.get("foreign").__name__ == "Foreign"
+    assert registry.get("other", str) is str
+    with pytest.raises(UnknownNameError, match="Nothing"):
+        registry.get("collections.Nothing")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,15 @@ def test_the_file_of_a_weight_sync_becomes_the_model(actor: Path, tmp_path: Path
         assert b"mlp.experts.3.gate_proj.weight" in index
 
 
+def test_it_needs_no_package_that_is_not_installed_with_ours(
+    actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of the tests has accelerate, which a user's lacks."""
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda *_: False)
+    sharded(made(actor / "huggingface").state_dict(), actor, 1)
+    assert convert(actor, tmp_path / "new") == 0
+
+
 def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path) -> None:
     model = made(actor / "huggingface")
     with no_progress_bar():
@@ -247,3 +256,42 @@ def test_a_checkpoint_as_model_path_names_the_command(actor: Path, tmp_path: Pat
     sharded(made(actor / "huggingface").state_dict(), actor, 1)
     with pytest.raises(ModelError, match=r"trinity-mq convert-checkpoint .* --out NEW_FOLDER"):
         ensure_model_folder(ModelConfig(model_path=str(tmp_path / place)), tmp_path / "unused", 0)
+
+
+def test_a_weight_that_its_file_does_not_hold_is_refused(
+    actor: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(actor / "huggingface")
+    for tensor in (torch.zeros(1).expand(10**7, 10**7), torch.zeros(3, device="meta"), torch.eye(3).to_sparse()):
+        torch.save({"w": tensor}, actor / "model_world_size_1_rank_0.pt")
+        assert convert(actor, tmp_path / "out") == 2
+        assert "w is not stored with all of its values" in capsys.readouterr().err
+    assert list(tmp_path.glob(".out*")) == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape", "words"),
+    [
+        (Shard(9), (2, 3), "divided on a dimension that it does not have"),
+        (Shard(0), (2, 4), "has shape (2, 3), and a part of it (2, 4)"),
+        (Shard(0), (2,), "has shape (2, 3), and a part of it (2,)"),
+        (Shard(0), None, "is not stored with all of its values"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(
+    actor: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: Shard, shape: Any, words: str
+) -> None:
+    made(actor / "huggingface")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        stored: Any = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
+        stored._spec.placements = (placement,)
+        stored._local_tensor = None if shape is None else torch.zeros(shape)
+        torch.save({"w": stored}, actor / "model_world_size_1_rank_0.pt")
+    finally:
+        dist.destroy_process_group()
+
+    assert convert(actor, tmp_path / "out") == 2
+
+    assert words in capsys.readouterr().err

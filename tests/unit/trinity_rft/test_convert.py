@@ -19,7 +19,7 @@ from trinity_mq.cli.convert import SHOWN
 from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience, decode, encode
-from trinity_mq.trinity_rft.convert import convert_database
+from trinity_mq.trinity_rft.convert import SkippedError, convert_database
 
 Capture = pytest.CaptureFixture[str]
 
@@ -342,3 +342,32 @@ def test_a_database_executes_nothing_and_tells_what_it_skips(tmp_path: Path, cap
     assert not (tmp_path / "executed").exists()
     assert main(["convert-experiences", source, "--out", str(tmp_path / "one.tmqx")]) == 2
     assert "a database becomes several; give a folder" in capsys.readouterr().err
+
+
+def test_a_hostile_database_is_skipped_row_by_row(tmp_path: Path) -> None:
+    source = tmp_path / "buffer.db"
+    blob = old.sealed(old.bare(old.Experience([1, 2, 3])))
+    with closing(sqlite3.connect(source)) as database:
+        database.execute("CREATE TABLE e (id INTEGER PRIMARY KEY, run_id, task_id, reward, experience_bytes)")
+        ids = [("x", "t"), (1e999, "t"), (b"\xff", "t"), (-(2**63), "t"), (1, b"\xff"), (1, "t")]
+        database.executemany(
+            "INSERT INTO e (run_id, task_id, reward, experience_bytes) VALUES (?, ?, 1.0, ?)",
+            [(*pair, blob) for pair in ids],
+        )
+        for name in ("a b", "../b"):
+            database.execute(f'CREATE TABLE "{name}" (id INTEGER PRIMARY KEY, raw_task)')
+            texts = [(r'{"q": "\ud800"}',), ("[" * 100_000,), (3,), ('{"q": 1}',)]
+            database.executemany(f'INSERT INTO "{name}" (raw_task) VALUES (?)', texts)
+        database.commit()
+
+    results = dict(convert_database(source, tmp_path / "out", "none", strict=False))
+
+    outcomes = {path.name: (outcome.read, outcome.written) for path, outcome in results.items()}
+    assert outcomes.pop("buffer-e-00001.tmqx")[0] == len(ids)
+    assert outcomes == {f"buffer-{name}.jsonl": (4, 1) for name in ("a_b", ".._b")}
+    assert {path.parent for path in results} == {tmp_path / "out"}
+    with closing(sqlite3.connect(source)) as database:
+        database.execute('CREATE TABLE "a/b" (id INTEGER PRIMARY KEY, raw_task)')
+    with pytest.raises(SkippedError, match="'a b' and 'a/b' would both become a_b"):
+        list(convert_database(source, tmp_path / "again", "none", strict=False))
+    assert not (tmp_path / "again").exists()

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.config.trinity_imports import ANY, counterpart, trinity_imports
+from trinity_mq.config.trinity_imports import ANY, counterpart, required_imports, trinity_imports
 from trinity_mq.runtime.plugins import UnknownNameError, add_plugins, resolve
 from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
 from trinity_mq.workflows import WORKFLOWS
@@ -199,13 +201,20 @@ class Mine(Workflow):
         ("import trinity.common.config", r"trinity\.common\.config has no counterpart: a module as a whole"),
     ],
 )
-def test_a_plugin_with_an_import_of_trinity_names_the_new_line(tmp_path: Path, line: str, advice: str) -> None:
+def test_a_plugin_with_an_import_of_trinity_names_the_new_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, advice: str
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)
     file = tmp_path / "plugin_old_imports.py"
     file.write_text(PLUGIN.format(imports=line))
     add_plugins([str(tmp_path)])
-    message = rf"plugin_old_imports\.py:2 has an import of Trinity-RFT, `.*`: .*{advice}.*trinity-mq migrate plugin_old"
-    with pytest.raises(UnknownNameError, match=message):
+    message = rf"plugin_old_imports\.py:2 has an import of Trinity-RFT, `.*`: .*{advice}.*trinity-mq migrate (.*) -o "
+    with pytest.raises(UnknownNameError, match=message) as caught:
         resolve("workflow", "old_imports_workflow", WORKFLOWS)
+    match = re.search(message, str(caught.value))
+    assert match, "the command names the file from where the user is"
+    assert Path(match[1]).resolve() == file
+    assert "in plugin_dirs there is" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("fresh_imports")
@@ -236,6 +245,11 @@ def test_a_migrated_plugin_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=55
     )
     assert "['w']" in result.stdout
+
+
+def test_an_import_behind_a_long_expression_is_seen() -> None:
+    source = f"text = {' + '.join(['b'] * 2000)}\nfrom trinity.common.workflows import Workflow\n"
+    assert [node.lineno for node in required_imports(ast.parse(source))] == [2]
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ async def test_reaching_the_goal_is_worth_one_for_every_step(kind, stub_model):
             "fallen": 0.0,
             "prompt_too_long": 0.0,
             "actual_env_steps": 4,
+            "ended_truncated": 0.0,
         }
     first, last = model.calls[0][0], model.calls[3][0]
     assert first == [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": "PFF\nFHF\nHFG"}]

@@ -70,6 +70,7 @@ async def test_a_lake_of_gymnasium_is_walked_by_names_and_numbers(kind, stub_mod
         "ended": 1.0,
         "prompt_too_long": 0.0,
         "actual_env_steps": 4,
+        "ended_truncated": 0.0,
     }
     assert [shown(model, call) for call in range(4)] == ["0", "1", "2", "5"]
     system = model.calls[0][0][0]

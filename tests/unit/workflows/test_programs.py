@@ -94,6 +94,7 @@ async def test_a_program_can_reward_a_lineage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "error", "words"),
     [
+        ('print("[" * 100_000)', SandboxFailed, "wanted a JSON object in its last line"),
         ('print("no JSON")', SandboxFailed, "printed 'no JSON', wanted a JSON object in its last line"),
         ("", SandboxFailed, "printed 'by the way', wanted"),
         ('sys.exit("the database is away")', SandboxFailed, "ended with 1: the database is away"),

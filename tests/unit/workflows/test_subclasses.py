@@ -299,19 +299,12 @@ class RunsItself(SimpleWorkflow):
     """Calls the task's reward by name, with arguments of which the function takes some."""
 
     def run(self):
-        responses = self.model.chat(self.format_messages(), **self.rollout_args)
-        for i, response in enumerate(responses):
-            parts = self.reward_fn(
-                response=response.response_text,
-                truth=self.truth,
-                response_token=response.tokens[response.prompt_length :],
-                info=response.info,
-                with_think=False,
-            )
-            response.metrics.update(parts)
-            response.reward = sum(parts.values())
-            response.eid.run = i + self.run_id_base
-        return responses
+        (answer,) = self.model.chat(self.format_messages(), n=1)
+        tokens = answer.tokens[answer.prompt_length :]
+        arguments = {"truth": self.truth, "response_token": tokens, "info": answer.info, "with_think": False}
+        answer.metrics = self.reward_fn(response=answer.response_text, **arguments)
+        answer.reward = sum(answer.metrics.values())
+        return [answer]
 
 
 def counts(response, truth, response_token, **options):

@@ -132,6 +132,7 @@ async def test_solving_it_is_worth_one(kind, stub_model):
         "right_share": 1.0,
         "prompt_too_long": 0.0,
         "actual_env_steps": 2,
+        "ended_truncated": 0.0,
     }
     assert model.calls[0][0][1]["content"] == make_sudoku(2, 3, 7).render()
 

@@ -119,7 +119,7 @@ async def test_a_model_calls_sees_the_result_and_answers(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=3, b=4), "12"])
     experiences = await experiences_of(scripted, tmp_path, using(twin))
     assert [(one.eid.step, one.reward) for one in experiences] == [(0, 1.0), (1, 1.0)]
-    metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2}
+    metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2, "ended_truncated": 0.0}
     assert experiences[0].metrics == experiences[1].metrics == metrics
     first, second = scripted.prompts
     assert '"description": "Return a times b."' in first
@@ -150,7 +150,7 @@ async def test_only_calls_after_the_thoughts_are_executed(tmp_path, twin):
         _, right = await runner.run_task_async(using(twin))
         _, cut_off = await runner.run_task_async(using(twin))
     assert scripted.prompts[0].endswith("assistant\n<think>\n")
-    metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2}
+    metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2, "ended_truncated": 0.0}
     assert [one.metrics for one in right] == [metrics] * 2
     assert cut_off[0].metrics == {**metrics, "accuracy": 0.0, "tool_calls": 0.0, "actual_env_steps": 1}
 

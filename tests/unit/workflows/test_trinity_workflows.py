@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_mq.rewards import find_reward
+from trinity_mq.renamed import CHANGED_NAMES
+from trinity_mq.rewards import REWARD_FUNCTIONS, find_reward
 from trinity_mq.workflows import FormatArgs, Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.builtin.trinity import compute_toolcall_reward
 from trinity_mq.workflows.builtin.trinity_judges import MathTrainableRULERWorkflow, rubric_rating, ruler_scores
 from trinity_mq.workflows.games.sudoku_moves import parse_moves
+from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
 
 RECORD = {"question": "3 times 4?", "answer": "12"}
 TAGGED = [
@@ -390,3 +392,13 @@ async def test_the_runs_of_a_task_get_the_same_random_board(stub_model: Any) -> 
 @pytest.mark.parametrize("text", ["", "0 0 1\n" * 6, "0 0", "9 0 1", "0 0 0", "0 0 x", "\u0660" * 9000])
 def test_moves_that_are_none(text: str) -> None:
     assert parse_moves(text) is None
+
+
+def test_each_name_with_another_meaning_is_there_as_are_the_new_names_of_the_former_ones() -> None:
+    """Tasks of release 0.2 name them, also behind ``async_``."""
+    for old, new in CHANGED_NAMES["workflow"].items():
+        assert [name for name in (old, f"async_{old}", new, f"async_{new}") if name not in WORKFLOWS] == []
+    assert [name for pair in CHANGED_NAMES["reward_fn"].items() for name in pair if name not in REWARD_FUNCTIONS] == []
+    for name in ("async_frozen_lake_workflow", "async_sudoku_workflow"):
+        assert find_workflow(name).is_async
+    assert find_workflow("async_frozen_lake_workflow") is find_workflow("frozen_lake_workflow")

@@ -22,6 +22,12 @@ _NOT_SET = re.compile(r"Environment variable '(.*)' not found")
 _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 
+MAX_VALUES, MAX_LEVELS = 100_000, 100
+"""Limits of the content of a file. Values count once for each use of an alias."""
+_TOO_LARGE = (
+    f"too many levels, more than {MAX_LEVELS}, or more than {MAX_VALUES} values: each alias (*name) counts with all of "
+    "its values, and without end inside of its anchor; write fewer aliases"
+)
 STAGES = "stages"
 """Key of a file that describes several runs, one after another."""
 
@@ -207,12 +213,29 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except DuplicateKeyError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: {_TOO_LARGE}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or an impossible date
         detail = mask_passwords(" ".join(str(error).split()))  # the error quotes the line, which may contain a URL
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
+    if _is_too_large(data):
+        raise ConfigError(f"{path}: {_TOO_LARGE}")
     return example_settings(data) if str(path).startswith(EXAMPLE) else data
+
+
+def _is_too_large(data: Any) -> bool:
+    """Return whether the content of a document exceeds MAX_VALUES or MAX_LEVELS. A small file with aliases may."""
+    waiting, count = [(data, 1)], 0
+    while waiting:
+        value, level = waiting.pop()
+        count += 1
+        if count > MAX_VALUES or level > MAX_LEVELS:
+            return True
+        if isinstance(value, dict | list | tuple | set):
+            waiting.extend((inner, level + 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return False
 
 
 def _override(data: DictConfig, word: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -75,12 +76,14 @@ class KeyLines:
     """
 
     def __init__(self, text: str, overridden: Sequence[str] = ()) -> None:
-        self._text = text
         self._overridden = [location_of(key) for key in overridden]
         try:
             self._root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, RecursionError):
             self._root = None  # the problem of such a file is explained where it is read
+        self._line_ends = [match.start() for match in re.finditer("\n", text)]
+        self._children: dict[int, dict[str, tuple[yaml.Mark, yaml.Node]]] = {}
+        """Where each key of a mapping begins, and its value, by the id of the mapping's node."""
 
     def of(self, problem: Problem, within: Location = ()) -> int | None:
         """Return the line of a problem: of its key, of the section that lacks the key, or of the first key that the
@@ -109,21 +112,22 @@ class KeyLines:
         """Return the line of exactly this key; None if the file does not set it."""
         node, line = self._root, None
         for part in place:
-            mark, node = _child(node, part)
+            mark, node = self._child(node, part)
             if mark is None:
                 return None
-            line = self._text.count("\n", 0, mark.index) + 1  # PyYAML counts other line ends too
+            line = bisect_left(self._line_ends, mark.index) + 1  # PyYAML counts other line ends too
         return line
 
-
-def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Mark | None, yaml.Node | None]:
-    """Return where a key of a mapping, or an item of a list, begins, and its value."""
-    if isinstance(node, yaml.MappingNode):
-        pairs = ((key.start_mark, value) for key, value in _pairs(node) if key.value == str(part))
-        return next(pairs, (None, None))
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part].start_mark, node.value[part]
-    return None, None
+    def _child(self, node: yaml.Node | None, part: int | str) -> tuple[yaml.Mark | None, yaml.Node | None]:
+        """Return where a key of a mapping, or an item of a list, begins, and its value."""
+        if isinstance(node, yaml.MappingNode):
+            if id(node) not in self._children:
+                pairs = reversed(list(_pairs(node)))
+                self._children[id(node)] = {key.value: (key.start_mark, value) for key, value in pairs}
+            return self._children[id(node)].get(str(part), (None, None))
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            return node.value[part].start_mark, node.value[part]
+        return None, None
 
 
 def _pairs(node: yaml.MappingNode) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:

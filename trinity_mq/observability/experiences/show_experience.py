@@ -148,7 +148,7 @@ def _table(console: Console, experience: Experience, response: list[int], texts:
     mask = [] if experience.action_mask is None else experience.action_mask.tolist()
     columns = {name: tensor.tolist() for name in COLUMNS if (tensor := getattr(experience, name)) is not None}
     # a truncated prompt has no response; its placeholder rows have values but no tokens
-    rows = max(len(mask), *(len(column) for column in columns.values())) if columns or mask else len(response)
+    rows = max(map(len, (mask, *columns.values()))) if columns or mask else len(response)
     response = response[:rows]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("token", "id"):

@@ -175,7 +175,8 @@ def losses(
     )
     view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=step_choice(whole, config.regularisers))
     if has_classes(config):
-        view = replace(view, **class_losses(whole, config, torch.zeros_like(whole.segment, dtype=torch.bool)).columns)
+        columns = class_losses(whole, config, torch.zeros_like(whole.segment, dtype=torch.bool)).columns
+        view = replace(view, slope=columns["slope"], entropy_slope=columns["entropy_slope"], level=columns["level"])
     selected = torch.zeros(len(mask), dtype=torch.bool)
     selected[answers] = True
     view = view.where(selected[rows][mask])

@@ -22,7 +22,7 @@ import builtins
 import contextlib
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -236,7 +236,7 @@ def boxed_equal(response: str, truth: str) -> RuleResult:
         return RuleResult(False)
     marked = _last_box(truth)
     wanted = truth if marked is None else _content(marked)
-    if wanted is None or len(answer) > LONGEST_ANSWER:
+    if wanted is None or max(len(answer), len(wanted)) > LONGEST_ANSWER:
         return RuleResult(False, answer)
     try:
         return RuleResult(normalised(answer) == normalised(wanted), answer)
@@ -277,7 +277,7 @@ def _content(box: str | None) -> str | None:
 
 _STATED = tuple(
     re.compile(pattern, re.IGNORECASE)
-    for pattern in (r"(?:final|the)\s+answer\s+is\s*:?\s*(.+)", "\u7b54\u6848\u662f" + r"\s*:?\s*(.+)")
+    for pattern in (r"(?:final|the)\s+answer\s+is\s*(?::\s*)?(.+)", "\u7b54\u6848\u662f" + r"\s*(?::\s*)?(.+)")
 )
 _UNBRACED = re.compile(r"\{?([^$}]+)\}?")
 _LAST_NUMBER = re.compile(r"[-+]?\d*\.?\d+")
@@ -728,7 +728,14 @@ def _plain_expression(text: str) -> Any:
 # -- the rules of math-verify
 
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>")
+def tagged_answers(text: str) -> Iterator[str]:
+    """Yield what stands between ``<answer>`` and the next ``</answer>`` of the same line, in linear time."""
+    opening, closing = "<answer>", "</answer>"
+    for line in text.split("\n") if closing in text else ():
+        place = line.find(opening)
+        while place >= 0 and (end := line.find(closing, place)) >= 0:
+            yield line[place + len(opening) : end]
+            place = line.find(opening, end)
 
 
 def parsed_equal(response: str, truth: str) -> RuleResult:
@@ -737,7 +744,7 @@ def parsed_equal(response: str, truth: str) -> RuleResult:
     """
     from math_verify import parse, verify
 
-    texts = [match[1] if (match := _ANSWER.search(text)) else text for text in (response, truth)]
+    texts = [next(tagged_answers(text), text) for text in (response, truth)]
     answers = [parse(text, parsing_timeout=None) for text in texts]
     return RuleResult(bool(verify(*answers, timeout_seconds=None)))
 

@@ -203,7 +203,7 @@ def losses(move: SettingsTransfer) -> None:
         move.put(SECTION + "entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
     for name, value in kept.items():
         move.put(SECTION + name, value)
-    if algorithm is not None and move.resolved("mode", "both") in {"both", "train", "explore"}:
+    if algorithm is not None and move.resolved("mode", "both") in ("both", "train", "explore"):
         _defaults(move, kind, algorithm, kept)
 
 

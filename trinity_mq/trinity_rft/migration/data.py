@@ -51,6 +51,8 @@ DESCRIPTIONS = [
 """Keys until Trinity-RFT 0.2 that describe work of Data-Juicer."""
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
+PADDING = "multi_step_padding"
+"""Operator that gives each run of several steps the same number of experiences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,10 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
         item.leave_out(f"format.{name}", "a task has a prompt and an answer", matters=False)
     _put_name(item, "workflow", workflow)
     _put_name(item, "reward", reward)
+    judge = item.peek("workflow_args.reward_fn_type")
+    row = registered_names().get(("reward", str(judge)))
+    if row is not None and row.refused:
+        item.refuse("workflow_args.reward_fn_type", judge, row.text)
     item.keep("workflow_args", "reward_fn_args")
     _rollout_args(item, shared)
     for name, allowed in (("workflow_key", "allowed_workflows"), ("reward_fn_key", "allowed_reward_fns")):
@@ -370,6 +376,9 @@ def operators(move: SettingsTransfer) -> None:
         move.refuse(
             old, DATA_JUICER, "experiences are not sent to a Data-Juicer server; write an operator that asks it"
         )
+    if any(_name(operator) == PADDING for operator in chain):
+        chain = [operator for operator in chain if _name(operator) != PADDING]
+        move.lost(LeftOut(old, PADDING, "a batch counts tasks: runs may differ in steps", matters=False))
     if chain:
         move.put("operator.operators", chain, f"was {old}", origin=old)
     for section in (TASK_PIPELINE, "service.data_juicer"):

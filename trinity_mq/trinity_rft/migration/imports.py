@@ -43,7 +43,7 @@ def migrate_plugin(source: bytes) -> MigratedPlugin:
         text = source.removeprefix(mark).decode(encoding).encode()
     except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         raise PluginSyntaxError(f"it is not valid Python: {error}") from error
-    starts = _line_starts(text)
+    starts, end_of_line = _line_starts(text), "\r\n" if b"\r\n" in text else "\n"
     result, place = bytearray(), 0
     lines: list[tuple[int, str]] = []
     missing: list[tuple[int, str, str]] = []
@@ -55,7 +55,7 @@ def migrate_plugin(source: bytes) -> MigratedPlugin:
         end = starts[node.end_lineno - 1] + node.end_col_offset
         missing += [(node.lineno, *entry) for entry in statement.missing]
         old = text[begin:end].decode()
-        new = _replaced(statement, old, text[starts[node.lineno - 1] : begin].decode(), b"\r\n" in text)
+        new = _replaced(statement, old, text[starts[node.lineno - 1] : begin].decode(), end_of_line)
         if new != old:
             result += text[place:begin] + new.encode()
             place = end
@@ -79,7 +79,7 @@ def _line_starts(source: bytes) -> list[int]:
     return starts
 
 
-def _replaced(statement: Rewritten, old: str, before: str, has_crlf: bool) -> str:
+def _replaced(statement: Rewritten, old: str, before: str, end: str) -> str:
     """Return the new text of a statement.
 
     If all names stay and only the module changes, only the module is replaced, so that parentheses, comments and line
@@ -89,7 +89,7 @@ def _replaced(statement: Rewritten, old: str, before: str, has_crlf: bool) -> st
         statement: The statement.
         old: Its text.
         before: Text before it in its line: its indentation, or other statements.
-        has_crlf: Whether lines of the file end with CR LF.
+        end: End of a line.
     """
     node = statement.node
     if len(statement.missing) == len(node.names):
@@ -99,5 +99,4 @@ def _replaced(statement: Rewritten, old: str, before: str, has_crlf: bool) -> st
         pairs = [[(alias.name, alias.asname) for alias in item.names] for item in (node, first)]
         if pairs[0] == pairs[1] and str(node.module) in old:
             return old.replace(str(node.module), str(first.module), 1)
-    end = "\r\n" if has_crlf else "\n"
     return ((end + before) if not before.strip() else "; ").join(statement.lines)

@@ -200,7 +200,10 @@ def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A reference does not resolve.
     """
-    whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
+    try:
+        whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
 
     def replaced(value: Any, place: str) -> Any:
         if isinstance(value, Mapping):

@@ -314,7 +314,7 @@ def auxiliary_models(move: SettingsTransfer) -> None:
         models.append(item.settings)
         name = item.take("name")
         valid = f"model-{number_}" if name is None else _model_name(str(resolve_environment(name) or name))
-        item.put("name", valid, *([] if name in {None, valid} else [f"was {name}"]), origin="name")
+        item.put("name", valid, *([] if name in (None, valid) else [f"was {name}"]), origin="name")
         external = item.take_mapping("external_model_config")
         if external.get("enable"):
             url = f"${{oc.env:{external.get('base_url_env', 'OPENAI_BASE_URL')}}}"
@@ -425,12 +425,12 @@ def monitor(move: SettingsTransfer) -> None:
     """Move the service that receives the metrics, and the level of the logs."""
     old_kind = move.take("monitor.monitor_type")
     kind = resolve_environment(old_kind)
-    if kind in {"wandb", "mlflow", "swanlab"}:
+    if kind in ("wandb", "mlflow", "swanlab"):
         place = {"kind": old_kind, "project": move.peek("project"), "group": move.peek("group")}
         tracker = {key: value for key, value in place.items() if value}
         comment = f"was monitor.monitor_type {old_kind}: pip install 'trinity-mq[{old_kind}]'"
         move.put("monitor.trackers", [tracker], comment)
-    elif kind not in {None, "tensorboard"}:
+    elif kind not in (None, "tensorboard"):
         reason = "services are wandb, mlflow and swanlab"
         move.lost(LeftOut("monitor.monitor_type", old_kind, reason, matters=True))
     level = resolve_environment(move.take("log.level"))

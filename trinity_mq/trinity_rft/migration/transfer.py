@@ -285,11 +285,11 @@ def number(value: Any) -> float | None:
         return None
     try:
         return float(resolved)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
 def whole(value: Any) -> int | None:
     """Return a whole number; None if the value is not a whole number."""
     parsed = number(value)
-    return int(parsed) if parsed is not None and parsed == int(parsed) else None
+    return int(parsed) if parsed is not None and parsed.is_integer() else None

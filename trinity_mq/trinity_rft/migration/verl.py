@@ -107,5 +107,5 @@ def _megatron(move: SettingsTransfer) -> None:
         if key.startswith("trainer.megatron.") or (key.startswith(CONFIG) and ".megatron." in key):
             move.leave_out(key, "it has no effect unless the trainer's strategy is megatron", matters=False)
     for key in strategies:
-        if resolve_environment(move.peek(key)) in {"fsdp", "fsdp2", "megatron"}:
+        if resolve_environment(move.peek(key)) in ("fsdp", "fsdp2", "megatron"):
             move.leave_out(key, "several processes share a step with `trainer.nproc` (FSDP2)", matters=False)

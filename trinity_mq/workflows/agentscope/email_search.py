@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.agentscope.adapter import AgentScopeWorkflow, ReActArguments, react_agent, reply_of
-from trinity_mq.workflows.auxiliary import auxiliary_errors, auxiliary_index
+from trinity_mq.workflows.auxiliary import auxiliary_index
+from trinity_mq.workflows.builtin.judging import JUDGE, MAX_VERDICT, judge_answer
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
 VARIABLE = "DEFAULT_EMAIL_DB_PATH"
 """Environment variable with the path of the database."""
+COLUMNS = ("message_id", "date", "subject", "from_address", "body", "file_name")
+"""Columns of a mail that the agent reads."""
 MOST_MAILS = 10
 """Maximum mails of one search."""
-NOTHING = "I don't know"
-"""Answer of an agent that has found nothing."""
-MAX_VERDICT = 10_000
 
 # quoted from Trinity-RFT 0.6.0, Apache-2.0: trinity/common/workflows/envs/email_searcher/workflow.py
 PROMPT = """\
@@ -138,18 +138,23 @@ class MailArchive:
             sqlite3.Error: The database cannot be read.
         """
         if not keywords:
-            raise ValueError("No keywords provided for search.")
-        words = " ".join('"' + str(word).replace('"', '""') + '"' for word in keywords)
+            raise ValueError("keywords is empty, wanted at least one word")
+        phrases = ['"{}"'.format(str(word).replace('"', '""')) for word in keywords]
         rows = self._rows(
-            "SELECT e.message_id, snippet(emails_fts, -1, '<b>', '</b>', ' ... ', 15) "
-            "FROM emails e JOIN emails_fts fts ON e.id = fts.rowid "
-            "WHERE emails_fts MATCH ? AND e.date < ? AND (e.from_address = ? OR EXISTS ("
-            "SELECT 1 FROM recipients r WHERE r.recipient_address = ? AND r.email_id = e.id)) "
-            "ORDER BY e.date DESC LIMIT ?",
-            (words, f"{before} 00:00:00", inbox, inbox, MOST_MAILS),
+            """
+            WITH hits AS (
+                SELECT rowid AS mail, snippet(emails_fts, -1, '<b>', '</b>', ' ... ', 15) AS excerpt
+                FROM emails_fts WHERE emails_fts MATCH :words
+            )
+            SELECT message_id, excerpt FROM hits JOIN emails ON emails.id = hits.mail
+            WHERE date < :end
+            AND :inbox IN (SELECT recipient_address FROM recipients WHERE email_id = mail UNION SELECT from_address)
+            ORDER BY date DESC LIMIT :most
+            """,
+            {"words": " ".join(phrases), "end": f"{before} 00:00:00", "inbox": inbox, "most": MOST_MAILS},
         )
-        self.found.update(str(row[0]) for row in rows)
-        return [{"message_id": row[0], "snippet": row[1]} for row in rows]
+        self.found.update(str(message_id) for message_id, _ in rows)
+        return [{"message_id": message_id, "snippet": excerpt} for message_id, excerpt in rows]
 
     def mail(self, message_id: str) -> dict[str, Any] | None:
         """Return a mail. None: no mail has this id. Blocks.
@@ -158,26 +163,24 @@ class MailArchive:
             sqlite3.Error: The database cannot be read.
         """
         self.read.add(message_id)
-        rows = self._rows(
-            "SELECT id, message_id, date, subject, from_address, body, file_name FROM emails WHERE message_id = ?",
-            (message_id,),
-        )
+        rows = self._rows(f"SELECT id, {', '.join(COLUMNS)} FROM emails WHERE message_id = :id", {"id": message_id})
         if not rows:
             return None
-        key, *columns, body, file_name = rows[0]
-        mail = dict(zip(("message_id", "date", "subject", "from_address"), columns, strict=True))
-        to: dict[str, list[str]] = {"to": [], "cc": [], "bcc": []}
-        for address, kind in self._rows(
-            "SELECT recipient_address, recipient_type FROM recipients WHERE email_id = ?", (key,)
-        ):
-            to.get(str(kind).lower(), []).append(address)
-        addresses = {f"{kind}_addresses": names for kind, names in to.items()}
-        return {**mail, **addresses, "body": body, "file_name": file_name}
+        key, *values = rows[0]
+        mail = dict(zip(COLUMNS, values, strict=True))
+        receivers = self._rows(
+            "SELECT lower(recipient_type), recipient_address FROM recipients WHERE email_id = :key", {"key": key}
+        )
+        addresses = {
+            f"{kind}_addresses": [address for how, address in receivers if how == kind] for kind in ("to", "cc", "bcc")
+        }
+        rest = {name: mail.pop(name) for name in ("body", "file_name")}
+        return {**mail, **addresses, **rest}
 
-    def _rows(self, query: str, values: Sequence[Any]) -> list[Any]:
+    def _rows(self, query: str, values: Mapping[str, Any]) -> list[Any]:
         connection = sqlite3.connect(f"file:{urllib.parse.quote(self._path)}?mode=ro", uri=True)
         try:
-            return connection.execute(query, tuple(values)).fetchall()
+            return connection.execute(query, values).fetchall()
         finally:
             connection.close()
 
@@ -251,7 +254,7 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
             first = error.errors()[0]
             raise TaskError(f"the record's {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         self._judges = bool(task.reward_fn_args.get("llm_as_a_judge", True))
-        self._judge_index = auxiliary_index(self, 0, "judge") if self._judges else 0
+        self._judge_index = auxiliary_index(self, 0, JUDGE) if self._judges else 0
 
     async def run_async(self) -> list[Experience]:
         """Run the agent once.
@@ -306,7 +309,4 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
         query = self._query
         text = f"Question: {query.question}\nReference answer: {query.answer}\nAI answer: {answer}"
         messages = [{"role": "system", "content": JUDGE_PROMPT}, {"role": "user", "content": text}]
-        wrapper, client = self.auxiliary_model_wrappers[self._judge_index], self.auxiliary_models[self._judge_index]
-        with auxiliary_errors(wrapper, "judge"):
-            answered = await client.chat.completions.create(model=wrapper.model_name, messages=messages)
-        return "true" in (answered.choices[0].message.content or "")[-MAX_VERDICT:].lower()
+        return "true" in (await judge_answer(self, self._judge_index, messages))[-MAX_VERDICT:].lower()

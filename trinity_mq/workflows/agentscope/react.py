@@ -24,9 +24,10 @@ from trinity_mq.workflows.agentscope.adapter import (
     react_agent,
     reply_of,
 )
-from trinity_mq.workflows.auxiliary import auxiliary_errors, auxiliary_index
+from trinity_mq.workflows.auxiliary import auxiliary_index
+from trinity_mq.workflows.builtin.judging import JUDGE, judge_answer
 from trinity_mq.workflows.errors import SandboxFailed
-from trinity_mq.workflows.sessions.sandbox import Sandbox, read_text
+from trinity_mq.workflows.sessions.sandbox import INTERPRETER, Sandbox, read_text
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class SandboxedPython:
 
         @functools.wraps(execute_python_code)
         async def execute(code: str, timeout: float = CODE_SECONDS, **_: Any) -> ToolResponse:
-            text = await self.run(str(code), min(max(float(timeout), 1.0), CODE_SECONDS))
+            text = await self.run(str(code), min(CODE_SECONDS, max(1.0, float(timeout))))
             return ToolResponse(content=[TextBlock(type="text", text=text)])
 
         return execute
@@ -179,8 +180,7 @@ class SandboxedPython:
         try:
             await asyncio.to_thread(sandbox.prepare, {"code.py": code})
             sandbox.socket.touch()  # nothing listens at it
-            interpreter = sandbox.arguments()[-4]
-            command = ["/bin/sh", "-c", 'exec "$0" -I -u code.py >stdout 2>stderr', interpreter]
+            command = ["/bin/sh", "-c", 'exec "$0" -I -u code.py >stdout 2>stderr', INTERPRETER]
             ended = await sandbox.run(command, {"PYTHONUTF8": "1"}, 0, seconds)
             texts = [await asyncio.to_thread(read_text, sandbox.work, name) for name in ("stdout", "stderr")]
             if texts[0] is None:  # not even the shell ran
@@ -237,7 +237,7 @@ class AgentScopeV1ReactSearchWorkflow(AgentScopeWorkflow):
                 f"the environment variable {self._variable} is not set, and workflow_args.search_client_type is "
                 f"{self.arguments.search_client_type!r}; set it in runner.env"
             )
-        self._judge_index = auxiliary_index(self, 0, "judge")
+        self._judge_index = auxiliary_index(self, 0, JUDGE)
 
     async def run_async(self) -> list[Experience]:
         """Run the agent once.
@@ -277,10 +277,7 @@ class AgentScopeV1ReactSearchWorkflow(AgentScopeWorkflow):
             {"role": "system", "content": "You evaluate correctness."},
             {"role": "user", "content": JUDGE_PROMPT.format(question=question, response=answer, truth=truth)},
         ]
-        wrapper, client = self.auxiliary_model_wrappers[self._judge_index], self.auxiliary_models[self._judge_index]
-        with auxiliary_errors(wrapper, "judge"):
-            answered = await client.chat.completions.create(model=wrapper.model_name, messages=messages)
-        return says_right(answered.choices[0].message.content or "")
+        return says_right(await judge_answer(self, self._judge_index, messages))
 
 
 def says_right(verdict: str) -> bool:

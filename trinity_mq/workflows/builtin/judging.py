@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,7 +140,6 @@ class Judge:
     def __init__(self, workflow: Workflow, arguments: JudgeArguments) -> None:
         self._workflow, self._arguments = workflow, arguments
         self._place = auxiliary_index(workflow, arguments.judge, JUDGE)
-        self._model = workflow.auxiliary_model_wrappers[self._place]
 
     async def scores(self, messages: Sequence[Message], count: int) -> JudgeScores:
         """Return ``count`` scores from the first usable answer. A retry tells the judge the error.
@@ -148,18 +147,11 @@ class Judge:
         Raises:
             AuxiliaryError: The judge cannot be reached, or gave no usable scores and ``on_bad_judge`` is ``fail``.
         """
-        client, arguments = self._workflow.auxiliary_models[self._place], self._arguments
+        arguments = self._arguments
+        sampling = {"temperature": arguments.judge_temperature, "max_tokens": arguments.judge_max_tokens}
         conversation, answer, problem = list(messages), "", ""
         for _ in range(arguments.judge_tries):
-            with auxiliary_errors(self._model, JUDGE):
-                completion = client.chat.completions.create(
-                    messages=conversation,
-                    model=self._model.model_name,
-                    n=1,
-                    temperature=arguments.judge_temperature,
-                    max_tokens=arguments.judge_max_tokens,
-                )
-                answer = completion_text(await completion if self._workflow.is_async else completion)
+            answer = await judge_answer(self._workflow, self._place, conversation, n=1, **sampling)
             try:
                 return JudgeScores(read_scores(answer, count))
             except BadVerdictError as error:
@@ -175,6 +167,18 @@ class Judge:
             f"the judge gave no scores in {arguments.judge_tries} tries: {problem}; its answer ended with "
             f"{answer[-80:]!r}. Use a better judge, or on_bad_judge: neutral"
         )
+
+
+async def judge_answer(workflow: Workflow, place: int, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> str:
+    """Return the answer of the auxiliary model at ``place``, or "" for a field that its server left out.
+
+    Raises:
+        AuxiliaryError: The judge cannot be reached.
+    """
+    model, client = workflow.auxiliary_model_wrappers[place], workflow.auxiliary_models[place]
+    with auxiliary_errors(model, JUDGE):
+        completion = client.chat.completions.create(model=model.model_name, messages=messages, **sampling)
+        return completion_text(await completion if workflow.is_async else completion)
 
 
 def completion_text(completion: Any) -> str:

@@ -147,7 +147,7 @@ class SimpleWorkflow(DualWorkflow):
 
     @Replaceable
     def reply_prefix(self) -> str | None:
-        """The beginning of each answer, which the model continues: that of the taskset's format, or None."""
+        """The beginning of each answer, which the model continues. The taskset's format sets it; None: no beginning."""
         prefix: str | None = getattr(self.format_args, "reply_prefix", None)
         return prefix
 
@@ -185,7 +185,7 @@ class SimpleWorkflow(DualWorkflow):
         return self._numbered_responses(responses)
 
     def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
-        """Return the arguments for ``reward_fn`` that it takes in addition to those of all rewards."""
+        """Return the arguments that only some reward functions take, if ``reward_fn`` takes them."""
         if not takes_argument(reward_fn, "response_token") and not takes_argument(reward_fn, "info"):
             return {}
         return {"response_token": response.tokens[response.prompt_length :], "info": response.info}

@@ -19,8 +19,8 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
-from trinity_mq.workflows.builtin.judging import JUDGE, MAX_VERDICT, completion_text
+from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_index
+from trinity_mq.workflows.builtin.judging import JUDGE, MAX_VERDICT, completion_text, judge_answer
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.builtin.trinity import tags_prompt
 from trinity_mq.workflows.sync_async import call, gather, run_in_thread_if_async
@@ -180,12 +180,7 @@ class _JudgedWorkflow(SimpleWorkflow):
         Raises:
             AuxiliaryError: The judge cannot be reached.
         """
-        model, client = self.auxiliary_model_wrappers[self._judge_place], self.auxiliary_models[self._judge_place]
-        with auxiliary_errors(model, JUDGE):
-            completion = client.chat.completions.create(
-                model=model.model_name, messages=messages, stream=False, **self._judge_sampling
-            )
-            return completion_text(await completion if self.is_async else completion)
+        return await judge_answer(self, self._judge_place, messages, stream=False, **self._judge_sampling)
 
 
 class MathRULERWorkflow(_JudgedWorkflow):

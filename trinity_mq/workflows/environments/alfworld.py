@@ -36,7 +36,10 @@ class AlfWorldArguments(ChildArguments):
 
 
 def shown(observation: str) -> str:
-    """Return an observation as the model reads it."""
+    """Return an observation as the model reads it.
+
+    The hint is part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
+    """
     hint = "Please check if the action you take is valid or you have carefully followed the action format."
     return f"Observation: {observation}{hint if 'Nothing happens.' in observation else ''}"
 

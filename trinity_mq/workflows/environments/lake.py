@@ -104,7 +104,10 @@ class TrinityFrozenLakeWorkflow(Workflow):
             if arguments.desc is not None:
                 return LakeMap.of(arguments.desc)
             if arguments.size is None:
-                raise LakeError("the record has no size; wanted keys size, p and seed, or workflow_args.desc")
+                raise LakeError(
+                    "the record has no size; wanted keys size, p and seed, or workflow_args.desc "
+                    "(frozen_lake_game_workflow draws its lakes itself)"
+                )
             return draw_map(arguments.size, arguments.p, arguments.seed, arguments.env_max_steps)
         except LakeError as error:
             raise TaskError(f"no lake for this task: {error}") from error

@@ -1,4 +1,4 @@
-"""Text environments of other projects, run for :mod:`trinity_mq.workflows.environments.text` in a Python of their own.
+"""Text environments of other projects, run for :mod:`trinity_mq.workflows.environments.children` in another Python.
 
 This module imports nothing from trinity_mq, because that Python may not have it, and it runs on Python 3.8 and later.
 A line of JSON on the standard input is a request: ``open`` makes an environment under a key, ``step`` executes an

@@ -240,6 +240,7 @@ class InterCodeSQLWorkflow(ChildWorkflow):
         query, database = first["query"] or record.get("query", ""), record.get("db") or first["db"]
         observation = f"Question: {query}\nDatabase: {database}\nObservation: {first['observation']}"
         conversation = EpisodeConversation(self.model, INTERCODE_SQL)
+        # the form of an observation and the sentence about an invalid action are Trinity-RFT's (0.6.0, Apache-2.0)
         reward, done, executed, rounds = 0.0, False, False, self.arguments.max_env_steps
         for step in range(self.arguments.max_env_steps):
             answer = await conversation.ask(observation)

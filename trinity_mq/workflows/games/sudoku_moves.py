@@ -49,7 +49,6 @@ PROMPT = (
     "Remaining steps: {remaining}\n\n"
     "Current board:\n{board}\n"
 )
-UNCHANGED = "\nYour previous response was invalid or had no effect. Please follow the rules and output format strictly."
 
 
 class SudokuMovesWorkflow(DualWorkflow):

@@ -259,7 +259,7 @@ async def close_persistent_programs() -> None:
 def _parse_object(line: str, program: Program) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
         raise SandboxFailed(

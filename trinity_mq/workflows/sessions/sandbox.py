@@ -31,6 +31,8 @@ WORK, HOME = "/agent/files", "/agent/home"
 SOCKET, ENTRY_INSIDE = "/agent/gateway", "/agent/entry.py"
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
 PATH = "/usr/local/bin:/usr/bin:/bin"
+INTERPRETER = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+"""Python of the runner without its virtual environment, which a sandbox has at the same path."""
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/ld.so.cache")
 """Paths of the host that every program needs. They hold no secrets."""
 LINKED = ("/bin", "/sbin", "/lib", "/lib64")
@@ -120,7 +122,6 @@ class Sandbox:
 
     def arguments(self) -> list[str]:
         """Return the arguments of ``bwrap`` that run the first process in this sandbox, ``sandbox_entry.py``."""
-        python = Path(sys.base_prefix)
         arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
         arguments += ["--unshare-user", "--disable-userns", "--uid", str(USER_ID), "--gid", str(USER_ID)]
         for path in SYSTEM:
@@ -135,14 +136,13 @@ class Sandbox:
             arguments += ["--ro-bind-try", path, path]
         arguments += ["--ro-bind", str(self.folder / "passwd"), "/etc/passwd"]
         arguments += ["--ro-bind", str(self.folder / "hosts"), "/etc/hosts"]
-        arguments += ["--ro-bind", str(python), str(python), "--ro-bind", str(ENTRY), ENTRY_INSIDE]
+        arguments += ["--ro-bind", sys.base_prefix, sys.base_prefix, "--ro-bind", str(ENTRY), ENTRY_INSIDE]
         for path in self.visible:
             arguments += ["--ro-bind", path, path]
         arguments += ["--bind", str(self.work), WORK, "--bind", str(self.home), HOME]
         arguments += ["--ro-bind", str(self.socket), SOCKET, "--chdir", WORK]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
-        interpreter = python / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        return [*arguments, "--", str(interpreter), "-I", "-S", ENTRY_INSIDE]
+        return [*arguments, "--", INTERPRETER, "-I", "-S", ENTRY_INSIDE]
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.
