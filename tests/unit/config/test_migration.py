@@ -116,6 +116,21 @@ def test_engine_options_of_a_model_that_is_served_elsewhere(monkeypatch: pytest.
     assert not important(found)
 
 
+def test_references_to_numbers_of_the_environment_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "7b")
+    model = {"model_path": "m-${oc.env:NAME}", "max_prompt_tokens": "${oc.env:UNSET_LENGTH,2048}"}
+    args = {"length": "${model.max_prompt_tokens}", "path": "${model.model_path}", "both": "${project}-${project}"}
+    taskset = {"name": "t", "path": "t.jsonl", "workflow_args": args}
+    given = {
+        **LEAST,
+        "project": "p",
+        "model": model,
+        "buffer": {"batch_size": 8, "explorer_input": {"taskset": taskset}},
+    }
+    kept = migrate(given).settings["buffer"]["taskset"]["workflow_args"]
+    assert kept == {"length": 2048, "path": "m-7b", "both": "p-p"}
+
+
 def test_gsm8k_with_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_SFT_DATASET_PATH", "/data/sft.jsonl")
     found = migrate(GSM8K_STAGES)

@@ -17,7 +17,14 @@ from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
 from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules, verl
-from trinity_mq.trinity_rft.migration.transfer import Comments, LeftOut, Path, SettingsTransfer, is_config_key
+from trinity_mq.trinity_rft.migration.transfer import (
+    Comments,
+    LeftOut,
+    Path,
+    SettingsTransfer,
+    is_config_key,
+    resolve_environment,
+)
 
 RULES = {
     rule.__name__: rule
@@ -210,10 +217,22 @@ def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
         except (OmegaConfBaseException, KeyError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(f"{place}: {value!r} has no value: {reason}; write the value itself") from None
-        return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
+        if OmegaConf.is_config(resolved):
+            return OmegaConf.to_container(resolved)
+        # Trinity-RFT's sections give numbers from environment variables their type, so references to them are numbers
+        typed = resolve_environment(_value_of(source, value))
+        return typed if isinstance(typed, int | float) and str(typed) == resolved else resolved
 
     result: dict[str, Any] = replaced(dict(source), "")
     return result
+
+
+def _value_of(source: Mapping[str, Any], reference: str) -> Any:
+    """Return the value that a text names if it is one reference such as ``${model.max_model_len}``, else None."""
+    here: Any = source
+    for part in reference.removeprefix("${").removesuffix("}").split("."):
+        here = here.get(part) if isinstance(here, Mapping) else None
+    return here
 
 
 def as_yaml(settings: Mapping[str, Any], comments: Mapping[Path, Sequence[str]]) -> str:
