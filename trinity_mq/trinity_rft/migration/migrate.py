@@ -35,6 +35,7 @@ RULES = {
         rules.monitor,
         rules.names,
         data.operators,
+        data.packs,
         algorithm.optimizer,
         rules.synchronizer,
         data.tasksets,
