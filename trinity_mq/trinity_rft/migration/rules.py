@@ -362,7 +362,7 @@ def data_type(move: SettingsTransfer) -> None:
     value = resolve_environment(move.peek(ENGINE + "dtype"))
     if move.has("model.tiny"):
         move.take(ENGINE + "dtype")
-    elif value in {"float32", "float", "bfloat16"}:
+    elif value in ("float32", "float", "bfloat16"):
         move.take(ENGINE + "dtype")
         comment = f"was {ENGINE}dtype; trainer and engines compute in it, float32 is faster on a CPU"
         move.put("model.dtype", "bfloat16" if value == "bfloat16" else "float32", comment, origin=ENGINE + "dtype")

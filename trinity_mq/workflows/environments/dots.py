@@ -335,9 +335,7 @@ class GridNavigationPackWorkflow(Workflow):
         shares = [_ramp(answer.response_length, low, high) for answer in answers]
         return arguments.length_penalty_coef * (sum(shares) / len(shares) + len(answers) / task.rounds)
 
-    async def _update(
-        self, hints: str, trajectory: str, reward: float, feedback: str
-    ) -> tuple[list[Experience], str]:
+    async def _update(self, hints: str, trajectory: str, reward: float, feedback: str) -> tuple[list[Experience], str]:
         """Let the model write hints; return its experience and the hints. Hints stay as they are if the model cannot
         read the course of the task, which is too long for it.
         """

@@ -256,9 +256,7 @@ LENGTH_SECTION = """
 Please limit your response (including your thinking process) to {limit} tokens."""
 HINTS_BEGIN, HINTS_END = "--- Start of updated hints ---", "--- End of updated hints ---"
 UPDATE_HINTS = """\
-You are a helpful assistant and a cross-task learning agent. Your responsibility is to solve **a sequence of different-but-related tasks** within the same environment, while **transferring informative hints across tasks** that can help achieve better task-solving performance.
-        
-## Problem setting
+You are a helpful assistant and a cross-task learning agent. Your responsibility is to solve **a sequence of different-but-related tasks** within the same environment, while **transferring informative hints across tasks** that can help achieve better task-solving performance.\n        \n## Problem setting
 
 **In the current session, your job is to update the hints.**
 
