@@ -158,6 +158,34 @@ class GigpoEstimator(EstimatorBase):
         return True
 
 
+class DotsEstimator(EstimatorBase):
+    """Comparison of what each task and each hint of a pack earns in the rest of the pack (Connect the Dots)."""
+
+    kind: Literal["cod"] = "cod"
+    returns: Literal["mean", "sliding_window_mean", "discounted"] = "mean"
+    """Return of a task or a hint from the rewards ahead of it: their mean, the mean of the first ``window``, or their
+    discounted sum."""
+    window: int = Field(default=1, ge=1)
+    """sliding_window_mean: number of rewards."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """discounted: discount for each task."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Weigh a distance d from the mean by exp(d / temperature). None: no weight."""
+    adaptive: bool = False
+    """Search the temperature, from 0.8 to 100, that gives all tokens a mean of 0, where their mean would be below 0;
+    no weight elsewhere."""
+    center: bool = False
+    """Add to all values the amount by which the mean of all tokens is below 0."""
+    level: Literal["batch", "task"] = "batch"
+    """Experiences that have one temperature and one mean."""
+    min_group_runs: int | None = Field(default=None, ge=1)
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
+
+    @property
+    def compares_runs(self) -> bool:
+        return True
+
+
 class TeacherEstimator(EstimatorBase):
     """Base of the estimators that use a teacher's logprobs and no rewards."""
 
@@ -256,6 +284,7 @@ FIELDS = {
         GroupEstimator,
         DiscountedEstimator,
         GigpoEstimator,
+        DotsEstimator,
         DistillEstimator,
         JsdEstimator,
         GaeEstimator,
@@ -288,6 +317,7 @@ Estimator = Annotated[
     Annotated[GroupEstimator, Tag("group")]
     | Annotated[DiscountedEstimator, Tag("discounted")]
     | Annotated[GigpoEstimator, Tag("gigpo")]
+    | Annotated[DotsEstimator, Tag("cod")]
     | Annotated[DistillEstimator, Tag("distill")]
     | Annotated[JsdEstimator, Tag("jsd")]
     | Annotated[GaeEstimator, Tag("gae")]

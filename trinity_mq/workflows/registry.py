@@ -45,6 +45,7 @@ _ASYNCHRONOUS = {
     "agentscope_workflow_adapter_v1": "trinity_mq.workflows.agentscope.adapter:AgentScopeWorkflowAdapterV1",
     "alfworld_workflow": "trinity_mq.workflows.environments.alfworld:AlfworldWorkflow",
     "as_react_workflow": "trinity_mq.workflows.agentscope.react:AgentScopeReActWorkflow",
+    "cod_grid_navigation_workflow": "trinity_mq.workflows.environments.dots:GridNavigationPackWorkflow",
     "email_search_workflow": "trinity_mq.workflows.agentscope.email_search:EmailSearchWorkflow",
     "frozen_lake_workflow": "trinity_mq.workflows.environments.lake:TrinityFrozenLakeWorkflow",
     "intercode_sql_workflow": "trinity_mq.workflows.environments.worlds:InterCodeSQLWorkflow",

@@ -20,6 +20,7 @@ from trinity_mq.algorithms.estimators.teacher import distillation_advantages
 from trinity_mq.config.estimators import (
     DiscountedEstimator,
     DistillEstimator,
+    DotsEstimator,
     Estimator,
     EstimatorPlugin,
     GaeEstimator,
@@ -581,3 +582,84 @@ def test_the_gradient_leads_to_the_teacher():
         loss = -(kept.advantages * (logits.log_softmax(-1)[token : token + 1] - old).exp()).sum()
         found += old.exp() * torch.autograd.grad(loss, logits)[0]
     torch.testing.assert_close(found, wanted)
+
+
+def pack(run: int, rewards: Sequence[Any], hints: Sequence[Any], tokens: int = 1, task: int = 0) -> list[Experience]:
+    """Return the experiences of a run of a pack: a task, the hints after it, the next task, and so on."""
+    rows = []
+    for place, reward in enumerate(rewards):
+        for kind, key, value in (("solve_task", "task_idx", reward), ("gen_hint", "hint_idx", [*hints, None][place])):
+            if kind == "solve_task" or place < len(hints):
+                info = {"exp_type": kind, key: place, "task_rewards": list(rewards)}
+                rows.append(experience(run, value, [True] * tokens, task, len(rows), info=info))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
+        # returns of run 0: task 0 (1 + 0 + 1) / 3, hint 0 (-0.1 + 0 + 1) / 3, task 1 (0 + 1) / 2, hint 1 (0 + 1) / 2,
+        # task 2 1; of run 1: 0, 0 / 3, 0, (-0.2 + 0) / 2, 0
+        (DotsEstimator(), [1 / 3, 0.15, 0.25, 0.3, 0.5]),
+        (DotsEstimator(returns="sliding_window_mean", window=1), [0.5, -0.05, 0.0, 0.1, 0.5]),
+        (DotsEstimator(returns="discounted", gamma=0.5), [0.625, 0.075, 0.25, 0.35, 0.5]),
+        (
+            DotsEstimator(temperature=0.5),
+            [value * math.exp(value / 0.5) for value in (1 / 3, 0.15, 0.25, 0.3, 0.5)],
+        ),
+    ],
+)
+def test_a_part_of_a_pack_gains_by_the_rest_of_its_pack(args: DotsEstimator, wanted: list[float]) -> None:
+    rows = [*pack(0, [1.0, 0.0, 1.0], [-0.1, 0.0]), *pack(1, [0.0, 0.0, 0.0], [0.0, -0.2])]
+    kept, metrics = estimate(ExperienceBatch.of(rows), args)
+    found = [float(one.advantages[0]) for one in kept]
+    assert found[:5] == pytest.approx(wanted)
+    if args.temperature is None:
+        assert found[5:] == pytest.approx([-value for value in wanted])
+    assert metrics["group_advantages/reward_mean/mean"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("level", ["batch", "task"])
+def test_many_tokens_of_a_bad_run_are_balanced(level: str) -> None:
+    balanced = [*pack(0, [1.0, 1.0], [0.0], tokens=3), *pack(1, [0.0, 0.0], [0.0], tokens=4)]
+    others = [*pack(0, [1.0, 1.0], [0.0], tokens=2, task=1), *pack(1, [0.0, 0.0], [0.0], tokens=1, task=1)]
+
+    def totals(**settings: Any) -> list[float]:
+        kept, _ = estimate(ExperienceBatch.of(balanced + others), DotsEstimator(level=level, **settings))
+        sums = [sum(float(one.advantages.sum()) for one in kept if one.eid.task == task) for task in (0, 1)]
+        return sums if level == "task" else [sum(sums)]
+
+    plain, weighted, moved = totals(), totals(adaptive=True), totals(center=True)
+    if level == "batch":
+        assert plain == weighted == moved == [0.0], "a mean of 0 stays"
+        return
+    assert (plain[0] < 0, weighted[0], moved[0]) == (True, pytest.approx(0, abs=0.1), pytest.approx(0, abs=1e-6))
+    assert plain[1] == weighted[1] == moved[1] > 0
+
+
+def test_runs_of_packs_without_a_reward_are_dropped_and_counted() -> None:
+    rows = [*pack(0, [1.0, 0.0], [0.0]), *pack(1, [0.0, 0.0], [0.0]), *pack(2, [1.0, math.nan], [0.0])]
+    alone = pack(0, [1.0, 0.0], [0.0], task=1)
+    kept, metrics = estimate(ExperienceBatch.of(rows + alone), DotsEstimator(min_group_runs=2))
+    assert {(one.eid.task, one.eid.run) for one in kept} == {(0, 0), (0, 1)}
+    assert (metrics["rollout/missing_rewards"], metrics["rollout/partial_groups"]) == (1.0, 1.0)
+    kept, _ = estimate(ExperienceBatch.of(alone), DotsEstimator())
+    assert [float(one.advantages[0]) for one in kept] == [0.0] * 3
+    assert advantages([], DotsEstimator()) == {}
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        (None, "has exp_type None and task_rewards None in its info, wanted exp_type solve_task or gen_hint"),
+        ({"exp_type": "solve_task", "task_rewards": []}, "the rewards of all tasks of the pack"),
+        (
+            {"exp_type": "gen_hint", "task_rewards": [1.0]},
+            r"info\['hint_idx'\] None, wanted the number of one of the 1",
+        ),
+        ({"exp_type": "solve_task", "task_idx": 1, "task_rewards": [1.0]}, r"info\['task_idx'\] 1"),
+    ],
+)
+def test_what_is_no_part_of_a_pack_says_so(info: dict[str, Any] | None, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        advantages([experience(0, 1.0, info=info or {})], DotsEstimator())

@@ -140,7 +140,7 @@ def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, A
         ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean', wanted one of token-mean"),
         ({"estimator": {"kind": "grop"}}, "kind is 'grop', wanted one of group"),
         ({"kl_coef": 0.1}, "set kl: {kind: k2, coef: 0.1}"),
-        ({"advantage_fn": "cod"}, "advantage_fn is 'cod', wanted one of ppo, grpo"),
+        ({"advantage_fn": "codd"}, "advantage_fn is 'codd', wanted one of ppo, grpo"),
         ({"surrogate": {"kind": "gate"}, "clip_range": 0.2}, "no meaning for the surrogate 'gate'"),
     ],
 )
@@ -188,7 +188,10 @@ def test_every_kind_is_a_function_and_agents_read_what_was_written() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("grop", "kind is 'grop', wanted one of group, discounted, gigpo, distill, jsd, gae, none, or the dotted path"),
+        (
+            "grop",
+            "kind is 'grop', wanted one of group, discounted, gigpo, cod, distill, jsd, gae, none, or the dotted path",
+        ),
         ({"scale": "batch"}, "kind is None, wanted one of group"),
         ({"kind": "group", "epsilom": 1}, "epsilom"),
         ({"kind": "group", "tau": 0.0}, "greater than 0"),
@@ -215,7 +218,7 @@ def test_what_an_estimator_needs_depends_on_its_fields() -> None:
         "roles": GroupEstimator(baseline="role_mean", scale="none"),
         "own": EstimatorPlugin(kind="my.own"),
     }
-    assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "own"}
+    assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "cod", "own"}
     assert {name for name, args in given.items() if args.where == "trainer"} == {"roles", "gae"}
     needs = {"roles": ("roles",), "gae": ("critic",), "distill": ("teacher",), "jsd": ("teacher",)}
     assert {name: args.needs for name, args in given.items() if args.needs} == needs

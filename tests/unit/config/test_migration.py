@@ -13,6 +13,7 @@ import yaml
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
+from trinity_mq.config.estimators import DotsEstimator
 from trinity_mq.config.trinity_names import trinity_names
 from trinity_mq.rewards import REWARD_FUNCTIONS
 from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
@@ -241,7 +242,21 @@ REFUSED = {
         "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
     ),
     "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
-    "connect-the-dots": ({"cod": {"task_pack_size": 4}}, "cod", "Connect the Dots"),
+    "repeated-packs": ({"cod": {"packing_strategy": "ralph_full"}}, "cod.packing_strategy", "ralph"),
+    "world-of-packs": (
+        {
+            "cod": {"task_pack_size": 4},
+            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "cod_terminal_workflow"}},
+        },
+        "buffer.explorer_input.default_workflow_type", "the world of terminals is missing",
+    ),
+    "other-packs": (
+        {
+            "cod": {"task_pack_size": 4},
+            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "math_workflow"}},
+        },
+        "cod", "packs of math_workflow are missing",
+    ),
     "external-policy": (
         {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
         "model.external_model.enable", "cannot be trained",
@@ -521,3 +536,42 @@ def test_the_folder_of_plugins_of_trinitys_command_is_written(
     assert config.algorithm.surrogate.kind == "soft_clip.SoftClipLoss"
     assert main([*command, str(out), str(source), "--plugin-dir", str(tmp_path / "none")]) == 2
     assert "--plugin-dir: there is no folder" in capsys.readouterr().err
+
+
+def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
+    taskset = {
+        "path": "grids", "default_workflow_type": "cod_grid_navigation_workflow",
+        "workflow_args": {"len_zero_penalty": 900, "min_rounds": 4},
+    }  # fmt: skip
+    pack_args = {
+        "activated_cod_methods": ["iterative_hint_e2e"], "hint_penalty_coef": 0.1, "len_zero_penalty": 100,
+        "len_max_penalty": 200, "inject_pack_seed": True, "log_dir": "logs",
+    }  # fmt: skip
+    explorer_input = {"tasksets": [taskset], "eval_tasksets": [{**taskset, "name": "held_out"}]}
+    source = {
+        **LEAST,
+        "cod": {"task_pack_size": 4, "eval_task_pack_size": 8, "cod_workflow_args": pack_args},
+        "algorithm": {
+            "algorithm_type": "multi_step_grpo", "advantage_fn": "cod", "repeat_times": 8,
+            "advantage_fn_args": {
+                "std_cal_level": "none", "iterative_hint_e2e_causal": True, "red_weight_adaptive_temp": True,
+                "red_weight_adaptive_version": "bisection", "e2e_causal_returns_window": -1,
+            },
+        },
+        "buffer": {"batch_size": 32, "explorer_input": explorer_input},
+    }  # fmt: skip
+    found, config = checked(source)
+    assert not [key for key in important(found) if key.startswith(("cod", "algorithm"))]
+    shared = {"len_zero_penalty": 900, "min_rounds": 4, "hint_penalty_coef": 0.1}
+    shared |= {"hint_len_zero_penalty": 100, "hint_len_max_penalty": 200}
+    [training], [held_out] = config.buffer.tasksets, config.buffer.eval_tasksets
+    assert training.workflow_args == {**shared, "pack_size": 4}
+    assert held_out.workflow_args == {**shared, "pack_size": 8}
+    assert config.buffer.batch_size == 8
+    assert config.algorithm.estimator == DotsEstimator(adaptive=True)
+    source["algorithm"]["advantage_fn_args"] = {"std_cal_level": "none", "iterative_hint_e2e_causal": False}
+    compared = checked(source)[1].algorithm.estimator
+    assert (compared.kind, compared.scale) == ("group", "none"), "without it runs are compared, as step_wise_grpo does"
+    source["algorithm"]["advantage_fn_args"] = {"iterative_hint_e2e_causal": True, "e2e_causal_baseline": "none"}
+    with pytest.raises(ConfigError, match="e2e_causal_baseline is 'none', wanted 'group-mean'"):
+        checked(source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trinity_mq.algorithms.estimators.dots import dots_advantages
 from trinity_mq.algorithms.estimators.gigpo import gigpo_advantages
 from trinity_mq.algorithms.estimators.group import Baselines, group_advantages
 from trinity_mq.algorithms.estimators.plugin import plugin_advantages
@@ -46,6 +47,7 @@ ESTIMATORS: Mapping[str, EstimatorEntry] = MappingProxyType(
         "group": EstimatorEntry(group_advantages, ("min_group_runs", "baselines")),
         "discounted": EstimatorEntry(discounted_advantages, ("token_penalty",)),
         "gigpo": EstimatorEntry(gigpo_advantages, ("min_group_runs",)),
+        "cod": EstimatorEntry(dots_advantages, ("min_group_runs",)),
         "distill": EstimatorEntry(distillation_advantages),
         "jsd": EstimatorEntry(jsd_advantages),
         "gae": EstimatorEntry(gae_advantages, ("values", "token_penalty")),

@@ -66,8 +66,24 @@ ADVANTAGES = _same(
 ) | {
     "step_wise_grpo": "multi_step_grpo", "reinforce": "topr", "grpo_verl": "grpo", "opmd_verl": "opmd",
     "asymre_verl": "asymre", "clipb": "clip_b", "clipv": "clip_v",
+    "cod": "multi_step_grpo",
 }  # fmt: skip
 """Preset with the same estimator by ``advantage_fn`` of Trinity-RFT."""
+
+DOTS_KEYS = {
+    "e2e_causal_returns_style": "returns",
+    "e2e_causal_returns_window": "window",
+    "e2e_causal_returns_gamma": "gamma",
+    "red_weight_temp": "temperature",
+    "red_weight_adaptive_temp": "adaptive",
+    "red_weight_adaptive_level": "level",
+    "red_weight_adv_shift": "center",
+}
+"""Settings of the advantage function ``cod``, and the corresponding fields of its estimator."""
+DOTS_FIXED = {"e2e_causal_baseline": "group-mean", "red_weight_adaptive_version": "bisection"}
+"""Settings of the advantage function ``cod`` that have one value here."""
+DOTS_UNUSED = frozenset({"epsilon", "enable_step_norm", "std_cal_level", "std_threshold", "mask_format_issue_exp"})
+"""Settings of the advantage function ``cod`` without an effect where it compares the parts of packs."""
 
 KL_KINDS = _same("k1", "k2", "k3", "abs") | {"low_var_kl": "k3_clamped", "corrected_k3": "k3_weighted"}
 """Kinds of ``kl`` by ``kl_loss_fn`` of Trinity-RFT."""
@@ -167,6 +183,8 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Seque
     top_level = {key: user_settings.pop(key, None) for key in TOP_LEVEL}
     settings = {key: value for key, value in top_level.items() if value is not None}
     settings |= _arguments(user_settings, "advantage_fn_args")
+    if named == "cod":
+        result["estimator"], settings = _dots(settings, result["estimator"])
     keys = CORRECTION_KEYS.get(str(named), {})
     changes = {keys[key]: settings.pop(key) for key in list(settings) if key in keys}
     if keys:
@@ -180,6 +198,28 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Seque
         chosen = _estimator_settings(settings, user_settings.get("estimator", base))
         result["estimator"] = chosen if "kind" in chosen else {**base, **chosen}
     return result
+
+
+def _dots(settings: Mapping[str, Any], estimator: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the estimator of the advantage function ``cod``, and its settings that are left: without
+    ``iterative_hint_e2e_causal`` it compares runs as ``step_wise_grpo`` does.
+
+    Args:
+        settings: Settings of the advantage function.
+        estimator: The estimator of ``step_wise_grpo``.
+    """
+    for name, only in DOTS_FIXED.items():
+        if settings.get(name) not in (None, only):
+            raise ValueError(f"advantage_fn_args.{name} is {settings[name]!r}, wanted {only!r}")
+    names = {*DOTS_KEYS, *DOTS_FIXED, "iterative_hint_e2e_causal", "mask_format_issue_exp"}
+    if not settings.get("iterative_hint_e2e_causal"):
+        return estimator, {name: value for name, value in settings.items() if name not in names}
+    if unknown := settings.keys() - names - DOTS_UNUSED:
+        raise ValueError(f"advantage_fn_args.{min(unknown)} is not known, wanted one of {', '.join(sorted(names))}")
+    fields = {DOTS_KEYS[name]: value for name, value in settings.items() if name in DOTS_KEYS and value is not None}
+    if fields.get("returns") != "sliding_window_mean":
+        fields.pop("window", None)  # -1 where it has no effect
+    return {"kind": "cod", **fields}, {}
 
 
 def _entropy(user_settings: dict[str, Any]) -> dict[str, Any]:

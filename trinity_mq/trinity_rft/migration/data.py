@@ -43,6 +43,14 @@ NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
 DEFAULTS = "buffer.explorer_input."
 """Section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
+PACKS = "cod."
+"""Section of Connect the Dots: packs of tasks."""
+PACK_METHOD = "iterative_hint_e2e"
+"""Method of Connect the Dots: hints after each task for the next."""
+PACK_WORKFLOWS = ("cod_grid_navigation_workflow",)
+"""Workflows of packs."""
+PACK_ARGUMENTS = {f"len_{name}_penalty": f"hint_len_{name}_penalty" for name in ("min", "zero", "max")}
+"""Arguments of hints, and their names here."""
 DESCRIPTIONS = [
     f"data_processor.{pipeline}_pipeline.{key}"
     for pipeline in ("task", "experience")
@@ -93,7 +101,11 @@ def batch_sizes(move: SettingsTransfer) -> None:
         )  # fmt: skip
         return
     tasks = 1 if batch is None else batch
-    move.put("buffer.batch_size", tasks, *(["Trinity-RFT's default; here it is 32"] if batch is None else []))
+    comments = ["Trinity-RFT's default; here it is 32"] if batch is None else []
+    if (size := whole(move.peek(f"{PACKS}task_pack_size"))) and (records := whole(tasks)):
+        tasks = max(1, records // size)
+        comments = [f"was {records} records in packs of {size}; a record begins a pack here, so an epoch is longer"]
+    move.put("buffer.batch_size", tasks, *comments)
     algorithm = move.settings.get("algorithm", {})
     runs = whole(algorithm.get("repeat_times") or move.peek("algorithm.repeat_times"))
     rolled_out = (whole(tasks) or 0) * (runs or 0)
@@ -162,6 +174,50 @@ def tasksets(move: SettingsTransfer) -> None:
             _taskset(item, default_workflow, reward, arguments, training=name == "tasksets")
         if migrated:
             move.put(f"buffer.{name}", migrated)
+
+
+def packs(move: SettingsTransfer) -> None:
+    """Move the section of Connect the Dots to the arguments of the workflows of packs."""
+    section = move.take_mapping("cod")
+    if not section:
+        return
+    old = move.item(section, (), "cod")
+    strategy = old.take("packing_strategy", "cod")
+    if resolve_environment(strategy) != "cod":
+        old.refuse("packing_strategy", strategy, "packs of one task that is repeated (ralph) are missing")
+    arguments = move.item(old.take_mapping("cod_workflow_args"), (), f"{PACKS}cod_workflow_args")
+    methods = arguments.take("activated_cod_methods", [PACK_METHOD])
+    if methods != [PACK_METHOD]:
+        arguments.refuse("activated_cod_methods", methods, f"the method of packs is {PACK_METHOD}")
+    for name in ("cod_log_interval", "log_dir", "exp_name", "reuse_workflow_instance", "pad_tasks_to_full_pack"):
+        arguments.leave_out(name, "every record is a whole pack, and a run keeps its experiences", matters=False)
+    if resolve_environment(arguments.take("inject_pack_seed", False)) is not True:
+        reason = "the tasks of a pack always share a map here"
+        arguments.lost(LeftOut(f"{PACKS}cod_workflow_args.inject_pack_seed", False, reason, matters=True))
+    arguments.leave_out("stable_pack_seed", "the map follows from the record", matters=False)
+    kept = {
+        PACK_ARGUMENTS.get(name, name): value
+        for name in ("hint_example", "max_response_tokens_restraint", "hint_penalty_coef", *PACK_ARGUMENTS)
+        if (value := arguments.take(name)) is not None
+    }
+    arguments.give_up("no counterpart here")
+    buffer = move.settings.get("buffer", {})
+    training = [*buffer.get("tasksets", ()), *([buffer["taskset"]] if "taskset" in buffer else [])]
+    sizes = (old.take("task_pack_size"), old.take("eval_task_pack_size"))
+    for size, tasksets in zip(sizes, (training, buffer.get("eval_tasksets", ())), strict=True):
+        for taskset in tasksets:
+            _pack(move, taskset, {**({} if size is None else {"pack_size": size}), **kept})
+    old.give_up("no counterpart here")
+
+
+def _pack(move: SettingsTransfer, taskset: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    """Give a taskset the arguments of its packs, or refuse its workflow. One that is refused by name has none."""
+    workflow = taskset.get("workflow")
+    if workflow in PACK_WORKFLOWS:
+        taskset["workflow_args"] = {**(taskset.get("workflow_args") or {}), **arguments}
+    elif workflow is not None:
+        world = f"packs of {workflow} are missing: packs of tasks here are those of {', '.join(PACK_WORKFLOWS)}"
+        move.refuse("cod", workflow, world)
 
 
 def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping[str, Any], *, training: bool) -> None:

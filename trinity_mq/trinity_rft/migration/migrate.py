@@ -42,6 +42,7 @@ RULES = {
         rules.monitor,
         rules.names,
         data.operators,
+        data.packs,
         algorithm.optimizer,
         rules.synchronizer,
         data.tasksets,

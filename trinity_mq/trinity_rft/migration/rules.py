@@ -23,7 +23,6 @@ UNSET_TEMPLATES = (None, "", "None")
 """Values of a chat template that stand for none: Trinity-RFT's documentation writes the word None."""
 REFUSED_SECTIONS = {
     "data": "configurations of Trinity-RFT before 0.2 are not read; write the section buffer",
-    "cod": "Connect the Dots (packs of tasks with a common context) is not supported",
 }
 """Missing capability by the top-level section that needs it."""
 MODES = {name: name for name in ("both", "train", "explore", "bench", "serve")} | {"colocate": "both"}

@@ -2,7 +2,8 @@
 """System prompts of the text environments.
 
 A prompt is part of its task: results with different prompts do not compare. All prompts but TEXTWORLD are quoted from
-Trinity-RFT 0.6.0 (github.com/agentscope-ai/Trinity-RFT, Apache-2.0), trinity/common/workflows/envs, without a change.
+Trinity-RFT (github.com/agentscope-ai/Trinity-RFT, Apache-2.0) without a change: those of Connect the Dots from its main
+branch, the others from 0.6.0, trinity/common/workflows/envs.
 """
 
 # quoted from Trinity-RFT 0.6.0, Apache-2.0: sciworld/sciworld_workflow.py
@@ -191,4 +192,134 @@ Commands that games know:
   eat THING, drink THING, cook THING with APPLIANCE, slice THING with KNIFE, prepare meal
 
 The first message tells your goal. Reach it in as few commands as you can.
+"""
+
+# quoted from Trinity-RFT's main branch, Apache-2.0: trinity/common/workflows/connect_the_dots, grid_navigation/prompts
+GRID_NAVIGATION = """\
+You are navigating a two-dimensional cost grid. Your goal is to finish the final round exactly at the target position while keeping the normalized navigation loss low.
+
+## Grid and observations
+- Rows and columns use zero-based indices.
+- Every cell has a fixed integer cost from 0 to 99.
+- Unknown costs are shown as `?`. Observed costs are shown as integers.
+- The current task belongs to a stream of tasks within the same environment. Every task in this stream shares the same fixed cost grid.
+- After each move, the environment reveals every cell whose Chebyshev distance from an entered cell is at most {reveal_radius}. These observations are retained automatically in later rounds and later tasks in the stream.
+
+## Movement rules
+- The task has a fixed number of rounds, and you must take exactly one move per round.
+- A move selects any other cell in the same row or the same column as your current position.
+- You may cross any positive number of cells up to the grid boundary.
+- The entered cells include every crossed cell and the destination, but not the starting cell of the move.
+- Reaching the target before the final round does not end the task. You must continue moving and be at the target when the final round ends.
+
+## Loss and reward
+Let V be the list of all entered cells over all rounds. Repeated visits appear in V repeatedly. The mean entered-cell cost and normalized loss are:
+
+mean_cost = sum(cost(v) for v in V) / |V|
+loss = mean_cost / 100 = sum(cost(v) for v in V) / (100 * |V|)
+
+The loss depends on the mean cost, not the total cost. There is no separate penalty for path length or the number of entered cells, so entering fewer cells is not inherently better. A longer route can lower the final loss when the additional cells are cheaper than the running mean, while an expensive detour raises it. Do not default to a conventional shortest-path or minimum-total-cost objective.
+
+- If your position after the final round is exactly the target, reward = 1 - loss.
+- Otherwise, reward = 0.
+- An invalidly formatted or illegal move ends the task with reward 0.
+
+Explore broadly across the full grid over the stream of tasks instead of observing only a short corridor to the current target. As the map becomes more complete, exploit the structure of the cost grid to improve both the current route and later routes.
+
+## Response format
+Think concisely about the move, then give exactly one destination. Format your response as follows:
+
+(your thinking process goes here)
+<answer>row,col</answer>"""
+GRID_ROUND = """\
+Round {number}/{rounds}
+{feedback}
+Current position: ({row},{column})
+Target position: ({goal_row},{goal_column})
+
+Observed cost grid:
+{grid}
+
+Choose one legal destination for this round.
+Remember to follow every requirement in the `## Movement rules` section."""
+
+# quoted from Trinity-RFT's main branch, Apache-2.0: connect_the_dots/base_workflow.py and cod_utils.py
+HINTS_SECTION = """
+
+## Hints that might help
+Below are some hints that might be helpful, but there is no guarantee that they must be correct or applicable to the current task. You might leverage them as prior knowledge, while incorporating new information from your own experience in interacting with the environment.
+
+"""
+LENGTH_SECTION = """
+
+## Response length limit
+Please limit your response (including your thinking process) to {limit} tokens."""
+HINTS_BEGIN, HINTS_END = "--- Start of updated hints ---", "--- End of updated hints ---"
+UPDATE_HINTS = """\
+You are a helpful assistant and a cross-task learning agent. Your responsibility is to solve **a sequence of different-but-related tasks** within the same environment, while **transferring informative hints across tasks** that can help achieve better task-solving performance.\n        \n## Problem setting
+
+**In the current session, your job is to update the hints.**
+
+To be concrete, the user provides:
+1. Previous hints that were used to guide task solving;
+2. A new task-solving trajectory.
+
+Based on this information, you need to generate updated hints that can assist in solving future tasks within the same environment more effectively, by
+- Preserving useful guidance and information from the previous hints, while discarding incorrect ones;
+- Incorporating new lessons and information that can be learned from the new trajectory.
+
+## General principles
+
+- You are in an environment that might be stationary or non-stationary, and relation between tasks in this environment is initially unknown. One general principle is thus to generate **informative** hints that can serve as useful priors when solving a new task. If you are uncertain about the correctness or usefulness of certain hints, feel free to include them in your response and briefly mention uncertainty.
+- There are at least two major categories of useful hints: (1) revealed information / clues about the environment that were initially unknown; (2) task-solving techniques with validated efficacy. With that said, your updated hints can certainly go beyond these two categories.
+
+## Response format
+
+First provide a brief thinking process that evaluates the previous hints and the
+new trajectory. After that reasoning, finish your response with exactly this
+hint block:
+
+--- Start of updated hints ---
+- Your concise, transferable hints go here.
+--- End of updated hints ---
+
+The two delimiter lines are literal protocol tokens. Copy both exactly,
+including capitalization, spaces, and hyphens.
+
+Other requirements:
+- Keep your thinking process concise. Avoid overthinking.
+- Put the thinking process before the start delimiter, never inside the hint block.
+- Do not place any text after the end delimiter.
+- Keep your updated hints concise if possible, containing the most critical and helpful information. Avoid generic and uninformative statements. Avoid repeating the system prompt within the task-solving trajectory.
+- Make sure that your updated hints can be potentially helpful for other related tasks, rather than specific to the task in the provided trajectory.
+- Use standard Markdown format for your updated hints. Simpler structures (e.g., bullet points) are preferred. If you do need to use sections, you should start from the third level "###", while avoiding "#" and "##".
+"""
+UPDATE_HINTS_EXAMPLE = """\
+As an example, the end of a complete response might be:
+I would retain the planning and verification lessons because they transfer to
+future tasks, while omitting details specific to the completed task.
+--- Start of updated hints ---
+- Start with a list of known conditions.
+- Create a high-level plan and verify each important step.
+- Return the final answer only when sufficiently confident.
+--- End of updated hints ---
+"""
+UPDATE_LENGTH = "\n\nPlease limit your response to {limit} tokens."
+UPDATE_REQUEST = """\
+--- Previous hints ---
+
+{hints}
+
+
+--- A new task-solving trajectory ---
+
+{trajectory}
+
+Reward: {reward:.3f}
+
+Environment feedback: {feedback}
+
+--- Your job ---
+
+Now, please think through it and return your updated hints based on the above information, following the requirements in the system prompt.
 """
