@@ -397,8 +397,8 @@ def compressed(answer: str, mode: str) -> str:
         kept = [part.partition(THINK_BEGIN)[0] if THINK_BEGIN in part else part + THINK_END for part in parts]
         return "".join([*kept, rest]).strip()
     if mode == "keep_answer":
-        kept = between(answer, "<answer>", "</answer>").strip()
-        return f"<answer>{kept}</answer>" if kept else "(Failed to parse answer from response)"
+        stated = between(answer, "<answer>", "</answer>").strip()
+        return f"<answer>{stated}</answer>" if stated else "(Failed to parse answer from response)"
     return answer
 
 
