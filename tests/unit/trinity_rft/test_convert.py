@@ -163,19 +163,21 @@ def source(tmp_path: Path) -> Path:
 
 def test_a_file_is_written_that_says_what_it_changed_and_lacks(source: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "ours.yaml"
+    source.write_text(source.read_text().replace("dtype: bfloat16", "dtype: float16"))
+    line = 1 + source.read_text().splitlines().index("    dtype: float16")
     assert main(["migrate", str(source), "-o", str(out)]) == 0
     text = out.read_text()
     assert text.startswith("# Written by trinity-mq migrate from gsm8k.yaml, a configuration of Trinity-RFT.\n")
     assert "# Trinity-RFT's default; here it is 360 s\n  max_timeout: 1800\n" in text
-    assert "# Has no counterpart here:\n#   explorer.rollout_model.dtype: bfloat16 - " in text
+    assert "# Has no counterpart here:\n#   explorer.rollout_model.dtype: float16 - " in text
     assert "# Is not needed here:\n" in text
     assert all(len(line) <= 120 for line in text.splitlines())
     assert load_config(out).buffer.taskset.workflow == "math_workflow"
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "no counterpart: explorer.rollout_model.dtype: bfloat16 - engines sample in `model.dtype`, which is that of "
-        "the trained weights too",
+        f"no counterpart: explorer.rollout_model.dtype ({source.name} line {line}): float16 - engines sample in "
+        "`model.dtype`, float32 or bfloat16, in which the trainer computes too",
         f"{out} is valid; next: trinity-mq validate {out}",
     ]
 
@@ -219,7 +221,7 @@ def test_what_is_not_valid_as_it_stands_is_said(
     out = tmp_path / "ours.yaml"
     assert main(["migrate", str(source), "-o", str(out)]) == 1
     said = capsys.readouterr().err
-    assert f"{out} needs an edit:\n  buffer.trainer_input.experience_buffer.path: environment variable" in said
+    assert f"{out} needs an edit: buffer.trainer_input.experience_buffer.path: environment variable" in said
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "pairs.jsonl")
     assert load_config(out).algorithm.algorithm_type == "dpo"
 

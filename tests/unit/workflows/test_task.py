@@ -258,7 +258,7 @@ class Unlike:
 
 ENVIRONMENTS = (
     "RAFT_alfworld RAFT_reflect_alfworld agentscope_react_math agentscope_react agentscope_v1_react_search alfworld "
-    "as_react email_search frozen_lake intercode_sql sciworld step_wise_alfworld textworld webshop"
+    "as_react cod_grid_navigation email_search frozen_lake intercode_sql sciworld step_wise_alfworld textworld webshop"
 )
 ADAPTERS = {"agentscope_workflow_adapter", "agentscope_workflow_adapter_v1"}
 ASYNCHRONOUS = (

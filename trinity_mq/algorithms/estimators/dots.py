@@ -38,7 +38,7 @@ STEEPEST = 60.0
 
 
 class Part(NamedTuple):
-    """What an experience is in its pack."""
+    """Part of a pack that an experience comes from."""
 
     kind: str
     place: int
@@ -54,7 +54,7 @@ def dots_advantages(
     """Give every experience its return minus the mean return of the same part in all runs of its pack.
 
     The return of a task is computed from the rewards of this task and of all later tasks of the pack. The return of a
-    hint has the hint's own reward in place of the reward of the task before it. So a hint is worth what the tasks
+    hint begins with the hint's own reward, not with the reward of the task before it. So a hint is worth what the tasks
     after it earn. A distance ``d`` is then weighted by ``exp(d / T)`` if there is a temperature ``T``, and shifted by
     the mean over all tokens if that is below 0 and ``args.center`` is set. (Trinity-RFT's advantage ``cod`` with
     ``iterative_hint_e2e_causal``.)

@@ -1,6 +1,6 @@
 """Connect the Dots: packs of tasks in one hidden world, with hints that the model writes after each task for the next.
 
-The rules, prompts, maps and rewards are those of Trinity-RFT's grid navigation. There, several records become a pack
+The rules, prompts, maps and rewards equal Trinity-RFT's grid navigation. There, several records become a pack
 when a batch is made; here a record is a pack.
 """
 
@@ -71,7 +71,7 @@ class GridPackArguments(Arguments):
     reveal_radius: int = Field(default=1, ge=0, le=64)
     """Cells seen around each entered cell."""
     context_compression_mode: Literal["keep_all", "remove_think", "keep_answer"] = "keep_all"
-    """What later rounds of a task see of an answer: all, all but its thoughts, or the move."""
+    """Part of an answer that later rounds of a task see: all, all but its thoughts, or the move."""
     length_penalty_coef: float = Field(default=0.0, ge=0)
     """Factor of the penalty for long answers and many rounds of a task with a reward."""
     len_zero_penalty: int | None = Field(default=None, ge=1)
@@ -171,7 +171,7 @@ class GridTask:
     Args:
         grid: The map of the pack.
         arguments: Bounds of the number of moves.
-        seed: Seed of start, goal and number of moves, which are those of Trinity-RFT.
+        seed: Seed of start, goal and number of moves. They equal Trinity-RFT's.
     """
 
     def __init__(self, grid: GridMap, arguments: GridPackArguments, seed: int) -> None:
@@ -191,7 +191,7 @@ class GridTask:
         self.entered: list[int] = []
         """Costs of all entered cells."""
         self.invalid = ""
-        """What was wrong with the move that ended the task."""
+        """Fault of the move that ended the task."""
 
     @property
     def loss(self) -> float:
@@ -260,7 +260,7 @@ class GridNavigationPackWorkflow(Workflow):
     """A pack of tasks on one map. The tasks of a run follow one another; after each task but the last the model writes
     hints, which the system prompt of the next task has.
 
-    The experiences of a task have the task's reward, those of hints the penalty of their length. ``info`` has what the
+    The experiences of a task have the task's reward, hints have the penalty of their length. ``info`` has what the
     advantage ``cod`` needs: ``exp_type``, ``task_idx`` or ``hint_idx``, and ``task_rewards``.
     """
 
@@ -378,7 +378,7 @@ def pack_seeds(arguments: GridPackArguments) -> tuple[list[int], int]:
 
 
 def read_destination(answer: str) -> Place | None:
-    """Return the row and the column in the only pair of answer tags. None: there are none."""
+    """Return the row and the column in the only pair of answer tags. None: the answer has no such pair."""
     match = _DESTINATION.fullmatch(between(answer, "<answer>", "</answer>").strip())
     return None if match is None else (int(match[1]), int(match[2]))
 

@@ -2,7 +2,7 @@
 """System prompts of the text environments.
 
 A prompt is part of its task: results with different prompts do not compare. All prompts but TEXTWORLD are quoted from
-Trinity-RFT (github.com/agentscope-ai/Trinity-RFT, Apache-2.0) without a change: those of Connect the Dots from its main
+Trinity-RFT (github.com/agentscope-ai/Trinity-RFT, Apache-2.0) without a change: Connect the Dots from its main
 branch, the others from 0.6.0, trinity/common/workflows/envs.
 """
 
