@@ -27,7 +27,7 @@ from trinity_mq.workflows.agentscope.adapter import (
 from trinity_mq.workflows.auxiliary import auxiliary_index
 from trinity_mq.workflows.builtin.judging import JUDGE, judge_answer
 from trinity_mq.workflows.errors import SandboxFailed
-from trinity_mq.workflows.sessions.sandbox import INTERPRETER, Sandbox, read_text
+from trinity_mq.workflows.sessions.sandbox import Sandbox, interpreter, read_text
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class SandboxedPython:
         try:
             await asyncio.to_thread(sandbox.prepare, {"code.py": code})
             sandbox.socket.touch()  # nothing listens at it
-            command = ["/bin/sh", "-c", 'exec "$0" -I -u code.py >stdout 2>stderr', INTERPRETER]
+            command = ["/bin/sh", "-c", 'exec "$0" -I -u code.py >stdout 2>stderr', interpreter()]
             ended = await sandbox.run(command, {"PYTHONUTF8": "1"}, 0, seconds)
             texts = [await asyncio.to_thread(read_text, sandbox.work, name) for name in ("stdout", "stderr")]
             if texts[0] is None:  # not even the shell ran

@@ -31,8 +31,6 @@ WORK, HOME = "/agent/files", "/agent/home"
 SOCKET, ENTRY_INSIDE = "/agent/gateway", "/agent/entry.py"
 ENTRY = Path(__file__).with_name("sandbox_entry.py")
 PATH = "/usr/local/bin:/usr/bin:/bin"
-INTERPRETER = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-"""Python of the runner without its virtual environment, which a sandbox has at the same path."""
 SYSTEM = ("/usr", "/etc/alternatives", "/etc/ssl", "/etc/pki", "/etc/ca-certificates", "/etc/ld.so.cache")
 """Paths of the host that every program needs. They hold no secrets."""
 LINKED = ("/bin", "/sbin", "/lib", "/lib64")
@@ -52,6 +50,11 @@ CHECK_SECONDS = 30.0
 """Time limit for an empty command in a sandbox."""
 END_SECONDS = 30.0
 """Seconds from the kill of a sandbox to the end of its last process."""
+
+
+def interpreter() -> str:
+    """Return the runner's Python without its virtual environment. A sandbox has it at the same path."""
+    return f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class Sandbox:
         arguments += ["--bind", str(self.work), WORK, "--bind", str(self.home), HOME]
         arguments += ["--ro-bind", str(self.socket), SOCKET, "--chdir", WORK]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/"]
-        return [*arguments, "--", INTERPRETER, "-I", "-S", ENTRY_INSIDE]
+        return [*arguments, "--", interpreter(), "-I", "-S", ENTRY_INSIDE]
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.
