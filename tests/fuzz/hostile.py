@@ -54,7 +54,7 @@ TARGETS = (
     Target("submitted", "tasks", ("submit", "session"), ("task_submission",)),
     Target("tasks.train", "tasks", ("train.1",), ("task_slice", "task_slices")),
     Target("tasks.eval", "tasks", ("eval.1",), ("task_slice", "task_slices")),
-    Target("closed", "batches", ("closed",), ("batch_closed",)),
+    Target("closed", "batches", ("closed",), ("batch_closed",), ("batch_closed",)),
     Target("results", "results", ("1", "x"), ("task_result", "task_results", "mark"), ("progress", "run_end")),
     Target("ready", "ready", ("1", "mark"), ("batch_ready", "mark"), ("batch_ready",)),
     Target(
