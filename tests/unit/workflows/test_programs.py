@@ -85,6 +85,17 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
     assert (first.eid.step, second.eid.step) == (0, 1)
 
 
+async def test_a_program_has_the_variables_of_the_runner_but_not_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://user:password@host")
+    monkeypatch.setenv("SEARCH_KEY", "key")
+    said = 'print(json.dumps({"reward": 1, "metrics": {name: 1 for name in os.environ if name[-4:] in ("_URL", "_KEY")}}))'
+    _, last = await run(script(tmp_path, ONCE + said), env={"TRINITY_MQ_NAMED_URL": "x"})
+    assert {"SEARCH_KEY", "OPENAI_API_KEY", "TRINITY_MQ_NAMED_URL"} <= last.metrics.keys()
+    assert "TRINITY_MQ_BROKER_URL" not in last.metrics
+
+
 async def test_a_program_can_reward_a_lineage(tmp_path: Path) -> None:
     said = 'print(json.dumps({"reward": 0.5, "rewards": [{"lineage": 0, "reward": 0.25}]}))\n'
     first, second = await run(script(tmp_path, ONCE + said), says=["4", "5"])

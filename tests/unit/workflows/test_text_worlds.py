@@ -151,6 +151,23 @@ async def test_what_is_missing_is_said_before_a_run_and_by_it(tmp_path: Path, wo
         await play("webshop_workflow", "5", [], env)
 
 
+async def test_an_environment_sees_no_key_of_the_runner(
+    tmp_path: Path, worlds: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRINITY_MQ_BROKER_URL", "OPENAI_API_KEY", "HF_TOKEN", "LC_TIME"):
+        monkeypatch.setenv(name, "secret")
+    noted = tmp_path / "noted"  # sitecustomize runs at the start of each Python with that PYTHONPATH
+    (tmp_path / "sitecustomize.py").write_text(f"import os; print(*os.environ, file=open({str(noted)!r}, 'a'))")
+    env = {**worlds, "COLOUR": "blue"}
+    assert ScienceWorldArguments(env=env).missing() == []
+    await play("sciworld_workflow", BOIL, [action("end")], env)
+    needed = {"HOME", "LANG", "PATH", "TMPDIR", "TZ"}
+    for names in noted.read_text().splitlines():
+        assert {"COLOUR", "PYTHONPATH", "PATH", "LC_TIME"} <= set(names.split())
+        assert not [name for name in names.split() if name not in {"COLOUR", *needed} and name[:3] not in ("LC_", "PYT")]
+    assert len(noted.read_text().splitlines()) == 2
+
+
 async def test_alfworld_is_worth_its_end(tmp_path: Path, worlds: dict[str, str]) -> None:
     game = tmp_path / "game.tw-pddl"
     game.write_text("take mug 1;1")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import weakref
@@ -22,7 +21,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.environments.environment import EnvironmentFailedError
 from trinity_mq.workflows.errors import RunFailedError
-from trinity_mq.workflows.sessions.children import PersistentProgram, kept, make_program, missing_program
+from trinity_mq.workflows.sessions.children import PersistentProgram, Program, kept, make_program, missing_program
 from trinity_mq.workflows.workflow import Task, TaskError, Workflow
 
 if TYPE_CHECKING:
@@ -47,7 +46,9 @@ class ChildArguments(Arguments):
     """Path of the Python that has the environment's packages, such as ``envs/scienceworld/bin/python``. Empty: the
     runner's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the process, which override the runner's variables."""
+    """Environment variables of the process. Of the runner's variables it gets only ``HOME``, ``LANG``, ``LC_*``,
+    ``PATH``, ``PYTHON*``, ``TMPDIR`` and ``TZ``, so that it sees no keys.
+    """
     at_once: int = Field(default=8, ge=1)
     """Maximum environments at a time in each runner. Waiting counts towards ``explorer.max_timeout``."""
     step_seconds: float = Field(default=300.0, gt=0)
@@ -56,19 +57,19 @@ class ChildArguments(Arguments):
     world: ClassVar[str] = ""
     """Name of the kind of environment in ``text_child.py``."""
 
-    def command(self) -> list[str]:
-        """Return the command of the process."""
+    def program(self) -> Program:
+        """Return the program of the process."""
         python = str(Path(self.python).expanduser().absolute()) if self.python else sys.executable
-        return [python, str(CHILD), self.world]
+        return make_program([python, str(CHILD), self.world], self.env, is_isolated=True)
 
     def missing(self) -> list[str]:
-        command = self.command()
-        if reason := missing_program(command[0]):
+        program = self.program()
+        if reason := missing_program(program.command[0]):
             return [reason]
         try:
             checked = subprocess.run(
-                [*command, "--check"],
-                env={**os.environ, **self.env},
+                [*program.command, "--check"],
+                env=program.environment,
                 capture_output=True,
                 timeout=CHECK_SECONDS,
                 check=True,
@@ -76,7 +77,7 @@ class ChildArguments(Arguments):
             )
             return [str(reason) for reason in json.loads(checked.stdout)]
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            return [f"{' '.join(command)} --check failed: {error}"]
+            return [f"{program.name} --check failed: {error}"]
 
 
 class ChildEnvironment:
@@ -84,7 +85,7 @@ class ChildEnvironment:
 
     def __init__(self, arguments: ChildArguments) -> None:
         self._arguments = arguments
-        self._command = make_program(arguments.command(), arguments.env, None)
+        self._command = arguments.program()
         self._key = str(next(_KEYS))
         self.first: Mapping[str, Any] = {}
         """The first state: ``observation``, and facts about the episode."""

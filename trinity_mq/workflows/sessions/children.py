@@ -35,6 +35,11 @@ READY_SECONDS = 120.0
 INSTALL = "install it, or correct the path in workflow_args (docs/harnesses.md installs harnesses)"
 END_SECONDS = 5.0
 """Seconds from the end of the program's input to the kill."""
+OWN_PREFIX = "TRINITY_MQ_"
+"""Prefix of variables of the run itself, such as the broker's URL with its password. Programs do not get them."""
+NEEDED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ")
+"""Variables that an isolated program gets too. They hold no secrets."""
+NEEDED_PREFIXES = ("LC_", "PYTHON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,21 @@ class Program:
     env: tuple[tuple[str, str], ...] = ()
     """Variables that override the variables of this process."""
     cwd: str | None = None
+    is_isolated: bool = False
+    """Of the variables of this process, give only ``NEEDED`` and ``NEEDED_PREFIXES`` to the program, so that it sees no
+    keys. False: all but the variables of the run itself.
+    """
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All environment variables of the program."""
+
+        def is_inherited(name: str) -> bool:
+            if self.is_isolated:
+                return name in NEEDED or name.startswith(NEEDED_PREFIXES)
+            return not name.startswith(OWN_PREFIX)
+
+        return {name: value for name, value in os.environ.items() if is_inherited(name)} | dict(self.env)
 
     @property
     def name(self) -> str:
@@ -63,7 +83,7 @@ class Program:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **dict(self.env), **(env or {})},
+                env={**self.environment, **(env or {})},
                 cwd=self.cwd,
                 limit=LONGEST_LINE,
                 start_new_session=True,
@@ -276,6 +296,8 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def make_program(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Program:
+def make_program(
+    command: Sequence[str], env: Mapping[str, str], cwd: str | None = None, *, is_isolated: bool = False
+) -> Program:
     """Return a hashable program from its parts."""
-    return Program(tuple(command), tuple(sorted(env.items())), cwd)
+    return Program(tuple(command), tuple(sorted(env.items())), cwd, is_isolated)

@@ -81,7 +81,7 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
 
     def program(self) -> Program:
         """Return the agent's command without the sandbox."""
-        return make_program([*self.arguments.command, self.prompt()], self.arguments.env, None)
+        return make_program([*self.arguments.command, self.prompt()], self.arguments.env)
 
     async def run_async(self) -> list[Experience]:
         """Run the agent once; return the recorded answers with rewards.
