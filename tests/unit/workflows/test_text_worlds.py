@@ -40,11 +40,22 @@ async def worlds(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     await close_persistent_programs()
 
 
+@pytest.fixture
+def game(tmp_path: Path) -> str:
+    """A game in its folder, which ends with ``take mug 1``."""
+    (tmp_path / "games").mkdir()
+    path = tmp_path / "games" / "game.tw-pddl"
+    path.write_text("take mug 1;1")
+    return str(path)
+
+
 async def play(
     name: str, prompt: Any, answers: Sequence[str], env: dict[str, str], **arguments: Any
 ) -> tuple[list[Experience], list[str]]:
     """Return the experiences of a run, and the prompts of its requests."""
     record = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    if "textworld" in name or "alfworld" in name:
+        arguments = {"games": str(Path(prompt).parent), **arguments}
     is_eval = arguments.pop("is_eval", False)
     task = Task(
         workflow=load_workflow(name),
@@ -168,10 +179,8 @@ async def test_an_environment_sees_no_key_of_the_runner(
     assert len(noted.read_text().splitlines()) == 2
 
 
-async def test_alfworld_is_worth_its_end(tmp_path: Path, worlds: dict[str, str]) -> None:
-    game = tmp_path / "game.tw-pddl"
-    game.write_text("take mug 1;1")
-    [won], asked = await play("alfworld_workflow", str(game), [action("look"), action("take mug 1")], worlds)
+async def test_alfworld_is_worth_its_end(game: str, worlds: dict[str, str]) -> None:
+    [won], asked = await play("alfworld_workflow", game, [action("look"), action("take mug 1")], worlds)
     assert asked[0].startswith(f"<|im_start|>system\n{prompts.ALFWORLD}<|im_end|>\n")
     hint = "Please check if the action you take is valid or you have carefully followed the action format."
     assert users(asked[1]) == [
@@ -179,16 +188,47 @@ async def test_alfworld_is_worth_its_end(tmp_path: Path, worlds: dict[str, str])
         f"Observation: Nothing happens.{hint}",
     ]
     assert (won.reward, won.metrics["env_rounds"], won.metrics["env_done"]) == (1.0, 1.0, 1.0)
-    [lost], _ = await play("alfworld_workflow", str(game), ["?"] * 2, worlds, max_env_steps=2)
+    [lost], _ = await play("alfworld_workflow", game, ["?"] * 2, worlds, max_env_steps=2)
     assert (lost.reward, lost.metrics["env_rounds"], lost.metrics["env_done"]) == (-0.1, 1.0, 0.0)
-    with pytest.raises(TaskError, match="there is no game file '/nowhere/game' on this machine"):
-        await play("alfworld_workflow", "/nowhere/game", [], worlds)
 
 
-async def test_steps_of_alfworld_have_what_gigpo_compares(tmp_path: Path, worlds: dict[str, str]) -> None:
-    game = tmp_path / "game.tw-pddl"
-    game.write_text("take mug 1;1")
-    steps, asked = await play("step_wise_alfworld_workflow", str(game), [action("look"), action("take mug 1")], worlds)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("inside/game.z8", ""),
+        ("{folder}/inside/game.z8", ""),
+        ("../outside.z8", "'../outside.z8' is not in the folder"),
+        ("{folder}/../outside.z8", "is not in the folder"),
+        ("link.z8", "'link.z8' is not in the folder"),
+        ("linked/outside.z8", "is not in the folder"),
+        ("/etc/passwd", "'/etc/passwd' is not in the folder"),
+        ("none.z8", "there is no game 'none.z8' in"),
+        ("inside", "there is no game 'inside' in"),
+        ("\0", "embedded null"),
+        ("\ud800", "names the game"),
+        ("", "wanted the path of a game in workflow_args.games"),
+    ],
+)
+async def test_a_record_chooses_only_among_the_games_of_the_folder(
+    tmp_path: Path, worlds: dict[str, str], name: str, words: str
+) -> None:
+    folder = tmp_path / "games"
+    (folder / "inside").mkdir(parents=True)
+    for path in (folder / "inside" / "game.z8", tmp_path / "outside.z8"):
+        path.write_text("open chest;4")
+    (folder / "link.z8").symlink_to(tmp_path / "outside.z8")
+    (folder / "linked").symlink_to(tmp_path)
+    try:
+        await play("textworld_workflow", name.format(folder=folder), [action("open chest")], worlds, games=str(folder))
+    except TaskError as error:
+        assert words
+        assert words in str(error)
+    else:
+        assert not words
+
+
+async def test_steps_of_alfworld_have_what_gigpo_compares(game: str, worlds: dict[str, str]) -> None:
+    steps, asked = await play("step_wise_alfworld_workflow", game, [action("look"), action("take mug 1")], worlds)
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in users(asked[1])]
     assert [step.info["env_state_hash"] for step in steps] == digests
     assert [step.info["step_reward"] for step in steps] == [0.0, 1.0]
@@ -202,27 +242,23 @@ def parts(command: str) -> str:
     return f"<experience>know</experience>\n<think>so</think>\n<action>{command}</action>"
 
 
-async def test_raft_trains_on_success_alone(tmp_path: Path, worlds: dict[str, str]) -> None:
-    game = tmp_path / "game.tw-pddl"
-    game.write_text("take mug 1;1")
+async def test_raft_trains_on_success_alone(game: str, worlds: dict[str, str]) -> None:
     won = [parts("look"), parts("take mug 1")]
-    [trained], asked = await play("RAFT_alfworld_workflow", str(game), won, worlds)
+    [trained], asked = await play("RAFT_alfworld_workflow", game, won, worlds)
     assert asked[0].startswith(f"<|im_start|>system\n{prompts.RAFT_ALFWORLD}<|im_end|>\n")
     assert trained.action_mask is not None
     assert (trained.reward, trained.metrics["success"], bool(trained.action_mask.any())) == (1.0, 1.0, True)
     for answers in ([parts("look")] * 3, [action("take mug 1")] * 3):  # repeated; an answer without its parts
-        [masked], _ = await play("RAFT_alfworld_workflow", str(game), answers, worlds)
+        [masked], _ = await play("RAFT_alfworld_workflow", game, answers, worlds)
         assert masked.action_mask is not None
         assert (masked.reward, masked.metrics["steps"], bool(masked.action_mask.any())) == (0.0, 3.0, False)
-    [evaluated], _ = await play("RAFT_alfworld_workflow", str(game), won, worlds, is_eval=True)
+    [evaluated], _ = await play("RAFT_alfworld_workflow", game, won, worlds, is_eval=True)
     assert (evaluated.reward, evaluated.metrics["success"]) == (1.0, 1.0)
 
 
-async def test_raft_with_reflection_trains_on_the_better_second_attempt(tmp_path: Path, worlds: dict[str, str]) -> None:
-    game = tmp_path / "game.tw-pddl"
-    game.write_text("take mug 1;1")
+async def test_raft_with_reflection_trains_on_the_better_second_attempt(game: str, worlds: dict[str, str]) -> None:
     said = [*[parts("look")] * 3, parts("take mug 1")]
-    [trained], asked = await play("RAFT_reflect_alfworld_workflow", str(game), said, worlds, at_once=1)
+    [trained], asked = await play("RAFT_reflect_alfworld_workflow", game, said, worlds, at_once=1)
     told = "In your attempt, you stopped after 3 steps with a reward of 0.000 without completing the task."
     assert told in asked[3]
     assert "This is your second attempt." in asked[3]
@@ -231,7 +267,7 @@ async def test_raft_with_reflection_trains_on_the_better_second_attempt(tmp_path
     assert bool(trained.action_mask.any())
     assert len(trained.tokens) < len(asked[3].encode())  # without the first attempt
     [masked], _ = await play(
-        "RAFT_reflect_alfworld_workflow", str(game), [*[parts("look")] * 3, *[parts("go")] * 50], worlds
+        "RAFT_reflect_alfworld_workflow", game, [*[parts("look")] * 3, *[parts("go")] * 50], worlds
     )
     assert masked.action_mask is not None
     assert not bool(masked.action_mask.any())

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.children import ChildEnvironment, GameFileArguments, GameFileWorkflow
 from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers, read_action
 from trinity_mq.workflows.environments.prompts import ALFWORLD, RAFT_ALFWORLD, RAFT_SECOND_ATTEMPT
 
@@ -27,10 +27,17 @@ REPEATED = 3
 """Number of equal actions, one after the other, that end an attempt."""
 
 
-class AlfWorldArguments(ChildArguments):
-    """Arguments of the workflows of ALFWorld."""
+class RaftAlfWorldArguments(GameFileArguments):
+    """Arguments of the RAFT workflows of ALFWorld."""
 
     world = "alfworld"
+    games: str = "~/.cache/alfworld"
+    """Folder of the games that records may choose. The default is the folder of ``alfworld-download``."""
+
+
+class AlfWorldArguments(RaftAlfWorldArguments):
+    """Arguments of the workflows of ALFWorld."""
+
     max_env_steps: int = Field(default=30, ge=1, le=1000)
     """Maximum answers of the model in one run."""
 
@@ -44,15 +51,12 @@ def shown(observation: str) -> str:
     return f"Observation: {observation}{hint if 'Nothing happens.' in observation else ''}"
 
 
-class AlfworldWorkflow(ChildWorkflow):
+class AlfworldWorkflow(GameFileWorkflow):
     """A game of ALFWorld. The record's prompt is the path of the game. The game gives the reward at its end; without an
     end it is -0.1.
     """
 
     arguments_kind = AlfWorldArguments
-
-    def _first(self) -> Mapping[str, Any]:
-        return {"game": game_file(self.task)}
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         observation = environment.first["observation"]
@@ -107,12 +111,6 @@ class StepWiseAlfworldWorkflow(AlfworldWorkflow):
         return conversation.answers
 
 
-class RaftAlfWorldArguments(ChildArguments):
-    """Arguments of the RAFT workflows of ALFWorld."""
-
-    world = "alfworld"
-
-
 @dataclass
 class Attempt:
     """One attempt at a game."""
@@ -131,7 +129,7 @@ class Attempt:
         return len(self.answers)
 
 
-class RAFTAlfworldWorkflow(ChildWorkflow):
+class RAFTAlfworldWorkflow(GameFileWorkflow):
     """A game of ALFWorld whose successful conversations are trained on, for ``algorithm_type: raft``.
 
     A run without success, or with an answer that lacks a part, gives a masked experience, so that only its metrics
@@ -139,9 +137,6 @@ class RAFTAlfworldWorkflow(ChildWorkflow):
     """
 
     arguments_kind = RaftAlfWorldArguments
-
-    def _first(self) -> Mapping[str, Any]:
-        return {"game": game_file(self.task)}
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         attempt = await self._attempt(environment)

@@ -203,16 +203,38 @@ class ChildWorkflow(Workflow):
         """Play the episode; return its experiences."""
 
 
-def game_file(task: Task) -> str:
-    """Return the path of a game.
+class GameFileArguments(ChildArguments):
+    """Arguments of environments whose records choose a file."""
 
-    Raises:
-        TaskError: The record names none.
+    games: str = "games"
+    """Folder of the games. A record names a game by its path in it; other files of the machine are refused, because a
+    game is a program. A record cannot set it.
     """
-    path = task.task_desc or task.raw_task.get("game_file")
-    if not isinstance(path, str) or not path:
-        raise TaskError(
-            f"the record's {task.format_args.prompt_key!r} is {path!r:.80}, wanted the path of a game file; name its "
-            "key with format.prompt_key"
-        )
-    return path
+
+    def missing(self) -> list[str]:
+        folder = self.folder()
+        if Path(folder).is_dir():
+            return super().missing()
+        return [*super().missing(), f"there is no folder {folder!r}; put games there, or name theirs as games"]
+
+    def folder(self) -> str:
+        """Return the absolute path of the folder."""
+        return str(Path(self.games).expanduser().absolute())
+
+
+class GameFileWorkflow(ChildWorkflow):
+    """One episode in the game that a record names."""
+
+    def _first(self) -> Mapping[str, Any]:
+        """Return the game and its folder.
+
+        Raises:
+            TaskError: The record names no game.
+        """
+        game = self.task.task_desc or self.task.raw_task.get("game_file")
+        if not isinstance(game, str) or not game:
+            raise TaskError(
+                f"the record's {self.task.format_args.prompt_key!r} is {game!r:.80}, wanted the path of a game in "
+                "workflow_args.games; name its key with format.prompt_key"
+            )
+        return {"game": game, "games": self.arguments.folder()}

@@ -138,11 +138,7 @@ class TextWorld(TextEnvironment):
         import textworld
         import textworld.gym
 
-        game = args["game"]
-        if not os.path.isfile(game):
-            raise WrongRecordError(
-                f"there is no game file {game!r:.300} on this machine; put it there, or correct the record"
-            )
+        game = allowed_file(args["games"], args["game"])
         infos = textworld.EnvInfos(description=True, inventory=True, admissible_commands=True, max_score=True)
         name = textworld.gym.register_game(game, infos, wrappers=self.wrappers())
         env = textworld.gym.make(name)
@@ -156,6 +152,27 @@ class TextWorld(TextEnvironment):
 
     def close(self, env: Any) -> None:
         env.close()
+
+
+def allowed_file(folder: str, name: str) -> str:
+    """Return the path of a game. A game is a program, so a record may choose only among the files of a folder.
+
+    Raises:
+        WrongRecordError: There is no such file in the folder.
+    """
+    allowed = os.path.realpath(folder)
+    try:
+        game = os.path.realpath(os.path.join(allowed, name))
+    except ValueError as error:  # no file has such a name
+        raise WrongRecordError(f"the record names the game {name!r:.300}: {error}") from error
+    if os.path.commonpath([allowed, game]) != allowed:
+        raise WrongRecordError(
+            f"the game {name!r:.300} is not in the folder {folder!r}, and a record chooses no other file: correct the "
+            "record, or name the folder of the games in workflow_args.games"
+        )
+    if not os.path.isfile(game):
+        raise WrongRecordError(f"there is no game {name!r:.300} in {folder!r}; put it there, or correct the record")
+    return game
 
 
 class AlfWorld(TextWorld):

@@ -13,7 +13,13 @@ from typing import Any
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.environments.children import ChildArguments, ChildEnvironment, ChildWorkflow, game_file
+from trinity_mq.workflows.environments.children import (
+    ChildArguments,
+    ChildEnvironment,
+    ChildWorkflow,
+    GameFileArguments,
+    GameFileWorkflow,
+)
 from trinity_mq.workflows.environments.conversation import EpisodeConversation, read_action
 from trinity_mq.workflows.environments.prompts import INTERCODE_SQL, SCIENCEWORLD, TEXTWORLD, WEBSHOP
 from trinity_mq.workflows.workflow import Task, TaskError
@@ -96,7 +102,7 @@ class SciWorldWorkflow(ChildWorkflow):
         return conversation.experiences(best / 100.0, info, self.run_id_base)
 
 
-class TextWorldArguments(ChildArguments):
+class TextWorldArguments(GameFileArguments):
     """Arguments of :class:`TextWorldWorkflow`."""
 
     world = "textworld"
@@ -104,15 +110,12 @@ class TextWorldArguments(ChildArguments):
     """Maximum answers of the model in one run."""
 
 
-class TextWorldWorkflow(ChildWorkflow):
-    """A game of TextWorld, made with ``tw-make``. The record's prompt is the path of its file. The reward is the last
-    score as a share of the maximum score.
+class TextWorldWorkflow(GameFileWorkflow):
+    """A game of TextWorld, made with ``tw-make``. The record's prompt is the path of its file in ``games``. The reward
+    is the last score as a share of the maximum score.
     """
 
     arguments_kind = TextWorldArguments
-
-    def _first(self) -> Mapping[str, Any]:
-        return {"game": game_file(self.task)}
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         observation, most = environment.first["observation"], environment.first["max_score"] or 1.0
