@@ -4,6 +4,7 @@ from pathlib import Path
 
 SCIENCEWORLD = '''
 """Loads the tasks boil and melt with three variations. Each action 'good' scores 60, 'bad' -100; 'raise' raises."""
+import os, time
 class ScienceWorldEnv:
     made = 0
     def __init__(self, task, jar, envStepLimit=100):
@@ -27,9 +28,8 @@ class ScienceWorldEnv:
     def step(self, action):
         if action == "raise":
             raise RuntimeError("the simulator is gone")
-        if action == "hang":
-            import time
-            time.sleep(600)
+        while action == "hang" or action.startswith("await ") and not os.path.exists(action[6:]):
+            time.sleep(0.01)
         self.steps += 1
         reward = {"good": 60, "bad": -100, "end": 40}.get(action, 0)
         self.score += reward

@@ -129,8 +129,16 @@ async def test_an_environment_that_fails_is_a_failure_of_the_environment(worlds:
     assert one.value.kind == "environment"
     _, asked = await play("sciworld_workflow", BOIL, [action("end")], worlds)
     assert users(asked[0])[0].endswith("environment 2")  # the broken one is not used again
-    with pytest.raises(SandboxFailed, match=r"has not answered 'step' within workflow_args.step_seconds \(1 s\)"):
+
+
+async def test_an_environment_that_hangs_costs_its_own_run_alone(tmp_path: Path, worlds: dict[str, str]) -> None:
+    file = tmp_path / "file"
+    other = asyncio.create_task(play("sciworld_workflow", BOIL, [action(f"await {file}"), action("end")], worlds))
+    with pytest.raises(SandboxFailed, match=r"within workflow_args.step_seconds \(1 s\); its process was ended"):
         await play("sciworld_workflow", BOIL, [action("hang")], worlds, step_seconds=1)
+    file.touch()
+    [experience], _ = await other
+    assert experience.reward == 0.4
     await play("sciworld_workflow", BOIL, [action("end")], worlds)
 
 

@@ -1,4 +1,4 @@
-"""Text environments in a process with a Python of its own, so that their packages need not fit ours."""
+"""Text environments in processes with a Python of their own, so that their packages need not fit ours."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ log = structlog.get_logger(__name__)
 
 CHILD = Path(__file__).with_name("text_child.py")
 CLOSE_SECONDS = 10.0
-"""Seconds that an environment has to close before the run ends without it. It is closed later then."""
+"""Seconds that an environment has to close before its process is killed."""
 CHECK_SECONDS = 30.0
 """Time limit of the check for missing packages."""
 
 _KEYS = itertools.count()
-_SLOTS: weakref.WeakKeyDictionary[PersistentProgram, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+_FREE: weakref.WeakKeyDictionary[PersistentProgram, asyncio.LifoQueue[int]] = weakref.WeakKeyDictionary()
+"""Numbers of the processes that no run uses, by the first process of their program."""
 
 
 class ChildArguments(Arguments):
@@ -52,10 +53,14 @@ class ChildArguments(Arguments):
     at_once: int = Field(default=8, ge=1)
     """Maximum environments at a time in each runner. Waiting counts towards ``explorer.max_timeout``."""
     step_seconds: float = Field(default=300.0, gt=0)
-    """Time limit of one action, and of making an environment. After it the process is killed."""
+    """Time limit of one action, and of making an environment. After it the environment's process is killed."""
 
     world: ClassVar[str] = ""
     """Name of the kind of environment in ``text_child.py``."""
+    is_shared: ClassVar[bool] = False
+    """Whether all environments of a runner are in one process, because of the size of their data. False: each has its
+    own process, so that the failure of an environment fails no other run.
+    """
 
     def program(self) -> Program:
         """Return the program of the process."""
@@ -81,18 +86,18 @@ class ChildArguments(Arguments):
 
 
 class ChildEnvironment:
-    """The environment of one run, as :func:`child_environment` yields it."""
+    """The environment of one run.
 
-    def __init__(self, arguments: ChildArguments) -> None:
-        self._arguments = arguments
-        self._command = arguments.program()
+    Args:
+        arguments: The kind of environment.
+        process: Its process.
+    """
+
+    def __init__(self, arguments: ChildArguments, process: PersistentProgram) -> None:
+        self._arguments, self._process = arguments, process
         self._key = str(next(_KEYS))
         self.first: Mapping[str, Any] = {}
         """The first state: ``observation``, and facts about the episode."""
-
-    def program(self) -> PersistentProgram:
-        """Return the process, which all environments of a kind share on an event loop."""
-        return kept(self._command)
 
     async def open(self, args: Mapping[str, Any]) -> None:
         """Make the environment. An earlier environment of this run is closed first.
@@ -102,9 +107,7 @@ class ChildEnvironment:
             EnvironmentFailedError: The environment could not be made.
             SandboxFailed: The process could not be started, because a package is missing.
         """
-        if self.first:
-            await self.close()
-        self.first = await self.ask({"do": "open", "args": dict(args)})
+        self.first = await self._ask({"do": "open", "args": dict(args)})
 
     async def step(self, action: str) -> dict[str, Any]:
         """Execute an action; return the state after it: ``observation``, ``reward``, ``done``, and further facts.
@@ -112,16 +115,15 @@ class ChildEnvironment:
         Raises:
             EnvironmentFailedError: The environment raised an error, or did not answer within ``step_seconds``.
         """
-        return await self.ask({"do": "step", "action": action})
+        return await self._ask({"do": "step", "action": action})
 
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer of the process to a request; raises the errors of :meth:`step` and :meth:`open`."""
-        program, world = self.program(), self._arguments.world
+    async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        world = self._arguments.world
         try:
             async with asyncio.timeout(self._arguments.step_seconds):
-                answer = await program.ask({**request, "key": self._key})
+                answer = await self._process.ask({**request, "key": self._key})
         except TimeoutError as error:
-            await program.close()
+            await self._process.close()
             raise EnvironmentFailedError(
                 f"{world} has not answered {request['do']!r} within workflow_args.step_seconds "
                 f"({self._arguments.step_seconds:g} s); its process was ended"
@@ -134,19 +136,20 @@ class ChildEnvironment:
 
     async def close(self) -> None:
         """Close the environment. An error is only logged, because the episode has already been played."""
-        program = self.program()
-        if not program.runs:
+        if not self._process.runs:
             return
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                answer = await program.ask({"do": "close", "key": self._key})
+                answer = await self._process.ask({"do": "close", "key": self._key})
+            reason = answer.get("error")
         except TimeoutError:
-            log.warning("environment_not_closed", env=self._arguments.world, seconds=CLOSE_SECONDS)
+            reason = f"no answer within {CLOSE_SECONDS:g} s"
+            if not self._arguments.is_shared:
+                await self._process.close()
         except RunFailedError as error:
-            log.warning("environment_not_closed", env=self._arguments.world, error=str(error))
-        else:
-            if "error" in answer:
-                log.warning("environment_not_closed", env=self._arguments.world, error=answer["error"])
+            reason = str(error)
+        if reason:
+            log.warning("environment_not_closed", env=self._arguments.world, reason=reason)
 
 
 @contextlib.asynccontextmanager
@@ -160,18 +163,31 @@ async def child_environment(arguments: ChildArguments, args: Mapping[str, Any]) 
     Raises:
         RunFailedError, TaskError: As :meth:`ChildEnvironment.open`.
     """
-    environment = ChildEnvironment(arguments)
-    slots = _SLOTS.setdefault(environment.program(), asyncio.Semaphore(arguments.at_once))
-    async with slots:
+    program = arguments.program()
+    free = _free_processes(kept(program), arguments.at_once)
+    number = await free.get()
+    environment = ChildEnvironment(arguments, kept(program, 0 if arguments.is_shared else number))
+    try:
+        await environment.open(args)
+        yield environment
+    finally:
         try:
-            await environment.open(args)
-            yield environment
-        finally:
             await environment.close()
+        finally:
+            free.put_nowait(number)
+
+
+def _free_processes(first: PersistentProgram, at_once: int) -> asyncio.LifoQueue[int]:
+    """Return the numbers of the processes that no run uses. The process that was used last is used first."""
+    if first not in _FREE:
+        _FREE[first] = asyncio.LifoQueue()
+        for number in reversed(range(at_once)):
+            _FREE[first].put_nowait(number)
+    return _FREE[first]
 
 
 class ChildWorkflow(Workflow):
-    """One episode in an environment of a process of its own."""
+    """One episode in an environment of another process."""
 
     is_async = True
     arguments_kind: ClassVar[type[ChildArguments]]

@@ -2,8 +2,8 @@
 
 This module imports nothing from trinity_mq, because that Python may not have it, and it runs on Python 3.8 and later.
 A line of JSON on the standard input is a request: ``open`` makes an environment under a key, ``step`` executes an
-action in it, ``close`` ends it. A line on the standard output answers it. Prints of the environments go to the standard
-error.
+action in it, ``close`` ends it. A line on the standard output answers it. Requests are answered one after another.
+Prints of the environments go to the standard error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules in t
     del sys.path[0]
 
 import argparse
-import asyncio
-import concurrent.futures
 import importlib.util
 import json
 import shutil
@@ -34,20 +32,11 @@ class WrongRecordError(Exception):
     """The record is wrong. A new attempt fails too."""
 
 
-class Opened:
-    """An environment and its first state."""
-
-    def __init__(self, env: Any, first: State) -> None:
-        self.env, self.first = env, first
-
-
 class TextEnvironment:
-    """One kind of environment. Its methods block."""
+    """One kind of environment."""
 
     packages: tuple[str, ...] = ()
     """Modules that must be importable, with the command that installs them after a colon."""
-    parallel = False
-    """Whether environments may be used by several threads at a time, each by one."""
 
     def missing(self) -> list[str]:
         """Return a sentence for each thing that this Python lacks."""
@@ -58,8 +47,8 @@ class TextEnvironment:
             if importlib.util.find_spec(module) is None
         ]
 
-    def open(self, args: dict[str, Any]) -> Opened:
-        """Return a new environment.
+    def open(self, args: dict[str, Any]) -> tuple[Any, State]:
+        """Return a new environment and its first state.
 
         Raises:
             WrongRecordError: The record describes no environment.
@@ -72,25 +61,26 @@ class TextEnvironment:
 
     def close(self, env: Any) -> None:
         """End an environment."""
+        env.close()
 
 
 class ScienceWorld(TextEnvironment):
-    """ScienceWorld. A Java process per environment is kept and loads the next task."""
+    """ScienceWorld. Its Java process is kept and loads the next task."""
 
     packages = ("scienceworld:pip install scienceworld",)
-    parallel = True
 
     def __init__(self) -> None:
-        self._idle: list[Any] = []
-        self._broken: list[Any] = []
+        self._idle: Any = None
+        self._is_broken = False
 
     def missing(self) -> list[str]:
         return super().missing() + ([] if shutil.which("java") else [NO_JAVA])
 
-    def open(self, args: dict[str, Any]) -> Opened:
+    def open(self, args: dict[str, Any]) -> tuple[Any, State]:
         from scienceworld import ScienceWorldEnv
 
-        env = self._idle.pop() if self._idle else ScienceWorldEnv("", None)
+        env = ScienceWorldEnv("", None) if self._idle is None else self._idle
+        self._idle, self._is_broken = None, False
         env.envStepLimit = args["step_limit"]
         name, variation = args["task_name"], args["variation"]
         try:
@@ -101,28 +91,27 @@ class ScienceWorld(TextEnvironment):
             observation, _ = env.reset()
             golden = len(env.get_gold_action_sequence())
         except ValueError as error:
-            self._idle.append(env)
+            self._idle = env
             raise WrongRecordError(f"ScienceWorld cannot load this task: {error}") from error
         except Exception:
             env.close()
             raise
         facts = {"task": str(env.get_task_description()), "golden_rounds": golden}
-        return Opened(env, {"observation": str(observation), **facts})
+        return env, {"observation": str(observation), **facts}
 
     def step(self, env: Any, action: str) -> State:
         try:
             observation, reward, done, _ = env.step(action)
         except Exception:
-            self._broken.append(env)
+            self._is_broken = True
             raise
         return {"observation": str(observation), "reward": float(reward), "done": bool(done)}
 
     def close(self, env: Any) -> None:
-        if env in self._broken:
-            self._broken.remove(env)
+        if self._is_broken:
             env.close()
         else:
-            self._idle.append(env)
+            self._idle = env
 
 
 class TextWorld(TextEnvironment):
@@ -134,7 +123,7 @@ class TextWorld(TextEnvironment):
         """Return the wrappers of a game."""
         return []
 
-    def open(self, args: dict[str, Any]) -> Opened:
+    def open(self, args: dict[str, Any]) -> tuple[Any, State]:
         import textworld
         import textworld.gym
 
@@ -144,14 +133,12 @@ class TextWorld(TextEnvironment):
         env = textworld.gym.make(name)
         observation, facts = env.reset()
         most = facts.get("max_score")
-        return Opened(env, {"observation": str(observation), "max_score": None if most is None else float(most)})
+        return env, {"observation": str(observation), "max_score": None if most is None else float(most)}
 
     def step(self, env: Any, action: str) -> State:
         observation, score, done, _ = env.step(action)
         return {"observation": str(observation), "reward": float(score), "done": bool(done)}
 
-    def close(self, env: Any) -> None:
-        env.close()
 
 
 def allowed_file(folder: str, name: str) -> str:
@@ -199,7 +186,7 @@ class WebShop(TextEnvironment):
         self._server: Any = None
         self._made = 0
 
-    def open(self, args: dict[str, Any]) -> Opened:
+    def open(self, args: dict[str, Any]) -> tuple[Any, State]:
         from web_agent_site.envs import WebAgentTextEnv
 
         self._made += 1
@@ -215,7 +202,7 @@ class WebShop(TextEnvironment):
         if not 0 <= args["session"] < goals:
             raise WrongRecordError(f"session {args['session']} does not exist: this WebShop has {goals} goals")
         env.reset(session=args["session"])
-        return Opened(env, {"observation": str(env.observation), **self._actions(env)})
+        return env, {"observation": str(env.observation), **self._actions(env)}
 
     def step(self, env: Any, action: str) -> State:
         observation, reward, done, _ = env.step(action)
@@ -243,7 +230,7 @@ class InterCodeSql(TextEnvironment):
         docker = [] if shutil.which("docker") else ["there is no program 'docker', in which InterCode's database runs"]
         return super().missing() + docker
 
-    def open(self, args: dict[str, Any]) -> Opened:
+    def open(self, args: dict[str, Any]) -> tuple[Any, State]:
         from intercode.envs import SqlEnv
 
         if not os.path.isfile(args["data_path"]):
@@ -265,7 +252,7 @@ class InterCodeSql(TextEnvironment):
         record = getattr(env, "record", None)
         fields = record if isinstance(record, dict) else {}
         facts = {"query": str(getattr(env, "query", "")), "db": database(fields)}
-        return Opened(env, {"observation": str(observation), **facts})
+        return env, {"observation": str(observation), **facts}
 
     def step(self, env: Any, action: str) -> State:
         observation, reward, done, info = env.step(action)
@@ -287,73 +274,33 @@ WORLDS = {
 }
 
 
-class Desk:
-    """Answers requests. Each environment has a thread, or all of them share one."""
+def answer_to(request: dict[str, Any], world: TextEnvironment, envs: dict[str, Any]) -> State:
+    """Return the answer to a request. Errors are answers too.
 
-    def __init__(self, world: TextEnvironment) -> None:
-        self._world = world
-        self._shared = None if world.parallel else concurrent.futures.ThreadPoolExecutor(1)
-        self._threads: dict[str, concurrent.futures.ThreadPoolExecutor] = {}
-        self._envs: dict[str, Any] = {}
-        self._opening: dict[str, bool] = {}
-        """Whether an environment is still wanted, by keys of environments that are being made."""
-
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. Errors are answers too."""
-        key = request["key"]
-        try:
-            if request["do"] == "open":
-                return await self._open(key, request["args"])
-            if request["do"] == "close":
-                return await self._close(key)
-            if key not in self._envs:
-                return {"error": "the environment of this run has ended with its process", "kind": "environment"}
-            state: State = await self._call(key, self._world.step, self._envs[key], request["action"])
-            return state
-        except WrongRecordError as error:
-            return {"error": str(error)[:4000], "kind": "task"}
-        except Exception as error:  # an environment may raise any error
-            return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "environment"}
-
-    async def _open(self, key: str, args: dict[str, Any]) -> dict[str, Any]:
-        self._opening[key] = True
-        try:
-            opened: Opened = await self._call(key, self._world.open, args)
-        except BaseException:
-            del self._opening[key]
-            self._end(key)
-            raise
-        self._envs[key] = opened.env
-        if not self._opening.pop(key):
-            await self._close(key)
-        return opened.first
-
-    async def _close(self, key: str) -> dict[str, Any]:
-        if key in self._opening:
-            self._opening[key] = False
-        env = self._envs.pop(key, None)
-        if env is not None:
-            try:
-                await self._call(key, self._world.close, env)
-            finally:
-                self._end(key)
-        return {}
-
-    def _end(self, key: str) -> None:
-        thread = self._threads.pop(key, None)
-        if thread is not None:
-            thread.shutdown(wait=False)
-
-    async def _call(self, key: str, function: Any, *args: Any) -> Any:
-        thread: concurrent.futures.ThreadPoolExecutor | None = self._shared
-        if thread is None and key in self._threads:
-            thread = self._threads[key]
-        elif thread is None:
-            thread = self._threads[key] = concurrent.futures.ThreadPoolExecutor(1)
-        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+    Args:
+        request: The request.
+        world: The kind of environment.
+        envs: The open environments by their keys, which a request changes.
+    """
+    key = request["key"]
+    try:
+        if request["do"] == "step":
+            if key in envs:
+                return world.step(envs[key], request["action"])
+            return {"error": "the environment of this run has ended with its process", "kind": "environment"}
+        if key in envs:
+            world.close(envs.pop(key))
+        if request["do"] == "close":
+            return {}
+        envs[key], first = world.open(request["args"])
+        return first
+    except WrongRecordError as error:
+        return {"error": str(error)[:4000], "kind": "task"}
+    except Exception as error:  # an environment may raise any error
+        return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "environment"}
 
 
-async def main() -> None:
+def main() -> None:
     """Answer requests until the standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("world", choices=sorted(WORLDS))
@@ -369,28 +316,15 @@ async def main() -> None:
         return
     if missing:
         sys.exit("; ".join(missing))
-    desk = Desk(world)
+    envs: dict[str, Any] = {}
     out.write(json.dumps({"ready": True}) + "\n")
     out.flush()
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    tasks: set[Any] = set()
-
-    async def answer(request: dict[str, Any]) -> None:
-        result = await desk.answer(request)
-        out.write(json.dumps({"id": request["id"], **result}) + "\n")
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        out.write(json.dumps({"id": request["id"], **answer_to(request, world, envs)}) + "\n")
         out.flush()
-
-    while True:
-        line = await reader.readline()
-        if not line:
-            break
-        task = asyncio.ensure_future(answer(json.loads(line)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
     os._exit(0)  # threads of environments may never return
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

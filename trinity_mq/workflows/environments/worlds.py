@@ -138,6 +138,7 @@ class WebShopArguments(ChildArguments):
     """Arguments of :class:`WebShopWorkflow`."""
 
     world = "webshop"
+    is_shared = True
     max_env_steps: int = Field(default=15, ge=1, le=1000)
     """Maximum answers of the model in one run."""
     num_products: int | None = Field(default=None, ge=1)

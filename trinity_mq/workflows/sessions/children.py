@@ -258,16 +258,21 @@ class PersistentProgram:
         await asyncio.gather(*(process.close() for process in processes))
 
 
-_KEPT: dict[asyncio.AbstractEventLoop, dict[Program, PersistentProgram]] = {}
+_KEPT: dict[asyncio.AbstractEventLoop, dict[tuple[Program, int], PersistentProgram]] = {}
 """Kept programs by event loop."""
 
 
-def kept(program: Program) -> PersistentProgram:
-    """Return the kept program with this command, environment and working directory on this event loop."""
+def kept(program: Program, number: int = 0) -> PersistentProgram:
+    """Return the kept program with this command, environment and working directory on this event loop.
+
+    Args:
+        program: The program.
+        number: Number of the process, if several processes of the program are kept.
+    """
     for loop in [loop for loop in _KEPT if loop.is_closed()]:
         del _KEPT[loop]
     programs = _KEPT.setdefault(asyncio.get_running_loop(), {})
-    return programs.setdefault(program, PersistentProgram(program))
+    return programs.setdefault((program, number), PersistentProgram(program))
 
 
 async def close_persistent_programs() -> None:
