@@ -203,14 +203,22 @@ async def scripted_server(
     settings = ServerSettings(engine_id="scripted", model_name="scripted", model_path="", token=TOKEN)
     server = EngineServer(generator, settings, _no_weights)
     ready = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.run(lambda url: ready.set()))
-        await ready.wait()
-        server.state.phase, server.state.version = "current", version
-        try:
-            yield InferenceModel("scripted", server.url, "scripted", version=version), generator
-        finally:
-            server.stop("the script is over")
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(server.run(lambda url: ready.set()))
+            await ready.wait()
+            server.state.phase, server.state.version = "current", version
+            try:
+                yield InferenceModel("scripted", server.url, "scripted", version=version), generator
+            finally:
+                server.stop("the script is over")
+    except BaseExceptionGroup as errors:
+        failed, *others = errors.exceptions
+        if others:
+            raise
+    else:
+        return
+    raise failed  # the error of the test itself
 
 
 @contextlib.asynccontextmanager

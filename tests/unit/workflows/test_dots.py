@@ -206,9 +206,9 @@ def test_a_record_may_name_the_tasks_of_its_pack() -> None:
     ("record", "arguments", "words"),
     [
         ({"seed": -1}, {}, "raw_task.seed is -1"),
-        ({"seed": 1}, {"min_rounds": 3}, "min_rounds is 3, above max_rounds, 1"),
+        ({"seed": 1}, {"min_rounds": 3}, "min_rounds is 3 and max_rounds is 1, wanted a lower min_rounds"),
         ({"seed": 1}, {"length_penalty_coef": 1.0}, "needs len_zero_penalty"),
-        ({"seed": 1}, {"hint_len_zero_penalty": 5, "hint_len_max_penalty": 5}, "wanted less than"),
+        ({"seed": 1}, {"hint_len_zero_penalty": 5, "hint_len_max_penalty": 5}, "wanted a lower hint_len_zero_penalty"),
         ({"seed": 1}, {"packs": 1}, "workflow_args.packs does not exist"),
     ],
 )

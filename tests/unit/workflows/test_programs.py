@@ -90,7 +90,9 @@ async def test_a_program_has_the_variables_of_the_runner_but_not_those_of_the_ru
 ) -> None:
     monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://user:password@host")
     monkeypatch.setenv("SEARCH_KEY", "key")
-    said = 'print(json.dumps({"reward": 1, "metrics": {name: 1 for name in os.environ if name[-4:] in ("_URL", "_KEY")}}))'
+    said = (
+        'print(json.dumps({"reward": 1, "metrics": {name: 1 for name in os.environ if name[-4:] in ("_URL", "_KEY")}}))'
+    )
     _, last = await run(script(tmp_path, ONCE + said), env={"TRINITY_MQ_NAMED_URL": "x"})
     assert {"SEARCH_KEY", "OPENAI_API_KEY", "TRINITY_MQ_NAMED_URL"} <= last.metrics.keys()
     assert "TRINITY_MQ_BROKER_URL" not in last.metrics

@@ -183,7 +183,9 @@ async def test_an_environment_sees_no_key_of_the_runner(
     needed = {"HOME", "LANG", "PATH", "TMPDIR", "TZ"}
     for names in noted.read_text().splitlines():
         assert {"COLOUR", "PYTHONPATH", "PATH", "LC_TIME"} <= set(names.split())
-        assert not [name for name in names.split() if name not in {"COLOUR", *needed} and name[:3] not in ("LC_", "PYT")]
+        assert not [
+            name for name in names.split() if name not in {"COLOUR", *needed} and name[:3] not in ("LC_", "PYT")
+        ]
     assert len(noted.read_text().splitlines()) == 2
 
 
@@ -203,8 +205,6 @@ async def test_alfworld_is_worth_its_end(game: str, worlds: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("inside/game.z8", ""),
-        ("{folder}/inside/game.z8", ""),
         ("../outside.z8", "'../outside.z8' is not in the folder"),
         ("{folder}/../outside.z8", "is not in the folder"),
         ("link.z8", "'link.z8' is not in the folder"),
@@ -212,8 +212,8 @@ async def test_alfworld_is_worth_its_end(game: str, worlds: dict[str, str]) -> N
         ("/etc/passwd", "'/etc/passwd' is not in the folder"),
         ("none.z8", "there is no game 'none.z8' in"),
         ("inside", "there is no game 'inside' in"),
-        ("\0", "embedded null"),
-        ("\ud800", "names the game"),
+        ("\0", "the record names the game '.x00'"),
+        ("\ud800", "the record names the game '.ud800'"),
         ("", "wanted the path of a game in workflow_args.games"),
     ],
 )
@@ -226,13 +226,9 @@ async def test_a_record_chooses_only_among_the_games_of_the_folder(
         path.write_text("open chest;4")
     (folder / "link.z8").symlink_to(tmp_path / "outside.z8")
     (folder / "linked").symlink_to(tmp_path)
-    try:
-        await play("textworld_workflow", name.format(folder=folder), [action("open chest")], worlds, games=str(folder))
-    except TaskError as error:
-        assert words
-        assert words in str(error)
-    else:
-        assert not words
+    with pytest.raises(TaskError, match=words):
+        await play("textworld_workflow", name.format(folder=folder), [], worlds, games=str(folder))
+    await play("textworld_workflow", "inside/game.z8", [action("open chest")], worlds, games=str(folder))
 
 
 async def test_steps_of_alfworld_have_what_gigpo_compares(game: str, worlds: dict[str, str]) -> None:

@@ -46,7 +46,7 @@ class AgentScopeWorkflow(Workflow):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.arguments: Any = arguments_of(task, self.arguments_kind)
-        if reasons := AgentScopeArguments().missing():
+        if reasons := self.arguments.missing():
             raise TaskError(reasons[0])
 
     def _recorded(self, reward: float, metrics: Mapping[str, float], *, on_all: bool = False) -> list[Experience]:
@@ -94,43 +94,6 @@ class AgentScopeAdapterArguments(AgentScopeArguments):
     """
 
 
-class AgentScopeWorkflowAdapterV1(AgentScopeWorkflow):
-    """A function of AgentScope 1.0.12 and later, ``workflow_func(task, model)``, with an optional ``judge_func(task,
-    response)``. Both may take ``auxiliary_models``, models by name, and ``logger``. They return AgentScope's
-    ``WorkflowOutput`` and ``JudgeOutput``, or objects with the same attributes.
-    """
-
-    arguments_kind = AgentScopeAdapterArguments
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self._run_agent = function_of("workflow_func", self.arguments.workflow_func)
-        judge = self.arguments.judge_func
-        self._judge = None if judge is None else function_of("judge_func", judge)
-
-    async def run_async(self) -> list[Experience]:
-        """Run the agent and the judge.
-
-        Raises:
-            RunFailedError: A function returned no reward, or the agent has not asked the model.
-        """
-        offered = {
-            "auxiliary_models": {wrapper.model_name: chat_model(wrapper) for wrapper in self.auxiliary_model_wrappers},
-            "logger": self.logger,
-        }
-        output = await call_with(self._run_agent, offered, task=self.task.raw_task, model=chat_model(self.model))
-        metrics = dict(getattr(output, "metrics", None) or {})
-        name = "workflow_func"
-        if self._judge is not None:
-            response = getattr(output, "response", None)
-            output = await call_with(self._judge, offered, task=self.task.raw_task, response=response)
-            metrics |= dict(getattr(output, "metrics", None) or {})
-            name = "judge_func"
-        return self._recorded(reward_in(name, getattr(output, "reward", None)), metrics)
-
-
 class AgentScopeWorkflowAdapter(AgentScopeWorkflow):
     """A function of AgentScope 1.0.7 to 1.0.11, ``workflow_func(task, model)``, which returns the reward."""
 
@@ -150,6 +113,36 @@ class AgentScopeWorkflowAdapter(AgentScopeWorkflow):
         """
         reward = await self._run_agent(self.task.raw_task, chat_model(self.model))
         return self._recorded(reward_in("workflow_func", reward), {})
+
+
+class AgentScopeWorkflowAdapterV1(AgentScopeWorkflowAdapter):
+    """A function of AgentScope 1.0.12 and later, ``workflow_func(task, model)``, with an optional ``judge_func(task,
+    response)``. Both may take ``auxiliary_models``, models by name, and ``logger``. They return AgentScope's
+    ``WorkflowOutput`` and ``JudgeOutput``, or objects with the same attributes.
+    """
+
+    async def run_async(self) -> list[Experience]:
+        """Run the agent and the judge.
+
+        Raises:
+            TaskError: The judge's function does not exist.
+            RunFailedError: A function returned no reward, or the agent has not asked the model.
+        """
+        judge = self.arguments.judge_func
+        judge_agent = None if judge is None else function_of("judge_func", judge)
+        offered = {
+            "auxiliary_models": {wrapper.model_name: chat_model(wrapper) for wrapper in self.auxiliary_model_wrappers},
+            "logger": self.logger,
+        }
+        output = await call_with(self._run_agent, offered, task=self.task.raw_task, model=chat_model(self.model))
+        metrics = dict(getattr(output, "metrics", None) or {})
+        name = "workflow_func"
+        if judge_agent is not None:
+            response = getattr(output, "response", None)
+            output = await call_with(judge_agent, offered, task=self.task.raw_task, response=response)
+            metrics |= dict(getattr(output, "metrics", None) or {})
+            name = "judge_func"
+        return self._recorded(reward_in(name, getattr(output, "reward", None)), metrics)
 
 
 def function_of(name: str, function: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ Trinity-RFT has the same task under this name; its origin is ART-E of OpenPipe. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.agentscope.adapter import AgentScopeWorkflow, ReActArguments, react_agent, reply_of
@@ -60,8 +61,6 @@ Return your judgement **accept** from **true** and **false**. Do not return any 
 
 class MailQuestion(BaseModel):
     """A record: a question to a mailbox. Other keys are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
     question: str
     answer: str
@@ -178,11 +177,9 @@ class MailArchive:
         return {**mail, **addresses, **rest}
 
     def _rows(self, query: str, values: Mapping[str, Any]) -> list[Any]:
-        connection = sqlite3.connect(f"file:{urllib.parse.quote(self._path)}?mode=ro", uri=True)
-        try:
+        address = f"file:{urllib.parse.quote(self._path)}?mode=ro"
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
             return connection.execute(query, values).fetchall()
-        finally:
-            connection.close()
 
 
 def mail_tools(mailbox: MailArchive) -> list[Any]:
@@ -246,8 +243,6 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        if reasons := self.arguments.missing():
-            raise TaskError(reasons[0])
         try:
             self._query = MailQuestion.model_validate(task.raw_task)
         except ValidationError as error:

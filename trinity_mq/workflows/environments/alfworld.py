@@ -9,14 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.environments.children import ChildEnvironment, GameFileArguments, GameFileWorkflow
-from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers, read_action
+from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers
 from trinity_mq.workflows.environments.prompts import ALFWORLD, RAFT_ALFWORLD, RAFT_SECOND_ATTEMPT
 
 RAFT_STEPS = 50
@@ -59,21 +58,13 @@ class AlfworldWorkflow(GameFileWorkflow):
     arguments_kind = AlfWorldArguments
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        observation = environment.first["observation"]
         conversation = EpisodeConversation(self.model, ALFWORLD)
         reward, done = -0.1, False
-        for _ in range(self.arguments.max_env_steps):
-            answer = await conversation.ask(shown(observation))
-            if answer is None:
-                break
-            state = await environment.step(read_action(answer))
-            observation, done = state["observation"], state["done"]
-            if done:
-                reward = state["reward"]
-                break
-        return conversation.experiences(
-            reward, {"env_rounds": conversation.last_round, "env_done": int(done)}, self.run_id_base
-        )
+        async for state in self._states(environment, conversation, shown(environment.first["observation"]), shown):
+            if state["done"]:
+                reward, done = state["reward"], True
+        info = {"env_rounds": conversation.last_round, "env_done": int(done)}
+        return conversation.experiences(reward, info, self.run_id_base)
 
 
 class StepWiseAlfworldWorkflow(AlfworldWorkflow):
@@ -84,24 +75,18 @@ class StepWiseAlfworldWorkflow(AlfworldWorkflow):
     """
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        observation = environment.first["observation"]
         conversation = EpisodeConversation(self.model, ALFWORLD)
-        reward = -0.1
-        for _ in range(self.arguments.max_env_steps):
-            text = shown(observation)
-            answer = await conversation.ask(text)
-            state = {"reward": 0.0, "done": True} if answer is None else await environment.step(read_action(answer))
-            experience = conversation.answers[-1]
-            experience.info["env_state_hash"] = hashlib.sha256(text.encode()).hexdigest()
-            experience.info["step_reward"] = state["reward"]
-            if answer is None:
-                break
-            observation = state["observation"]
+        reward, step_rewards = -0.1, list[float]()
+        async for state in self._states(environment, conversation, shown(environment.first["observation"]), shown):
+            step_rewards.append(state["reward"])
             if state["done"]:
                 reward = state["reward"]
-                break
-        for step, experience in enumerate(conversation.answers):
-            experience.eid.run, experience.eid.step = self.run_id_base, step
+        texts = [message["content"] for message in conversation.messages if message["role"] == "user"]
+        steps = zip(conversation.answers, texts, [*step_rewards, 0.0], strict=False)  # a cut answer is no step
+        for number, (experience, text, step_reward) in enumerate(steps):
+            experience.eid.run, experience.eid.step = self.run_id_base, number
+            experience.info["env_state_hash"] = hashlib.sha256(text.encode()).hexdigest()
+            experience.info["step_reward"] = step_reward
             experience.reward = reward
             experience.metrics = {
                 **(experience.metrics or {}),

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import subprocess
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import structlog
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.environments.conversation import ConversationWorkflow, EpisodeConversation, read_action
 from trinity_mq.workflows.environments.environment import EnvironmentFailedError
 from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.sessions.children import PersistentProgram, Program, kept, make_program, missing_program
-from trinity_mq.workflows.workflow import Task, TaskError, Workflow
-
-if TYPE_CHECKING:
-    from trinity_mq.models import ModelWrapper
+from trinity_mq.workflows.workflow import TaskError
 
 log = structlog.get_logger(__name__)
 
@@ -152,52 +149,10 @@ class ChildEnvironment:
             log.warning("environment_not_closed", env=self._arguments.world, reason=reason)
 
 
-@contextlib.asynccontextmanager
-async def child_environment(arguments: ChildArguments, args: Mapping[str, Any]) -> AsyncIterator[ChildEnvironment]:
-    """Yield a new environment, and close it at the end.
-
-    Args:
-        arguments: The kind of environment, and its process.
-        args: What the kind needs to make an environment.
-
-    Raises:
-        RunFailedError, TaskError: As :meth:`ChildEnvironment.open`.
-    """
-    program = arguments.program()
-    free = _free_processes(kept(program), arguments.at_once)
-    number = await free.get()
-    environment = ChildEnvironment(arguments, kept(program, 0 if arguments.is_shared else number))
-    try:
-        await environment.open(args)
-        yield environment
-    finally:
-        try:
-            await environment.close()
-        finally:
-            free.put_nowait(number)
-
-
-def _free_processes(first: PersistentProgram, at_once: int) -> asyncio.LifoQueue[int]:
-    """Return the numbers of the processes that no run uses. The process that was used last is used first."""
-    if first not in _FREE:
-        _FREE[first] = asyncio.LifoQueue()
-        for number in reversed(range(at_once)):
-            _FREE[first].put_nowait(number)
-    return _FREE[first]
-
-
-class ChildWorkflow(Workflow):
+class ChildWorkflow(ConversationWorkflow):
     """One episode in an environment of another process."""
 
-    is_async = True
     arguments_kind: ClassVar[type[ChildArguments]]
-    _record_keys: ClassVar[Sequence[str]] = ()
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments: Any = arguments_of(task, self.arguments_kind, record_keys=self._record_keys)
 
     async def run_async(self) -> list[Experience]:
         """Play one episode.
@@ -207,8 +162,19 @@ class ChildWorkflow(Workflow):
             EnvironmentFailedError: The environment failed.
             SandboxFailed: The environment's process failed.
         """
-        async with child_environment(self.arguments, self._first()) as environment:
+        arguments: ChildArguments = self.arguments
+        first, program = self._first(), arguments.program()
+        free = _free_processes(kept(program), arguments.at_once)
+        number = await free.get()
+        environment = ChildEnvironment(arguments, kept(program, 0 if arguments.is_shared else number))
+        try:
+            await environment.open(first)
             return await self._play(environment)
+        finally:
+            try:
+                await environment.close()
+            finally:
+                free.put_nowait(number)
 
     @abstractmethod
     def _first(self) -> Mapping[str, Any]:
@@ -217,6 +183,40 @@ class ChildWorkflow(Workflow):
     @abstractmethod
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         """Play the episode; return its experiences."""
+
+    async def _states(
+        self, environment: ChildEnvironment, conversation: EpisodeConversation, text: str, show: Callable[[str], str]
+    ) -> AsyncIterator[Mapping[str, Any]]:
+        """Let the model act until the environment is done, or until a limit; yield the state after each answer.
+
+        Args:
+            environment: The environment.
+            conversation: The conversation.
+            text: First message of the user.
+            show: Returns the message of the user for an observation.
+        """
+        for _ in range(self.arguments.max_env_steps):
+            answer = await conversation.ask(text)
+            if answer is None:
+                return
+            state = await self._act(environment, answer)
+            yield state
+            if state["done"]:
+                return
+            text = show(state["observation"])
+
+    async def _act(self, environment: ChildEnvironment, answer: str) -> Mapping[str, Any]:
+        """Execute the action of an answer; return the state after it."""
+        return await environment.step(read_action(answer))
+
+
+def _free_processes(first: PersistentProgram, at_once: int) -> asyncio.LifoQueue[int]:
+    """Return the numbers of the processes that no run uses. The process that was used last is used first."""
+    if first not in _FREE:
+        _FREE[first] = asyncio.LifoQueue()
+        for number in reversed(range(at_once)):
+            _FREE[first].put_nowait(number)
+    return _FREE[first]
 
 
 class GameFileArguments(ChildArguments):

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED, RESPONSE_TRUNCATED
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import check_asked
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.workflow import Task, Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
+
+
+class ConversationWorkflow(Workflow):
+    """A workflow on the event loop that holds an :class:`EpisodeConversation`, with its arguments."""
+
+    is_async = True
+    arguments_kind: ClassVar[type[Arguments]]
+    record_keys: ClassVar[Sequence[str]] = ()
+    """Arguments that a record may set."""
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.arguments: Any = arguments_of(task, self.arguments_kind, record_keys=self.record_keys)
 
 
 class EpisodeConversation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.models.errors import PromptTooLong
-from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.environments.conversation import EpisodeConversation
+from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.environments.conversation import ConversationWorkflow, EpisodeConversation
 from trinity_mq.workflows.environments.prompts import (
     GRID_NAVIGATION,
     GRID_ROUND,
@@ -30,10 +30,6 @@ from trinity_mq.workflows.environments.prompts import (
     UPDATE_LENGTH,
     UPDATE_REQUEST,
 )
-from trinity_mq.workflows.workflow import Task, Workflow
-
-if TYPE_CHECKING:
-    from trinity_mq.models import ModelWrapper
 
 Place = tuple[int, int]
 """Row and column, from 0."""
@@ -91,22 +87,16 @@ class GridPackArguments(Arguments):
 
     @model_validator(mode="after")
     def _check_ranges(self) -> GridPackArguments:
-        for low, high in (
-            ("grid_min_size", "grid_max_size"),
-            ("landscape_min_scale", "landscape_max_scale"),
-            ("min_rounds", "max_rounds"),
-        ):
-            if getattr(self, low) > getattr(self, high):
-                raise ValueError(f"{low} is {getattr(self, low)}, above {high}, {getattr(self, high)}")
+        ranges = [("grid_min_size", "grid_max_size"), ("landscape_min_scale", "landscape_max_scale")]
+        ranges += [("min_rounds", "max_rounds")]
+        penalties = [("len_zero_penalty", "len_full_penalty"), ("hint_len_zero_penalty", "hint_len_max_penalty")]
+        for low, high in ranges + penalties:
+            first, last = getattr(self, low), getattr(self, high)
+            if None in (first, last) or first < last or (first == last and (low, high) in ranges):
+                continue
+            raise ValueError(f"{low} is {first} and {high} is {last}, wanted a lower {low}")
         if self.length_penalty_coef and None in (self.len_zero_penalty, self.len_full_penalty):
             raise ValueError("length_penalty_coef needs len_zero_penalty and len_full_penalty, in tokens")
-        for low, high in (
-            ("len_zero_penalty", "len_full_penalty"),
-            ("hint_len_zero_penalty", "hint_len_max_penalty"),
-        ):
-            first, last = getattr(self, low), getattr(self, high)
-            if None not in (first, last) and first >= last:
-                raise ValueError(f"{low} is {first}, wanted less than {high}, {last}")
         return self
 
 
@@ -256,7 +246,7 @@ class GridTask:
         return f"{end}\n\nFinal observed cost grid:\n{self.grid.show()}"
 
 
-class GridNavigationPackWorkflow(Workflow):
+class GridNavigationPackWorkflow(ConversationWorkflow):
     """A pack of tasks on one map. The tasks of a run follow one another; after each task but the last the model writes
     hints, which the system prompt of the next task has.
 
@@ -264,14 +254,9 @@ class GridNavigationPackWorkflow(Workflow):
     advantage ``cod`` needs: ``exp_type``, ``task_idx`` or ``hint_idx``, and ``task_rewards``.
     """
 
-    is_async = True
     arguments_kind = GridPackArguments
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments = arguments_of(task, GridPackArguments, record_keys=("seed", "seeds", "pack_seed"))
+    record_keys = ("seed", "seeds", "pack_seed")
+    arguments: GridPackArguments
 
     async def run_async(self) -> list[Experience]:
         """Solve the tasks of the pack one after another."""

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.environments.conversation import EpisodeConversation
+from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.environments.conversation import ConversationWorkflow, EpisodeConversation
 from trinity_mq.workflows.environments.prompts import FROZEN_LAKE
 from trinity_mq.workflows.games.frozen_lake import (
     GOAL,
@@ -27,10 +26,7 @@ from trinity_mq.workflows.games.frozen_lake import (
     LakeMap,
     Place,
 )
-from trinity_mq.workflows.workflow import Task, TaskError, Workflow
-
-if TYPE_CHECKING:
-    from trinity_mq.models import ModelWrapper
+from trinity_mq.workflows.workflow import TaskError
 
 ORDER = tuple(MOVES)
 """The moves by their numbers in Gymnasium, from 0. In an answer they count from 1."""
@@ -59,17 +55,12 @@ class TrinityLakeArguments(Arguments):
     """Seed of the map and of the slips."""
 
 
-class TrinityFrozenLakeWorkflow(Workflow):
+class TrinityFrozenLakeWorkflow(ConversationWorkflow):
     """A walk over the lake of a record with ``size``, ``p`` and ``seed``. The reward is 1 at the goal, else 0."""
 
-    is_async = True
     arguments_kind = TrinityLakeArguments
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.arguments = arguments_of(task, TrinityLakeArguments, record_keys=("size", "p", "seed"))
+    record_keys = ("size", "p", "seed")
+    arguments: TrinityLakeArguments
 
     async def run_async(self) -> list[Experience]:
         """Walk until the goal, a hole or the limit of steps.
@@ -221,28 +212,26 @@ def draw_map(size: int, p: float, seed: int, max_steps: int) -> LakeMap:
             row, column, goal_row, goal_column = (int(random.integers(0, size)) for _ in range(4))
             start, goal = (row, column), (goal_row, goal_column)
         board[start[0]][start[1]], board[goal[0]][goal[1]] = START, GOAL
-        if _has_way(board, start, max_steps):
-            return LakeMap.of(["".join(row) for row in board])
+        lake = LakeMap.of(["".join(row) for row in board])
+        if _has_way(lake, max_steps):
+            return lake
     raise LakeError(f"none of {MAX_DRAWS} maps of size {size} with p {p} has a way of {max_steps} moves; raise p")
 
 
-def _has_way(board: Sequence[Sequence[str]], start: Place, max_steps: int) -> bool:
+def _has_way(lake: LakeMap, max_steps: int) -> bool:
     """Return whether a depth-first search finds the goal. It visits each place once, so it may miss a shorter way.
     Trinity-RFT chooses its maps by this search.
     """
-    size, todo, visited = len(board), [(*start, 0)], set[Place]()
+    todo, visited = [(lake.find(START), 0)], set[Place]()
     while todo:
-        row, column, steps = todo.pop()
-        if steps > max_steps or (row, column) in visited:
+        place, steps = todo.pop()
+        if steps > max_steps or place in visited:
             continue
-        visited.add((row, column))
-        for down, right in ((1, 0), (0, 1), (-1, 0), (0, -1)):
-            there = (row + down, column + right)
-            if not (0 <= there[0] < size and 0 <= there[1] < size):
-                continue
-            sign = board[there[0]][there[1]]
-            if sign == GOAL:
+        visited.add(place)
+        for move in ("down", "right", "up", "left"):
+            there = lake.neighbour(place, move)
+            if lake.at(there) == GOAL:
                 return True
-            if sign != HOLE:
-                todo.append((*there, steps + 1))
+            if lake.at(there) != HOLE:
+                todo.append((there, steps + 1))
     return False

@@ -140,7 +140,6 @@ class TextWorld(TextEnvironment):
         return {"observation": str(observation), "reward": float(score), "done": bool(done)}
 
 
-
 def allowed_file(folder: str, name: str) -> str:
     """Return the path of a game. A game is a program, so a record may choose only among the files of a folder.
 

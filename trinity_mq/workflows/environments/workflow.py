@@ -225,15 +225,10 @@ class IllegalActionError(ValueError):
 class ActionParser(ABC):
     """Converts an answer into an action."""
 
-    @property
-    @abstractmethod
-    def form(self) -> str:
-        """Description of an action, for the model."""
-
-    @property
-    @abstractmethod
-    def example(self) -> str:
-        """An example action in the written form."""
+    form: str
+    """Description of an action, for the model."""
+    example: str
+    """An example action in the written form."""
 
     @abstractmethod
     def parse(self, text: str) -> Any:
@@ -265,12 +260,8 @@ class TextActions(ActionParser):
 
     def __init__(self, space: Any) -> None:
         self._space = space
-
-    @property
-    def form(self) -> str:
-        characters = self._space.characters
-        shown = characters if len(characters) <= MOST_SHOWN else f"{characters[:MOST_SHOWN]}..."
-        return f"An action is a text of {self._space.min_length} to {self._space.max_length} characters out of {shown}"
+        shown = space.characters if len(space.characters) <= MOST_SHOWN else f"{space.characters[:MOST_SHOWN]}..."
+        self.form = f"An action is a text of {space.min_length} to {space.max_length} characters out of {shown}"
 
     def parse(self, text: str) -> str:
         if not self._space.contains(text):
@@ -290,35 +281,31 @@ class DiscreteActions(ActionParser):
     """
 
     def __init__(self, space: Any, names: Sequence[str]) -> None:
-        self._first, self._count = int(space.start), int(space.n)
-        self._names = [name.strip() for name in names]
-        if names and len(names) != self._count:
+        first, count = int(space.start), int(space.n)
+        names = [name.strip() for name in names]
+        if names and len(names) != count:
             raise TaskError(
                 f"workflow_args.actions names {len(names)} actions ({', '.join(names)}), and the environment has "
-                f"{self._count}; give a name to each, in order"
+                f"{count}; give a name to each, in order"
             )
-        self._numbers = {name.casefold(): self._first + place for place, name in enumerate(self._names)}
+        self._choices = range(first, first + count)
+        self._numbers = dict(zip((name.casefold() for name in names), self._choices, strict=False))
         if len(self._numbers) != len(names):
             raise TaskError(
                 f"workflow_args.actions has a name twice: {', '.join(names)}; case does not tell them apart"
             )
-
-    @property
-    def form(self) -> str:
-        if self._names and self._count <= MOST_NAMED:
-            return f"The actions are {', '.join(self._names)}"
-        return f"The actions are the numbers from {self._first} to {self._first + self._count - 1}"
-
-    @property
-    def example(self) -> str:
-        return self._names[0] if self._names else str(self._first)
+        named = names and count <= MOST_NAMED
+        self.form = (
+            f"The actions are {', '.join(names) if named else f'the numbers from {first} to {first + count - 1}'}"
+        )
+        self.example = names[0] if names else str(first)
 
     def parse(self, text: str) -> int:
         bare = text.strip(" \t\r\n.!`'\"")
         number = self._numbers.get(bare.casefold())
         if number is None and _NUMBER.fullmatch(bare):
             number = int(bare)
-        if number is None or not self._first <= number < self._first + self._count:
+        if number is None or number not in self._choices:
             raise IllegalActionError(f"{text[:MOST_SHOWN]!r} is no action. {self.form}.")
         return number
 

@@ -28,6 +28,11 @@ MAX_DESCRIPTION = 10_000
 """Maximum characters of a task's description that is parsed as JSON."""
 
 
+def shown(observation: str) -> str:
+    """Return an observation as the model reads it in most of these worlds."""
+    return f"Observation: {observation}"
+
+
 def record_number(task: Task) -> int:
     """Return the prompt of a record as a number.
 
@@ -83,21 +88,14 @@ class SciWorldWorkflow(ChildWorkflow):
         }
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        first = environment.first
-        observation = f"Task Description: {first['task']}\n{first['observation']}"
+        first, show = environment.first, "Observation: \n{}".format
         conversation = EpisodeConversation(self.model, SCIENCEWORLD)
+        text = show(f"Task Description: {first['task']}\n{first['observation']}")
         score = best = 0.0
         done = False
-        for _ in range(self.arguments.max_env_steps):
-            answer = await conversation.ask(f"Observation: \n{observation}")
-            if answer is None:
-                break
-            state = await environment.step(read_action(answer))
-            observation, done = state["observation"], state["done"]
-            score += state["reward"]
+        async for state in self._states(environment, conversation, text, show):
+            score, done = score + state["reward"], state["done"]
             best = max(best, score)
-            if done:
-                break
         info = {"env_rounds": conversation.last_round, "env_done": int(done), "golden_rounds": first["golden_rounds"]}
         return conversation.experiences(best / 100.0, info, self.run_id_base)
 
@@ -118,18 +116,12 @@ class TextWorldWorkflow(GameFileWorkflow):
     arguments_kind = TextWorldArguments
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        observation, most = environment.first["observation"], environment.first["max_score"] or 1.0
+        first = environment.first
+        most = first["max_score"] or 1.0
         conversation = EpisodeConversation(self.model, TEXTWORLD)
         score, done, rounds = 0.0, False, 0
-        for _ in range(self.arguments.max_env_steps):
-            answer = await conversation.ask(f"Observation: {observation}")
-            if answer is None:
-                break
-            state = await environment.step(read_action(answer))
-            observation, score, done = state["observation"], state["reward"], state["done"]
-            rounds += 1
-            if done:
-                break
+        async for state in self._states(environment, conversation, shown(first["observation"]), shown):
+            score, done, rounds = state["reward"], state["done"], rounds + 1
         info = {"env_rounds": rounds, "env_done": int(done), "success": float(score >= most)}
         return conversation.experiences(score / most, info, self.run_id_base)
 
@@ -158,25 +150,22 @@ class WebShopWorkflow(ChildWorkflow):
         return {"session": record_number(self.task), "num_products": self.arguments.num_products}
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
-        state: Mapping[str, Any] = environment.first
-        observation, reward, done = state["observation"], -0.1, False
         conversation = EpisodeConversation(self.model, WEBSHOP)
-        for _ in range(self.arguments.max_env_steps):
-            answer = await conversation.ask(f"Observation: {observation}")
-            if answer is None:
-                break
-            action = read_action(answer)
-            refusal = refused_purchase(action, bool(state["search_bar"]), state["clickables"])
-            if refusal:
-                observation = refusal
-                continue
-            state = await environment.step(action)
-            observation, done = state["observation"], state["done"]
-            if done:
-                reward = state["reward"]
-                break
+        self._page = environment.first
+        reward, done = -0.1, False
+        async for state in self._states(environment, conversation, shown(self._page["observation"]), shown):
+            if state["done"]:
+                reward, done = state["reward"], True
         info = {"session_id": record_number(self.task), "env_rounds": conversation.last_round, "env_done": int(done)}
         return conversation.experiences(reward, info, self.run_id_base)
+
+    async def _act(self, environment: ChildEnvironment, answer: str) -> Mapping[str, Any]:
+        action = read_action(answer)
+        refusal = refused_purchase(action, bool(self._page["search_bar"]), self._page["clickables"])
+        if refusal:
+            return {"observation": refusal, "done": False}
+        self._page = await environment.step(action)
+        return self._page
 
 
 def refused_purchase(action: str, search_bar: bool, clickables: Sequence[str]) -> str:
@@ -242,25 +231,12 @@ class InterCodeSQLWorkflow(ChildWorkflow):
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
         first, record = environment.first, self.task.raw_task
         query, database = first["query"] or record.get("query", ""), record.get("db") or first["db"]
-        observation = f"Question: {query}\nDatabase: {database}\nObservation: {first['observation']}"
+        text = f"Question: {query}\nDatabase: {database}\n{shown(first['observation'])}"
         conversation = EpisodeConversation(self.model, INTERCODE_SQL)
-        # the form of an observation and the sentence about an invalid action are Trinity-RFT's (0.6.0, Apache-2.0)
-        reward, done, executed, rounds = 0.0, False, False, self.arguments.max_env_steps
-        for step in range(self.arguments.max_env_steps):
-            answer = await conversation.ask(observation)
-            if answer is None:
-                break
-            action = read_closed_action(answer)
-            if not action:
-                executed = False
-                observation = "Observation: Invalid action. Wrap one SQL statement or submit with <action></action>."
-                continue
-            state = await environment.step(action)
-            observation = f"Observation: {state['observation']}"
-            reward, done, executed = state["reward"], state["done"], state["executed"]
-            if done:
-                rounds = step
-                break
+        reward, done, executed = 0.0, False, False
+        async for state in self._states(environment, conversation, text, shown):
+            reward, done, executed = state.get("reward", reward), state["done"], state["executed"]
+        rounds = conversation.last_round if done else self.arguments.max_env_steps
         if not done and self.arguments.auto_submit and not conversation.cut:
             state = await environment.step("submit")
             reward, done, executed = state["reward"], state["done"], state["executed"]
@@ -272,6 +248,14 @@ class InterCodeSQLWorkflow(ChildWorkflow):
             "final_reward": reward,
         }
         return conversation.experiences(reward, info, self.run_id_base)
+
+    async def _act(self, environment: ChildEnvironment, answer: str) -> Mapping[str, Any]:
+        action = read_closed_action(answer)
+        if action:
+            return await environment.step(action)
+        # the sentence is part of the task; source: Trinity-RFT 0.6.0, Apache-2.0
+        refusal = "Invalid action. Wrap one SQL statement or submit with <action></action>."
+        return {"observation": refusal, "done": False, "executed": False}
 
 
 def read_closed_action(answer: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import Field
@@ -65,11 +65,7 @@ class LakeMap:
 
     def find(self, sign: str) -> Place:
         """Return the first place of a character."""
-        return next(place for place in self.places() if self.at(place) == sign)
-
-    def places(self) -> Iterator[Place]:
-        """Yield every place, row by row."""
-        return ((row, column) for row in range(len(self.rows)) for column in range(len(self.rows[0])))
+        return divmod("".join(self.rows).index(sign), len(self.rows[0]))
 
     def neighbour(self, place: Place, move: str) -> Place:
         """Return the place that a move reaches. At the edge the place stays the same."""

@@ -84,7 +84,7 @@ class Sudoku:
         if self.givens[place]:
             raise SudokuError(f"{where} was given as {self.givens[place]} and stays")
         if digit:
-            for name, unit in zip(("row", "column", "box"), _units(self.box)[place], strict=True):
+            for name, unit in zip(("row", "column", "box"), units(self.box)[place], strict=True):
                 if any(self.board[peer] == digit for peer in unit if peer != place):
                     raise SudokuError(f"{where}: {digit} stands in that {name} already")
         return replace(self, board=(*self.board[:place], digit, *self.board[place + 1 :]))
@@ -132,7 +132,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
         SudokuError: The search did not end within MAX_NODES entries.
     """
     size = box * box
-    peers = [frozenset().union(*units) - {place} for place, units in enumerate(_units(box))]
+    peers = [frozenset().union(*units) - {place} for place, units in enumerate(units(box))]
     digits = list(board)
     solved_boards: list[tuple[int, ...]] = []
     nodes = 0
@@ -195,7 +195,7 @@ def _dig(solution: tuple[int, ...], box: int, blanks: int, draw: random.Random) 
 
 
 @cache
-def _units(box: int) -> tuple[tuple[frozenset[int], frozenset[int], frozenset[int]], ...]:
+def units(box: int) -> tuple[tuple[frozenset[int], frozenset[int], frozenset[int]], ...]:
     """Return for each place its row, its column and its box, as sets of places."""
     size = box * box
     every = range(size * size)

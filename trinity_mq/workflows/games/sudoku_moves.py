@@ -6,14 +6,14 @@ https://github.com/agentscope-ai/Trinity-RFT). :mod:`trinity_mq.workflows.games.
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.workflows.games.sudoku import full_grid
+from trinity_mq.workflows.games.sudoku import full_grid, units
 from trinity_mq.workflows.sync_async import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -134,19 +134,12 @@ def parse_moves(text: str) -> list[tuple[int, int, int]] | None:
 
 def is_valid(board: Board) -> bool:
     """Return whether no row, column and block of a board holds a value twice; blanks may repeat."""
-    size = len(board)
-    block = math.isqrt(size)
-    blocks = [
-        [board[row + down][column + right] for down in range(block) for right in range(block)]
-        for row in range(0, size, block)
-        for column in range(0, size, block)
-    ]
-    return all(map(_distinct, (*board, *zip(*board, strict=True), *blocks)))
-
-
-def _distinct(values: Iterable[int]) -> bool:
-    entries = [value for value in values if value]
-    return len(entries) == len(set(entries))
+    values = list(chain.from_iterable(board))
+    for unit in chain.from_iterable(units(3)):
+        entries = [values[place] for place in unit if values[place]]
+        if len(entries) != len(set(entries)):
+            return False
+    return True
 
 
 def _read_board(record: dict[str, Any], key: str) -> Board:

@@ -44,8 +44,8 @@ class SessionArguments(RecordedArguments):
     """Arguments of all workflows that run a program."""
 
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the program, which override the runner's variables. The runner's ``TRINITY_MQ_*``, such as
-    the broker's URL, are not passed on.
+    """Environment variables of the program, which override the runner's variables. The program does not get the
+    runner's ``TRINITY_MQ_*``, such as the broker's URL.
     """
     cwd: str | None = None
     """Working directory of the program. None: the runner's directory."""
