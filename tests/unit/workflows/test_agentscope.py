@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.workflows.scripted_runs import run_scripted, tool_call
 from trinity_mq.config import FormatConfig
 from trinity_mq.experience import Experience
-from trinity_mq.models import ModelWrapper
-from trinity_mq.testing.scripted import Answer, scripted_model, scripted_server
+from trinity_mq.testing.scripted import Answer, scripted_model
 from trinity_mq.workflows import RunFailedError, Task, TaskError, load_workflow
 from trinity_mq.workflows.agentscope.adapter import AgentScopeAdapterArguments
 from trinity_mq.workflows.agentscope.email_search import EmailSearchArguments, MailArchive
@@ -23,11 +23,6 @@ from trinity_mq.workflows.agentscope.react import bare_truth, says_right
 HAS = importlib.util.find_spec("agentscope") is not None
 real = pytest.mark.skipif(not HAS, reason="AgentScope 1.x is not installed: extra agentscope")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of AgentScope and its packages
-
-
-def called(name: str, **arguments: Any) -> Answer:
-    """Return an answer that calls a tool."""
-    return {"content": "", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
 
 
 async def run(
@@ -48,16 +43,10 @@ async def run(
         format_args=FormatConfig(prompt_key="question", response_key="answer"),
         **keys,
     )
-    async with scripted_server(list(answers)) as (handle, generator), scripted_model(list(judged)) as judge:
-        model = ModelWrapper(handle, enable_history=True)
-        try:
-            experiences = await task.to_workflow(model, [judge] if judged else []).run_async()
-            return experiences, generator.prompts
-        except (RunFailedError, TaskError) as error:
-            failed = error
-        finally:
-            await model.aclose()
-    raise failed  # outside of the server's own tasks, which would make a group of it
+    async with scripted_model(list(judged)) as judge:
+        models = [judge] if judged else []
+        experiences, generator = await run_scripted(task, list(answers), auxiliary_models=models)
+    return experiences, generator.prompts
 
 
 SUM = {"question": "2+3?", "answer": "I add. #### 5"}
@@ -65,14 +54,14 @@ SUM = {"question": "2+3?", "answer": "I add. #### 5"}
 
 @real
 async def test_a_react_agent_is_rewarded_for_its_boxed_result() -> None:
-    said = [called("generate_response", result="\\boxed{5}"), "It is five."]
+    said = [tool_call("generate_response", result="\\boxed{5}"), "It is five."]
     first, last = (await run("agentscope_react_workflow", SUM, said))[0]
     assert (first.eid.step, last.eid.step) == (0, 1)
     assert (first.reward, last.reward) == (1.0, 1.0)
     assert last.metrics["accuracy"] == 1.0
     assert last.metrics["react_memory_length"] >= 3
     experiences, prompts = await run(
-        "as_react_workflow", SUM, [called("generate_response", result="\\boxed{6}"), "It is six."]
+        "as_react_workflow", SUM, [tool_call("generate_response", result="\\boxed{6}"), "It is six."]
     )
     assert experiences[0].reward == 0.0
     assert "You are an agent specialized in solving math problems with tools." in prompts[0]
@@ -83,8 +72,8 @@ async def test_a_react_agent_is_rewarded_for_its_boxed_result() -> None:
 async def test_a_program_of_the_model_runs_in_a_sandbox() -> None:
     code = "import os\nprint(2 + 3, sorted(os.environ))\nprint('late', file=__import__('sys').stderr)"
     said = [
-        called("execute_python_code", code=code),
-        called("generate_response", result="\\boxed{5}"),
+        tool_call("execute_python_code", code=code),
+        tool_call("generate_response", result="\\boxed{5}"),
         "It is five.",
     ]
     experiences, prompts = await run("agentscope_react_math_workflow", SUM, said)
@@ -92,7 +81,7 @@ async def test_a_program_of_the_model_runs_in_a_sandbox() -> None:
     assert "<returncode>0</returncode><stdout>5 ['HOME'," in prompts[1]
     assert "<stderr>late" in prompts[1]
     assert "PYTHONPATH" not in prompts[1].rpartition("<stdout>")[2]
-    slow = [called("execute_python_code", code="while True: pass", timeout=1), *said[1:]]
+    slow = [tool_call("execute_python_code", code="while True: pass", timeout=1), *said[1:]]
     _, prompts = await run("agentscope_react_math_workflow", SUM, slow)
     assert "<returncode>-1</returncode>" in prompts[1]
     assert "TimeoutError: The code execution exceeded the timeout of 1 seconds." in prompts[1]
@@ -148,7 +137,7 @@ async def test_functions_of_agentscope_are_workflows() -> None:
     ("arguments", "error", "words"),
     [
         ({}, TaskError, "workflow_args.workflow_func is None, wanted the dotted path of an async function"),
-        ({"workflow_func": f"{HERE}.called"}, TaskError, "wanted the dotted path of an async function"),
+        ({"workflow_func": f"{HERE}.tool_call"}, TaskError, "wanted the dotted path of an async function"),
         ({"workflow_func": silent}, RunFailedError, "the agent has not asked the model"),
         ({"workflow_func": solve}, RunFailedError, "workflow_func gave the reward None, wanted a number"),
     ],
@@ -225,14 +214,14 @@ MAIL = {
     "inbox_address": "al@x.com",
     "query_date": "2001-05-31",
 }
-SEARCH = called("search_emails", inbox_address="al@x.com", query_date="2001-05-31", keywords=["budget"])
+SEARCH = tool_call("search_emails", inbox_address="al@x.com", query_date="2001-05-31", keywords=["budget"])
 
 
 @real
 async def test_an_answer_from_mails_is_worth_more_with_its_source(mails: Path) -> None:
     arguments: dict[str, Any] = {"workflow_args": {"database": str(mails), "max_turns": 10}}
-    final = called("generate_response", answer="7 million", sources=["<a@x>"])
-    said = [SEARCH, called("read_email", message_id="<a@x>"), final, "Seven million."]
+    final = tool_call("generate_response", answer="7 million", sources=["<a@x>"])
+    said = [SEARCH, tool_call("read_email", message_id="<a@x>"), final, "Seven million."]
     experiences, prompts = await run("email_search_workflow", MAIL, said, ["**true**"], **arguments)
     assert "User's email address is al@x.com\nToday's date is 2001-05-31\n" in prompts[0]
     assert "<b>Budget</b>" in prompts[1]
@@ -275,7 +264,7 @@ async def test_a_search_of_the_web_is_judged(monkeypatch: pytest.MonkeyPatch, tm
     npx.write_text(SERVER.format(python=sys.executable))
     npx.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    said = [called("search", query="sum"), called("generate_response", result="5"), "Five."]
+    said = [tool_call("search", query="sum"), tool_call("generate_response", result="5"), "Five."]
     verdict = "1. **Reasoning**: equal\n2. **Correctness**: YES"
     experiences, prompts = await run("agentscope_v1_react_search_workflow", SUM, said, [verdict])
     assert "found sum" in prompts[1]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.workflows.scripted_runs import run_scripted
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config.estimators import DotsEstimator
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.models import ModelWrapper
-from trinity_mq.testing.scripted import scripted_server
 from trinity_mq.workflows import Task, TaskError, load_workflow
 from trinity_mq.workflows.environments.dots import (
     GridMap,
@@ -56,17 +55,8 @@ async def run_pack(
         raw_task=record or {"seed": 5, "index": 0, "uid": "grid_navigation_5"},
         workflow_args={**SMALL, **arguments},
     )
-    async with scripted_server(script) as (handle, generator):
-        model = ModelWrapper(handle)
-        try:
-            workflow = task.to_workflow(model)
-            workflow.run_id_base = run
-            return await workflow.run_async(), generator.prompts
-        except TaskError as error:
-            failed = error
-        finally:
-            await model.aclose()
-    raise failed
+    experiences, generator = await run_scripted(task, script, run=run)
+    return experiences, generator.prompts
 
 
 def test_maps_and_tasks_are_those_of_trinity() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.processes import gone
+from tests.unit.workflows.scripted_runs import run_scripted
 from tests.waiting import until
 from trinity_mq.experience import Experience
-from trinity_mq.testing.scripted import END, byte_codec, scripted_model
+from trinity_mq.testing.scripted import END, byte_codec
 from trinity_mq.workflows import RunFailedError, SandboxFailed, Task
 from trinity_mq.workflows.sessions.children import close_persistent_programs, kept, make_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow
@@ -61,16 +62,7 @@ async def run(
     task = Task(
         workflow=ProgramWorkflow, raw_task={"question": question}, workflow_args={"command": command, **arguments}
     )
-    return await run_task(ProgramWorkflow, task, says)
-
-
-async def run_task(kind: type[ProgramWorkflow], task: Task, says: Any) -> list[Experience]:
-    async with scripted_model(says) as model:
-        try:
-            return await kind(task=task, model=model).run_async()
-        except RunFailedError as error:
-            failed = error
-    raise failed  # outside of the server's own tasks, which would make a group of it
+    return (await run_scripted(task, says))[0]
 
 
 async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None:
@@ -218,7 +210,7 @@ async def test_an_environment_of_verifiers() -> None:
     record = {"question": "3,7,2=", "answer": "7"}
     task = Task(workflow=VerifiersWorkflow, raw_task=record, workflow_args=arguments)
     try:
-        [one] = await run_task(VerifiersWorkflow, task, lambda _: "4")
+        [one], _ = await run_scripted(task, lambda _: "4")
     finally:
         await close_persistent_programs()
     assert one.reward == 1.0

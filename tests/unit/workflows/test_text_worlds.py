@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.workflows.scripted_runs import run_scripted
 from tests.unit.workflows.scripted_worlds import ALFWORLD_GAME, write_worlds
 from trinity_mq.config import FormatConfig
 from trinity_mq.experience import Experience
-from trinity_mq.models import ModelWrapper
-from trinity_mq.testing.scripted import scripted_server
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow
 from trinity_mq.workflows.environments import prompts
 from trinity_mq.workflows.environments.alfworld import read_parts
@@ -64,15 +63,8 @@ async def play(
         format_args=FormatConfig(prompt_key="prompt"),
         is_eval=is_eval,
     )
-    async with scripted_server(list(answers)) as (handle, generator):
-        model = ModelWrapper(handle)
-        try:
-            return await task.to_workflow(model).run_async(), generator.prompts
-        except (SandboxFailed, TaskError) as error:
-            failed = error
-        finally:
-            await model.aclose()
-    raise failed  # outside of the server's own tasks, which would make a group of it
+    experiences, generator = await run_scripted(task, list(answers))
+    return experiences, generator.prompts
 
 
 def action(text: str) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.workflows.scripted_runs import run_scripted
 from trinity_mq.experience import Experience
-from trinity_mq.models import ModelWrapper
-from trinity_mq.testing.scripted import scripted_server
 from trinity_mq.workflows import Task, TaskError, load_workflow
 from trinity_mq.workflows.environments.lake import ORDER, Walk, draw_map, read_move
 from trinity_mq.workflows.environments.prompts import FROZEN_LAKE
@@ -35,16 +34,8 @@ async def walk(
         arguments: Arguments of the workflow.
     """
     task = Task(workflow=load_workflow("frozen_lake_workflow"), raw_task=record, workflow_args=arguments)
-    async with scripted_server(list(answers)) as (handle, generator):
-        model = ModelWrapper(handle, max_response_tokens=model_limit)
-        try:
-            experiences = await task.to_workflow(model).run_async()
-            return experiences, generator.prompts, [request.max_tokens for request in generator.requests]
-        except TaskError as error:
-            failed = error
-        finally:
-            await model.aclose()
-    raise failed  # outside of the server's own tasks, which would make a group of it
+    experiences, generator = await run_scripted(task, list(answers), max_response_tokens=model_limit)
+    return experiences, generator.prompts, [request.max_tokens for request in generator.requests]
 
 
 @pytest.mark.parametrize("drawn", MAPS)
