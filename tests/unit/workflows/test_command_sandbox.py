@@ -7,18 +7,31 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 SANDBOX = Path(__file__).parents[3] / "examples" / "harness-mini-swe-agent" / "sandbox.py"
 CHECKED = subprocess.run([SANDBOX, "bash", "-c", ":"], capture_output=True, text=True, check=False)
 NEEDS_BWRAP = pytest.mark.skipif(
     CHECKED.returncode != 0, reason=f"bubblewrap cannot run here: {CHECKED.stdout}{CHECKED.stderr}".strip()
 )
+
+LIMITS = {
+    "processes": ("for i in $(seq 200); do sleep 5 & done 2>&1; echo", "Resource temporarily unavailable"),
+    "fork bomb": (":(){ :|:& };: 2>&1 | head -c 300; exit", "Resource temporarily unavailable"),
+    "memory": ("python3 -c 'bytearray(2 << 30)'", "MemoryError"),
+    "temporary files": ("head -c 100M /dev/zero > /tmp/x", "No space left on device"),
+    "shared memory": ("head -c 100M /dev/zero > /dev/shm/x", "No space left on device"),
+    "root": ("touch /x", "Read-only file system"),
+    "devices": ("touch /dev/x", "Read-only file system"),
+    "file": ("head -c 300M /dev/zero > x; echo $?", "153"),
+    "output": ("yes", "the sandbox ended the command after 1048576 bytes of output"),
+}
 
 
 def sandboxed(command: str, folder: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -58,52 +71,19 @@ class TestSandbox:
         assert Path(folder, "kept").read_text() == "kept\n"
         assert done.stdout.splitlines()[-1] != "0"
 
-    @pytest.mark.parametrize(
-        ("command", "output"),
-        [
-            ("for i in $(seq 200); do sleep 5 & done 2>&1; echo", "Resource temporarily unavailable"),
-            (":(){ :|:& };: 2>&1 | head -c 300; exit", "Resource temporarily unavailable"),
-            ("python3 -c 'bytearray(2 << 30)'", "MemoryError"),
-            ("head -c 100M /dev/zero > /tmp/x", "No space left on device"),
-            ("head -c 100M /dev/zero > /dev/shm/x", "No space left on device"),
-            ("touch /x", "Read-only file system"),
-            ("touch /dev/x", "Read-only file system"),
-            ("head -c 300M /dev/zero > x; echo $?", "153"),
-            ("yes", "the sandbox ended the command after 1048576 bytes of output"),
-        ],
-        ids=[
-            "processes",
-            "fork bomb",
-            "memory",
-            "temporary files",
-            "shared memory",
-            "root",
-            "devices",
-            "file",
-            "output",
-        ],
-    )
+    @pytest.mark.parametrize(("command", "output"), LIMITS.values(), ids=LIMITS)
     def test_a_command_is_limited(self, folder: str, command: str, output: str) -> None:
         done = sandboxed(command, folder)
         assert output in done.stdout[-2000:]
         assert len(done.stdout) < 2 << 20
 
-    def test_nothing_of_a_killed_command_is_left(self, folder: str) -> None:
-        words = [
-            str(SANDBOX),
-            "--bind",
-            folder,
-            folder,
-            "bash",
-            "-c",
-            f"setsid sleep 6789 & echo on > {folder}/on; wait",
-        ]
-        process = subprocess.Popen(words)
-        assert waited(lambda: Path(folder, "on").exists())
+    async def test_nothing_of_a_killed_command_is_left(self, folder: str) -> None:
+        command = f"setsid sleep 6789 & echo on > {folder}/on; wait"
+        process = subprocess.Popen([str(SANDBOX), "--bind", folder, folder, "bash", "-c", command])  # noqa: ASYNC220
+        await until(Path(folder, "on").exists)
         assert running("sleep 6789")
         process.kill()
-        process.wait()
-        assert waited(lambda: not running("sleep 6789"))
+        await until(lambda: process.poll() is not None and not running("sleep 6789"))
 
 
 def test_a_missing_bubblewrap_is_named(tmp_path: Path) -> None:
@@ -117,13 +97,3 @@ def running(command: str) -> list[int]:
     """Return the processes with this command line."""
     processes = psutil.process_iter(["cmdline"])
     return [process.pid for process in processes if " ".join(process.info["cmdline"] or ()) == command]
-
-
-def waited(condition: Callable[[], object]) -> bool:
-    """Return whether a condition holds within some seconds."""
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

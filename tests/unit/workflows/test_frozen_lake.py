@@ -47,23 +47,13 @@ def test_a_lake_can_be_crossed_within_the_moves_allowed():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("lake", "said"),
     [
         ({"size": 1, "ice": 0.8}, "size is 1"),
         ({"size": 65, "ice": 0.8}, "size is 65"),
         ({"size": 4, "ice": 0.0}, "ice is 0"),
         ({"size": 4, "ice": 0.8, "within": 5}, "needs at least 6 moves; 5 are allowed"),
         ({"size": 30, "ice": 0.05}, "raise ice"),
-    ],
-)
-def test_lakes_that_cannot_be_say_why(arguments, said):
-    with pytest.raises(LakeError, match=said):
-        make_lake(seed=1, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
         ([], "0 rows"),
         ([""], "wanted 1 to 64 rows of 1 to 64 places"),
         (["SF", "G"], "not of one length"),
@@ -73,9 +63,9 @@ def test_lakes_that_cannot_be_say_why(arguments, said):
         (["S" + "F" * 64 + "G"], "wanted 1 to 64"),
     ],
 )
-def test_maps_that_cannot_be_say_why(rows, said):
+def test_lakes_and_maps_that_cannot_be_say_why(lake, said):
     with pytest.raises(LakeError, match=said):
-        LakeMap.of(rows)
+        make_lake(seed=1, **lake) if isinstance(lake, dict) else LakeMap.of(lake)
 
 
 def test_a_game_ends_at_the_goal_or_in_a_hole_and_goes_on_at_the_edge():

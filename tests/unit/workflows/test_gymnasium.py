@@ -10,7 +10,6 @@ from gymnasium import spaces
 
 from tests.unit.workflows import text_environments
 from tests.unit.workflows.text_environments import CREATED
-from tests.unit.workflows.tiny_engines import make_generator, running
 from tests.waiting import until
 from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import Task, TaskError, check_arguments, execute
@@ -80,27 +79,23 @@ async def test_a_lake_of_gymnasium_is_walked_by_names_and_numbers(kind, stub_mod
 
 
 @BOTH
-async def test_texts_are_seen_and_written(kind, stub_model, created):
+@pytest.mark.parametrize(("reward", "worth"), [("sum", 0.5 - 0.25 - 0.25), ("last", -0.25)])
+async def test_texts_are_seen_and_written(kind, reward, worth, stub_model, created):
     first = text_environments.Counting()
     number, _ = first.reset(seed=4)
-    experiences, model = await run(
-        kind, stub_model, f"<action>{number[-1]}</action>", "77", "77", env=COUNTING, index=4, instructions="Count."
-    )
+    answers = [f"<action>{number[-1]}</action>", "77", "77"]
+    args = {"env": f"{HERE}:Counting-v0", "instructions": "Count.", "reward": reward}
+    experiences, model = await run(kind, stub_model, *answers, index=4, **args)
     environment = created[1]
     assert environment.actions == [number[-1], "77", "77"]
     assert shown(model, 0) == number
-    assert {exp.reward for exp in experiences} == {0.5 - 0.25 - 0.25}
+    assert {exp.reward for exp in experiences} == {worth}
     assert experiences[0].metrics["success"] == 0.0, "that of the last step"
     system = model.calls[0][0][0]["content"]
     assert system.startswith("Count.\n\n")
     assert "An action is a text of 1 to 2 characters out of 0123456789." in system
     assert environment.closed == 1
-
-
-@BOTH
-async def test_the_last_reward_may_be_what_counts(kind, stub_model):
-    experiences, _ = await run(kind, stub_model, "1", "2", "3", env=COUNTING, reward="last")
-    assert experiences[0].reward in {0.5, -0.25}
+    assert kind is GymnasiumWorkflow or threading.current_thread().name not in environment.threads
 
 
 @BOTH
@@ -184,11 +179,6 @@ async def test_environments_that_cannot_be_are_the_tasks_fault(kind, args, said,
     with pytest.raises(TaskError, match=said):
         await run(kind, stub_model, "1", **args)
     assert all(one.closed == 1 for one in created)
-
-
-async def test_on_the_event_loop_it_has_threads(stub_model, created):
-    await run(AsyncGymnasiumWorkflow, stub_model, "1", "2", "3", env=COUNTING)
-    assert threading.current_thread().name not in created[0].threads
 
 
 async def test_a_cancelled_run_closes_its_environment_when_the_step_returns(stub_model, created):
@@ -298,20 +288,3 @@ def test_observations_of_several_parts():
     blackjack = gymnasium.make("Blackjack-v1")
     assert [int(part) for part in observation_text(blackjack.reset(seed=1)[0]).split(", ")]
     blackjack.close()
-
-
-async def test_a_runner_plays_it_with_what_a_real_engine_samples(tmp_path, created):
-    generator = make_generator(tmp_path / "m", characters="0123456789", max_model_len=128)
-    task = Task(
-        workflow=AsyncGymnasiumWorkflow,
-        workflow_args={"env": f"{HERE}:Counting-v0", "terse": True, "max_steps": 5},
-        raw_task={"seed": 1},
-        batch_id=3,
-        task_id=5,
-    )
-    async with running(generator, tmp_path, max_prompt_tokens=100, max_response_tokens=1) as runner:
-        status, experiences = await runner.run_task_async(task, 2, 0)
-    assert status.ok, status.message
-    assert {experience.eid.run for experience in experiences} == {0, 1}
-    assert all(experience.metrics["actual_env_steps"] >= 3 for experience in experiences)
-    assert [one.closed for one in created] == [1, 1]
