@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.golden.families.makers import template_of, vocabulary_of
+from tests.unit.workflows.scripted_runs import codec_of, masked_runs, tool_call
 from trinity_mq.config import load_config
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
 from trinity_mq.models.wrapper import ModelWrapper
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.testing.scripted import Answer, byte_codec, logprob, scripted_server, written_answer
+from trinity_mq.testing.scripted import Answer, logprob, scripted_server, written_answer
 from trinity_mq.workflows import Task, load_workflow
 
 ROOT = Path(__file__).parents[3]
@@ -37,41 +36,37 @@ pytestmark = [
 ]
 
 
-def call(name: str, text: str = "", /, **arguments: Any) -> dict[str, Any]:
-    return {"content": text, "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
-
-
 def wait_for_agent(prompt: str) -> dict[str, Any]:
     agent = re.findall(r'agent_id\\*": *\\*"([^"\\]+)', prompt)[-1]
-    return call("multi_agent_v1__wait_agent", targets=[agent], timeout_ms=20000)
+    return tool_call("multi_agent_v1__wait_agent", targets=[agent], timeout_ms=20000)
 
 
 AGENTS: dict[str, tuple[list[Step], int]] = {
     "codex": (
         [
-            call("exec_command", "I begin.", cmd="printf 4 > answer.txt"),
-            call("multi_agent_v1__spawn_agent", message=SUBTASK),
+            tool_call("exec_command", "I begin.", cmd="printf 4 > answer.txt"),
+            tool_call("multi_agent_v1__spawn_agent", message=SUBTASK),
             wait_for_agent,
-            call("exec_command", cmd="printf 2 >> answer.txt"),
+            tool_call("exec_command", cmd="printf 2 >> answer.txt"),
             "Done: answer.txt holds 42.",
         ],
         2,  # the agent and its helper
     ),
     "opencode": (
         [
-            call("write", "I begin.", filePath="/agent/files/answer.txt", content="4"),
-            call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
-            call("bash", command="printf 2 >> answer.txt"),
+            tool_call("write", "I begin.", filePath="/agent/files/answer.txt", content="4"),
+            tool_call("task", description="Think", prompt=SUBTASK, subagent_type="general"),
+            tool_call("bash", command="printf 2 >> answer.txt"),
             "Done: answer.txt holds 42.",
         ],
         3,  # the agent, its helper, and the title of the conversation
     ),
     "claude-code": (
         [
-            call("Write", "I begin.", file_path="/agent/files/answer.txt", content="4"),
-            call("ToolSearch", query="select:NotebookEdit,WebFetch"),
-            call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude", run_in_background=False),
-            call("Bash", command="printf 2 >> answer.txt", description="Write"),
+            tool_call("Write", "I begin.", file_path="/agent/files/answer.txt", content="4"),
+            tool_call("ToolSearch", query="select:NotebookEdit,WebFetch"),
+            tool_call("Agent", description="Think", prompt=SUBTASK, subagent_type="claude", run_in_background=False),
+            tool_call("Bash", command="printf 2 >> answer.txt", description="Write"),
             "Done: answer.txt holds 42.",
         ],
         2,  # the agent and its helper
@@ -113,8 +108,7 @@ def installed(agent: str) -> None:
 
 @contextlib.asynccontextmanager
 async def model_of(family: str, steps: Sequence[Step]) -> AsyncIterator[tuple[ModelWrapper, Model]]:
-    vocabulary = vocabulary_of(family)
-    codec = byte_codec(template_of(family), ends=tuple(vocabulary.ends), specials=tuple(vocabulary.special))
+    codec = codec_of(family)
     script = Model(iter(steps), codec)
     async with scripted_server(script, codec=codec, max_model_len=1 << 21) as (handle, _):
         model = ModelWrapper(handle, enable_history=True)
@@ -146,9 +140,9 @@ async def run(script: Model, model: ModelWrapper, task: Task, conversations: int
     assert [experience.reward for experience in experiences] == [1.0] * conversations
     turns = [turn for experience in experiences for turn in sampled(script.codec, experience)]
     assert sorted(turns) == sorted(script.texts)
-    logprobs = torch.tensor([logprob(position) for position in range(8)])
     for experience in experiences:
-        assert torch.isin(experience.logprobs[experience.action_mask], logprobs).all()
+        for tokens, logprobs in masked_runs(experience):
+            assert logprobs == [logprob(position) for position in range(len(tokens))]
     metrics = experiences[-1].metrics
     assert metrics["session_calls"] == len(script.texts)
     assert metrics["agent_failed"] == metrics["agent_timed_out"] == 0
@@ -159,14 +153,7 @@ async def run(script: Model, model: ModelWrapper, task: Task, conversations: int
 
 def sampled(codec: TextCodec, experience: Experience) -> list[str]:
     """Return the texts under the mask of an experience, one for each turn."""
-    mask = experience.action_mask.tolist()
-    response = experience.tokens[experience.prompt_length :].tolist()
-    turns: list[list[int]] = []
-    for before, (bit, token) in zip([0, *mask], zip(mask, response, strict=True), strict=False):
-        if bit:
-            turns = turns if before else [*turns, []]
-            turns[-1].append(token)
-    return codec.decode(turns)
+    return codec.decode([tokens for tokens, _ in masked_runs(experience)])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
@@ -183,8 +170,8 @@ async def test_an_agent_works_and_each_of_its_conversations_is_one_experience(
 async def test_codex_compacts_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
     installed("codex")
     steps: list[Step] = [
-        call("exec_command", cmd="printf 4 > answer.txt; seq 4000"),
-        call("exec_command", cmd="printf 2 >> answer.txt"),
+        tool_call("exec_command", cmd="printf 4 > answer.txt; seq 4000"),
+        tool_call("exec_command", cmd="printf 2 >> answer.txt"),
         "Done: answer.txt holds 42.",
     ]
     async with model_of("qwen3", steps) as (model, script):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.golden.families.makers import template_of, vocabulary_of
 from tests.golden.families.proofs import TOOL_PROOFS, Proof
+from tests.unit.workflows.scripted_runs import codec_of, masked_runs
 from tests.unit.workflows.test_command_sandbox import NEEDS_BWRAP
-from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
 from trinity_mq.models.wrapper import ModelWrapper
-from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec, logprob, scripted_server
+from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
 from trinity_mq.workflows import SandboxFailed, Task
 from trinity_mq.workflows.sessions.children import close_persistent_programs
 from trinity_mq.workflows.sessions.program import ProgramWorkflow
@@ -104,16 +102,6 @@ class Rollout:
         return self.generator.codec.decode([list(tokens)])[0]
 
 
-def masked_runs(experience: Experience) -> list[tuple[list[int], list[float]]]:
-    """Return tokens and logprobs of each run of trained tokens."""
-    assert experience.action_mask is not None
-    assert experience.logprobs is not None
-    response = experience.tokens[experience.prompt_length :].tolist()
-    bits = "".join(str(int(bit)) for bit in experience.action_mask.tolist())
-    logprobs = experience.logprobs.tolist()
-    return [(response[run.start() : run.end()], logprobs[run.start() : run.end()]) for run in re.finditer("1+", bits)]
-
-
 IDS = itertools.count(100000)
 """Some families write the ids of calls. They must differ."""
 
@@ -125,11 +113,6 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 def calls(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"content": "", "tool_calls": list(parts), **fields}
-
-
-def codec_of(template: str) -> TextCodec:
-    vocabulary = vocabulary_of(template)
-    return byte_codec(template_of(template), ends=tuple(vocabulary.ends), specials=tuple(vocabulary.special))
 
 
 async def roll_out(example: Path, template: str, script: Sequence[dict[str, Any]], *arguments: str) -> Rollout:

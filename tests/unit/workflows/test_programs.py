@@ -65,9 +65,10 @@ async def run(
     return (await run_scripted(task, says))[0]
 
 
-async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None:
-    said = 'print(json.dumps({"reward": 0.5, "metrics": {"tries": 2}, "rewards": [{"call": 0, "reward": 0.25}]}))\n'
-    first, second = await run(script(tmp_path, ONCE + said), says=["4", "5"])
+@pytest.mark.parametrize("rewarded", ["call", "lineage"])
+async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path, rewarded: str) -> None:
+    answer = {"reward": 0.5, "metrics": {"tries": 2}, "rewards": [{rewarded: 0, "reward": 0.25}]}
+    first, second = await run(script(tmp_path, f"{ONCE}print(json.dumps({answer}))\n"), says=["4", "5"])
     assert (first.reward, second.reward) == (0.25, 0.5)
     codec = byte_codec()
     assert codec.decode([first.tokens[first.prompt_length :].tolist()])[0] == f"4{END}"
@@ -88,12 +89,6 @@ async def test_a_program_has_the_variables_of_the_runner_but_not_those_of_the_ru
     _, last = await run(script(tmp_path, ONCE + said), env={"TRINITY_MQ_NAMED_URL": "x"})
     assert {"SEARCH_KEY", "OPENAI_API_KEY", "TRINITY_MQ_NAMED_URL"} <= last.metrics.keys()
     assert "TRINITY_MQ_BROKER_URL" not in last.metrics
-
-
-async def test_a_program_can_reward_a_lineage(tmp_path: Path) -> None:
-    said = 'print(json.dumps({"reward": 0.5, "rewards": [{"lineage": 0, "reward": 0.25}]}))\n'
-    first, second = await run(script(tmp_path, ONCE + said), says=["4", "5"])
-    assert (first.reward, second.reward) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity_mq.runtime.plugins import UnknownNameError, resolve
 from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.workflow import TaskError
-
-T = TypeVar("T")
 
 EXTRA = "gymnasium is not installed: pip install 'trinity-mq[gymnasium]'"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -74,15 +72,12 @@ class Environment:
             TaskError: The environment does not exist or does not take its arguments.
             EnvironmentFailedError: The environment raised another error.
         """
-
-        def begin() -> tuple[Any, Mapping[str, Any]]:
+        with self._in_use():
             if self._made is None:
                 self._made = _make(self.name, self._args)
             with self._wrapped_errors("reset"):
                 observation, info = self._made.reset(seed=seed)
                 return observation, dict(info)
-
-        return self._run_exclusive(begin)
 
     def step(self, action: Any) -> Transition:
         """Execute an action and return the resulting transition. Blocks.
@@ -90,13 +85,9 @@ class Environment:
         Raises:
             EnvironmentFailedError: The environment raised an error, or its reward is not a number.
         """
-
-        def act() -> Transition:
-            with self._wrapped_errors("step"):
-                observation, reward, terminated, truncated, info = self._made.step(action)
-                return Transition(observation, float(reward), bool(terminated or truncated), dict(info))
-
-        return self._run_exclusive(act)
+        with self._in_use(), self._wrapped_errors("step"):
+            observation, reward, terminated, truncated, info = self._made.step(action)
+            return Transition(observation, float(reward), bool(terminated or truncated), dict(info))
 
     def close(self) -> None:
         """Close the environment once. During a call, it is closed when the call returns. Blocks.
@@ -118,13 +109,15 @@ class Environment:
             with self._wrapped_errors("close"):
                 made.close()
 
-    def _run_exclusive(self, call: Callable[[], T]) -> T:
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Delay a close to the end of a call."""
         with self._lock:
             if self._closing:
                 raise EnvironmentFailedError(f"environment {self.name!r} is closed already")
             self._busy = True
         try:
-            return call()
+            yield
         finally:
             with self._lock:
                 self._busy = False

@@ -98,8 +98,10 @@ class Game(Episode):
 
 def game_seed(task: Task, arguments: EpisodeArguments) -> int:
     """Return the seed of the task's game: all runs of a task play the same game."""
-    position = task.index.get("index", 0)
-    return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
+    if arguments.seed is not None:
+        return arguments.seed
+    position = task.index.get("index")
+    return position if isinstance(position, int) else 0
 
 
 E = TypeVar("E", bound=Episode)
