@@ -82,7 +82,7 @@ class StepWiseAlfworldWorkflow(AlfworldWorkflow):
             if state["done"]:
                 reward = state["reward"]
         texts = [message["content"] for message in conversation.messages if message["role"] == "user"]
-        steps = zip(conversation.answers, texts, [*step_rewards, 0.0], strict=False)  # a cut answer is no step
+        steps = zip(conversation.answers, texts, [*step_rewards, 0.0], strict=False)  # a cut answer has no step
         for number, (experience, text, step_reward) in enumerate(steps):
             experience.eid.run, experience.eid.step = self.run_id_base, number
             experience.info["env_state_hash"] = hashlib.sha256(text.encode()).hexdigest()

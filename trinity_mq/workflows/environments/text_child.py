@@ -144,7 +144,7 @@ def allowed_file(folder: str, name: str) -> str:
     """Return the path of a game. A game is a program, so a record may choose only among the files of a folder.
 
     Raises:
-        WrongRecordError: There is no such file in the folder.
+        WrongRecordError: The folder has no such file.
     """
     allowed = os.path.realpath(folder)
     try:

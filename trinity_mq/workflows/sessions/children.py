@@ -51,8 +51,8 @@ class Program:
     """Variables that override the variables of this process."""
     cwd: str | None = None
     is_isolated: bool = False
-    """Of the variables of this process, give only ``NEEDED`` and ``NEEDED_PREFIXES`` to the program, so that it sees no
-    keys. False: all but the variables of the run itself.
+    """Give the program only the variables of ``NEEDED`` and ``NEEDED_PREFIXES`` of this process, so that it sees no
+    keys. False: all variables but those that begin with ``OWN_PREFIX``.
     """
 
     @property
