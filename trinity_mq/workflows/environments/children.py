@@ -120,7 +120,7 @@ class ChildEnvironment:
             async with asyncio.timeout(self._arguments.step_seconds):
                 answer = await self._process.ask({**request, "key": self._key})
         except TimeoutError as error:
-            await self._process.close()
+            await self._process.close(seconds=0.0)
             raise EnvironmentFailedError(
                 f"{world} has not answered {request['do']!r} within workflow_args.step_seconds "
                 f"({self._arguments.step_seconds:g} s); its process was ended"
@@ -142,7 +142,7 @@ class ChildEnvironment:
         except TimeoutError:
             reason = f"no answer within {CLOSE_SECONDS:g} s"
             if not self._arguments.is_shared:
-                await self._process.close()
+                await self._process.close(seconds=0.0)
         except RunFailedError as error:
             reason = str(error)
         if reason:

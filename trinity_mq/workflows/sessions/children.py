@@ -162,12 +162,14 @@ class _ProgramProcess:
         finally:
             self._waiting.pop(number, None)
 
-    async def close(self) -> None:
-        """Close the program's input, kill the program if it does not end, and wait until its output is read."""
+    async def close(self, seconds: float) -> None:
+        """Close the program's input, kill the program if it does not end within ``seconds``, and wait until its output
+        is read.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._process.wait()
         except TimeoutError:
             log.warning("program_killed", program=self._program.name)
@@ -252,10 +254,14 @@ class PersistentProgram:
             process = self._processes[-1]
         return await process.ask(request)
 
-    async def close(self) -> None:
-        """End all processes of the program."""
+    async def close(self, seconds: float = END_SECONDS) -> None:
+        """End all processes of the program.
+
+        Args:
+            seconds: Seconds from the end of the program's input to the kill.
+        """
         processes, self._processes = self._processes, []
-        await asyncio.gather(*(process.close() for process in processes))
+        await asyncio.gather(*(process.close(seconds) for process in processes))
 
 
 _KEPT: dict[asyncio.AbstractEventLoop, dict[tuple[Program, int], PersistentProgram]] = {}
