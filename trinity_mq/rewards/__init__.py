@@ -8,14 +8,11 @@ from trinity_mq.rewards.registry import (
     REWARDS,
     RewardError,
     RewardFn,
-    bound_reward,
-    counts_tokens,
     create_reward,
     find_reward,
     invalid_parts_reason,
     judge_conversation,
     parts_of,
-    takes_argument,
 )
 from trinity_mq.runtime.plugins import UnknownNameError
 
@@ -48,10 +45,8 @@ __all__ = [
     "RewardError",
     "RewardFn",
     "UnknownNameError",
-    "bound_reward",
     "compute_score",
     "compute_score_v0",
-    "counts_tokens",
     "create_reward",
     "find_reward",
     "fix_fracs",
@@ -62,7 +57,6 @@ __all__ = [
     "parts_of",
     "remove_right_units",
     "simple_answer_parser",
-    "takes_argument",
     "validate_think_pattern",
 ]
 ANSWER_HELPERS = ("fix_fracs", "match_answer", "remove_right_units")

@@ -25,7 +25,6 @@ from trinity_mq.workflows.builtin.judging import (
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
@@ -82,12 +81,9 @@ class RulerWorkflow(SimpleWorkflow):
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self._asked_responses()
-        if self.task.reward_fn is not None or self.truth is not None:  # the rule reward is kept as a metric
-            await run_in_thread_if_async(
-                self.is_async, lambda: record_rule_rewards(self._rewarded_responses(responses)), "reward"
-            )
-        self._numbered_responses(responses)
+        responses = self._numbered_responses(await self._asked_responses())
+        if self.task.reward_fn is not None or self.truth is not None:
+            record_rule_rewards(await self._with_rewards(responses))
         texts = [answer_of(response) for response in responses if has_answer(response)]
         key = delimiter_of(question_of(self), *texts)
         distinct = sorted(set(texts))
