@@ -195,6 +195,21 @@ class Exits(Coroutine):
         sys.exit(9)
 
 
+class FromItself(Coroutine):
+    async def run_async(self):
+        try:
+            raise ValueError("own bug")
+        except ValueError as error:
+            raise error from error  # its chain of causes has no end
+
+
+class InGroup(Coroutine):
+    async def run_async(self):
+        async with asyncio.TaskGroup() as group:
+            answer = group.create_task(self.model.chat_async([{"role": "user", "content": "q"}]))
+        return answer.result()
+
+
 class Steps(StepWiseRewardWorkflow):
     max_step_num = 2
 
@@ -233,10 +248,13 @@ async def test_runs_without_numbers_are_numbered_in_their_order(runner, engine, 
     ]
 
 
-async def test_experiences_that_cannot_be_divided_among_the_runs_need_numbers(runner, engine):
-    outcome = await runner.run_slice(task_slice("UnnumberedOdd", runs=3, base=3), lambda: engine.model)
-    assert outcome.runs == []
-    assert "returned experiences with eid.run [0], was asked for [3, 4, 5]" in outcome.message
+@pytest.mark.parametrize(("kind", "number"), [("UnnumberedOdd", 0), ("Numberless", 99)])
+async def test_experiences_without_numbers_that_cannot_be_divided_or_with_others_are_refused(
+    runner, engine, kind, number
+):
+    outcome = await runner.run_slice(task_slice(kind, runs=3, base=3, max_retry_times=0), lambda: engine.model)
+    assert (outcome.runs, outcome.experiences) == ([], [])
+    assert f"returned experiences with eid.run [{number}], was asked for [3, 4, 5]" in outcome.message
 
 
 async def test_steps_of_the_first_run_stay_with_it(runner, engine):
@@ -343,11 +361,6 @@ async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner,
     assert len({exp.eid.rid for exp in outcome.experiences}) == 4
 
 
-async def test_runs_that_were_not_asked_for_are_refused(runner, engine):
-    outcome = await runner.run_slice(task_slice("Numberless", max_retry_times=0), lambda: engine.model)
-    assert (outcome.runs, outcome.experiences) == ([], [])
-    assert "returned experiences with eid.run [99], was asked for [0, 1, 2, 3]" in outcome.message
-
 
 @pytest.mark.parametrize("kind", ["Never", "NeverReturns"])
 async def test_an_attempt_has_its_time_and_retries_have_an_end(runner, engine, kind):
@@ -398,7 +411,7 @@ async def test_no_engine_at_all_ends_with_the_slice_and_says_so(runner):
     )
 
 
-@pytest.mark.parametrize("kind", ["async_simple_workflow", "simple_workflow", "Steps"])
+@pytest.mark.parametrize("kind", ["async_simple_workflow", "simple_workflow", "Steps", "InGroup"])
 async def test_a_lost_engine_is_replaced_by_another(runner, engine, kind):
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
@@ -533,6 +546,7 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
     [
         ("Empty", {}, "workflow", "Empty returned no experience; a run gives at least one"),
         ("Exits", {}, "workflow", "Exits called sys.exit(9)"),
+        ("FromItself", {}, "workflow", "ValueError: own bug ("),
         ("Never", {"max_timeout": 0.05}, "timeout", "Never took longer than max_timeout, 0.05 s ("),
         ("Never", {"slice_timeout": 0.05}, "timeout", "not done within the 0.05 s of the slice"),
         ("async_simple_workflw", {}, "task", "unknown workflow 'async_simple_workflw'; did you mean"),

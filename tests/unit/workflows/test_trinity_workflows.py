@@ -319,6 +319,13 @@ def test_hostile_calls_are_wrong(text: str) -> None:
     assert compute_toolcall_reward(text, CALL) == 0.0
 
 
+def test_calls_that_are_nested_too_deeply_are_wrong() -> None:
+    for depth in range(500, 1100):  # at some depth they can be read as JSON but not be written
+        arguments = "[" * depth + "]" * depth
+        text = f'<think></think><tool_call>[{{"name": "add", "arguments": {arguments}}}]</tool_call>'
+        assert compute_toolcall_reward(text, CALL) == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "answers", "prompt", "wanted"),
     [

@@ -487,30 +487,25 @@ def graded(answer: str, truth: str) -> RuleResult:
 
 def _mathd(answer: str) -> str:
     """Return the normal form of prm800k's first comparison."""
-    text = answer.strip()
-    if match := _TEXT.search(text):
-        text = match["text"].strip()
+    original = answer.strip()
+    if match := _TEXT.search(original):
+        original = match["text"].strip()
+    text = _replaced(original, _MATHD)
     try:
-        return _mathd_steps(text)
+        text = remove_right_units(text)
     except ValueError:
-        return text
-
-
-def _mathd_steps(text: str) -> str:
-    text = _replaced(text, _MATHD)
-    text = _replaced(remove_right_units(text), (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
-    if not text:
-        return text
+        return original
+    text = _replaced(text, (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
     text = f"0{text}" if text.startswith(".") else text
     sides = text.split("=")
     text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
     first, *roots = text.split("\\sqrt")
     if not all(roots):
-        raise ValueError("a root has no argument")
+        return original
     text = first + "".join(f"\\sqrt{root}" if root[0] == "{" else f"\\sqrt{{{root[0]}}}{root[1:]}" for root in roots)
     text = text.replace(" ", "")
     if "" in text.split("\\frac")[1:]:
-        raise ValueError("a fraction has no argument")
+        return original
     text = fix_fracs(text)
     return _slash_to_fraction("\\frac{1}{2}" if text == "0.5" else text, roots=False)
 
