@@ -361,7 +361,6 @@ async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner,
     assert len({exp.eid.rid for exp in outcome.experiences}) == 4
 
 
-
 @pytest.mark.parametrize("kind", ["Never", "NeverReturns"])
 async def test_an_attempt_has_its_time_and_retries_have_an_end(runner, engine, kind):
     NeverReturns.release.clear()

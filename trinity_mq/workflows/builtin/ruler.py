@@ -10,12 +10,11 @@ import random
 from collections.abc import Sequence
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.builtin.judging import (
-    Judge,
     JudgeArguments,
     JudgeScores,
     Message,
+    ScoringJudgeWorkflow,
     answer_format_instruction,
     answer_of,
     delimited,
@@ -24,8 +23,7 @@ from trinity_mq.workflows.builtin.judging import (
     record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.workflow import Task
+from trinity_mq.workflows.builtin.simple import question_of
 
 INSTRUCTIONS = """\
 You compare answers to one task. Judge how far each of them does what the task asks: above all whether it is right, then
@@ -64,7 +62,7 @@ def assign_ruler_rewards(responses: Sequence[Experience], shown: Sequence[str], 
             response.info["judge_problem"] = verdict.problem
 
 
-class RulerWorkflow(SimpleWorkflow):
+class RulerWorkflow(ScoringJudgeWorkflow):
     """One request for all runs of a single-turn task, ranked by a judge.
 
     The judge is the auxiliary model ``workflow_args.judge``. It sees the runs of one slice: leave
@@ -73,11 +71,6 @@ class RulerWorkflow(SimpleWorkflow):
 
     arguments_kind = RulerArguments
     _arguments: RulerArguments
-
-    def reset(self, task: Task) -> None:
-        super().reset(task)
-        self._arguments = arguments_of(task, RulerArguments)
-        self._answer_judge = Judge(self, self._arguments)
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
@@ -90,7 +83,7 @@ class RulerWorkflow(SimpleWorkflow):
         shown = random.Random(key).sample(distinct, len(distinct))  # in an order that tells the judge nothing
         question = ruler_messages(question_of(self), shown, key, self._arguments)
         assign_ruler_rewards(
-            responses, shown, await self._answer_judge.scores(question, len(shown)) if shown else JudgeScores(None)
+            responses, shown, await self._judge_scores(question, len(shown)) if shown else JudgeScores(None)
         )
         return responses
 
