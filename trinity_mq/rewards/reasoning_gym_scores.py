@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import cmath
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -47,7 +49,7 @@ def _formula(text: str, *_: Any, **__: Any) -> Fraction:
     return formula_value(text)
 
 
-SAFE: Mapping[str, tuple[str, Callable[..., Any]]] = {
+SAFE: dict[str, tuple[str, Callable[..., Any]]] = {
     "binary_matrix": ("eval", ast.literal_eval),
     "countdown": ("parse_expr", _formula),
     "n_queens": ("eval", ast.literal_eval),
@@ -61,10 +63,33 @@ literals or formulas instead.
 """
 
 
+def _bounded_fraction(text: str) -> Fraction:
+    if _HUGE_POWER.search(text):
+        raise ValueError("the power of ten is too large")
+    return Fraction(text)
+
+
+def _finite_complex(*parts: Any) -> complex:
+    number = complex(*parts)
+    if not cmath.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
+_HUGE_POWER = re.compile(r"[eE][-+]?\d{4}")
+REPAIRED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "coin_flip": ("Fraction", _bounded_fraction),
+    "complex_arithmetic": ("complex", _finite_complex),
+    "game_of_life_halting": ("bool", str),
+}
+"""Replacements of the same form for datasets that compute ``1e999999999`` without end, or whose full score ``nan`` or
+any text gets.
+"""
+
+
 @functools.cache
 def registered_datasets() -> Mapping[str, tuple[type, type]]:
-    """Return class and configuration of every dataset by name. The evaluating functions of the datasets in SAFE are
-    replaced.
+    """Return class and configuration of every dataset by name. The functions of SAFE and REPAIRED are replaced.
 
     Raises:
         DatasetError: reasoning-gym is not installed.
@@ -74,7 +99,7 @@ def registered_datasets() -> Mapping[str, tuple[type, type]]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DatasetError(f"datasets of reasoning-gym need {EXTRA}") from error
-    for name, (attribute, replacement) in SAFE.items():
+    for name, (attribute, replacement) in (SAFE | REPAIRED).items():
         setattr(sys.modules[DATASETS[name][0].__module__], attribute, replacement)
     return cast(Mapping[str, tuple[type, type]], DATASETS)
 
