@@ -27,6 +27,9 @@ EXTRA = "the package reasoning-gym, which is not installed: pip install 'trinity
 ORIGIN = "reasoning_gym"
 """Record key of the source dataset: ``{"dataset": name, "args": {...}, "seed": 0}``."""
 
+MAX_NUMBER = 10_000
+"""Largest number of fields of a move in rush_hour."""
+
 REFUSED = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
 """Datasets whose scoring makes SymPy evaluate the answer as Python. No safe replacement exists here."""
 
@@ -76,14 +79,22 @@ def _finite_complex(*parts: Any) -> complex:
     return number
 
 
+def _small_int(text: str) -> int:
+    number = int(text)
+    if abs(number) > MAX_NUMBER:
+        raise ValueError(f"{number} is too large")
+    return number
+
+
 _HUGE_POWER = re.compile(r"[eE][-+]?\d{4}")
 REPAIRED: dict[str, tuple[str, Callable[..., Any]]] = {
     "coin_flip": ("Fraction", _bounded_fraction),
     "complex_arithmetic": ("complex", _finite_complex),
     "game_of_life_halting": ("bool", str),
+    "rush_hour": ("int", _small_int),
 }
-"""Replacements of the same form for datasets that compute ``1e999999999`` without end, or whose full score ``nan`` or
-any text gets.
+"""Replacements of the same form for datasets that compute ``1e999999999`` or a move by ``A+999999999`` without end, or
+that give ``nan`` or any text the full score.
 """
 
 

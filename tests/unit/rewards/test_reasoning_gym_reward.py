@@ -79,6 +79,7 @@ COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digi
         ("complex_arithmetic", {}, lambda record: record["answer"], RIGHT),
         ("complex_arithmetic", {}, lambda record: "nan", WRONG),
         ("complex_arithmetic", {}, lambda record: "3+nani", WRONG),
+        ("rush_hour", {}, lambda record: "E+99999999999", WRONG),
         ("game_of_life_halting", {}, lambda record: record["answer"], RIGHT),
         ("game_of_life_halting", {}, lambda record: "False" if record["answer"] == "True" else "True", WRONG),
         (

@@ -170,21 +170,6 @@ class OnlyTheFirstRun(Coroutine):
         return experiences
 
 
-class Forgets(AsyncSimpleWorkflow):
-    """Its reset() does not keep the task."""
-
-    seen: ClassVar = []
-
-    def reset(self, task):
-        self.truth = task.truth
-
-    async def run_async(self):
-        self.seen.append(self.task.raw_task["question"])
-        (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
-        experience.eid.run, experience.reward = self.run_id_base, 1.0
-        return [experience]
-
-
 class Empty(Coroutine):
     async def run_async(self):
         return []
@@ -261,17 +246,6 @@ async def test_steps_of_the_first_run_stay_with_it(runner, engine):
     outcome = await runner.run_slice(task_slice("OnlyTheFirstRun", runs=3), lambda: engine.model)
     assert (outcome.runs, len(outcome.experiences)) == ([0, 1, 2], 6), "the others were tried again"
     assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [(r, s) for r in range(3) for s in range(2)]
-
-
-async def test_an_instance_has_the_task_that_it_runs(config, engine):
-    one_at_a_time = config.model_copy(update={"runner": RunnerConfig(concurrent_mode="sequential")})
-    runner = WorkflowRunner(one_at_a_time, runner_id="runner-0")
-    for question in ("3+4=", "5+5="):
-        task = {"raw_task": {"question": question, "answer": "7"}}
-        outcome = await runner.run_slice(task_slice("Forgets", runs=1, task=task), lambda: engine.model)
-        assert outcome.message is None
-    await runner.close()
-    assert Forgets.seen == ["3+4=", "5+5="]
 
 
 @pytest.mark.parametrize("kind", ["Asks", "Blocking"])
@@ -663,10 +637,11 @@ class Noted(Workflow):
 
 
 class Resets(Noted):
+    """Its reset() does not keep the task."""
+
     can_reset = True
 
     def reset(self, task):
-        self.task = task
         self.resets.append(self)
 
 

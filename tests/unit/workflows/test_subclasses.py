@@ -338,25 +338,20 @@ class Prepares(MathBoxedWorkflow):
         self.reward_fn = Thinks()
 
 
-async def test_a_subclass_of_boxed_math_may_prepare_itself():
+@pytest.mark.parametrize("kind", [Prepares, MathBoxedWorkflow])
+async def test_boxed_math_gives_its_arguments_to_a_reward_also_if_a_subclass_prepares_itself(kind):
     prompts = []
 
     def script(prompt):
         prompts.append(prompt)
         return "seven"
 
+    args = {"use_base": True, "with_think": True, "format_score_coef": 0.25}
     async with scripted_model(script) as model:
-        [experience] = await run(task_for(MathBoxedWorkflow, Prepares).to_workflow(model))
-    assert experience.metrics == {"think": 1.0, "coef": 0.25, "tokens": 6.0}
-    assert prompts[0].startswith("System:Count.")
-
-
-async def test_boxed_math_gives_its_arguments_to_a_reward_that_takes_them():
-    async with scripted_model(["seven"]) as model:
-        args = {"with_think": True, "format_score_coef": 0.5}
-        task = task_for(MathBoxedWorkflow, MathBoxedWorkflow, workflow_args=args, reward_fn=Thinks)
+        task = task_for(MathBoxedWorkflow, kind, workflow_args=args, reward_fn=Thinks)
         [experience] = await run(task.to_workflow(model))
-    assert experience.metrics == {"think": 1.0, "coef": 0.5, "tokens": 6.0}
+    assert experience.metrics == {"think": 1.0, "coef": 0.25, "tokens": 6.0}
+    assert prompts[0].startswith("System:Count.") is (kind is Prepares)
 
 
 def test_a_reward_made_has_the_attributes_of_the_instance():
