@@ -13,7 +13,6 @@ from trinity_mq.config import Config, RunnerConfig
 from trinity_mq.messages import TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.rollout import attempts
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.workflows import AsyncSimpleWorkflow, SandboxFailed, StepWiseRewardWorkflow, Task, Workflow
@@ -38,12 +37,7 @@ def config():
 
 
 @pytest.fixture
-def _short_pauses(monkeypatch):
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
-
-
-@pytest.fixture
-async def runner(config, _short_pauses):
+async def runner(config):
     made = WorkflowRunner(config, runner_id="runner-0")
     with capture_logs():  # rendering a traceback for the console takes a second
         yield made
@@ -574,7 +568,7 @@ def a_slice(kind, runs=3, **limits):
 
 
 @pytest.fixture
-def ran(engine, config, _short_pauses):
+def ran(engine, config):
     """Runs slices in a mode by one runner."""
     Noted.reset_all()
 

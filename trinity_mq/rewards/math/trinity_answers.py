@@ -641,8 +641,8 @@ def _prime_same(answer: str, truth: str) -> bool:
         return False
     answered, wanted = answered.strip(), wanted.strip()
     if match := _INTERVAL.match(answered):
-        opening, closing = _BRACKETS[match[1]]
-        answered = f"{opening}{match[2]}{closing}"
+        brackets = _BRACKETS[match[1]]
+        answered = f"{brackets[0]}{match[2]}{brackets[1]}"
     ends, wanted_ends = answered[:1] + answered[-1:], wanted[:1] + wanted[-1:]
     is_list = (ends == "[]" and wanted_ends[:1] != "(") or (ends == "()" and wanted_ends[:1] != "[")
     forms = [re.sub(r"[{}()]", "", text.strip("[]()") if is_list else text) for text in (answered, wanted)]
