@@ -87,6 +87,8 @@ class Task:
         Raises:
             TaskError: It is not a text.
         """
+        if self.format_args.system_prompt_key is None:
+            return
         try:
             system_prompt = system_prompt_of(self.raw_task, self.format_args.system_prompt_key)
         except ValueError as error:
