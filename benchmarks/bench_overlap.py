@@ -63,8 +63,8 @@ class ToolArguments(SimpleArguments):
 class ToolUse(AsyncSimpleWorkflow):
     """One answer to each task, given to an environment that takes its time before it is judged."""
 
-    async def _asked_responses(self) -> list[Experience]:
-        found = await super()._asked_responses()
+    async def _asked_responses(self, **sampling: Any) -> list[Experience]:
+        found = await super()._asked_responses(**sampling)
         await asyncio.sleep(arguments_of(self.task, ToolArguments).latency)
         return found
 

@@ -23,62 +23,37 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
     Raises:
         NotAllowed: The task uses a name or a setting that is not allowed.
     """
-    outsiders, taskset = config.outsiders, _taskset(config, task)
+    outsiders, tasksets, taskset = config.outsiders, _tasksets(config), _taskset(config, task)
     try:
         taskset.check_record(task.raw_task)
     except ValueError as error:
         raise NotAllowed(f"raw_task: {error}") from error
     record_workflow, record_reward = taskset.workflow_of(task.raw_task), taskset.reward_fn_of(task.raw_task)
     workflow, reward = task.workflow or record_workflow, task.reward_fn or record_reward
+    reward_fn_args = taskset.reward_fn_args
     if workflow != record_workflow:
-        _check_name(
-            "workflow", workflow, {*outsiders.workflows, *(configured.workflow for configured in _tasksets(config))}
-        )
+        _check_name("workflow", workflow, {*outsiders.workflows, *(configured.workflow for configured in tasksets)})
     if reward not in {record_reward, taskset.reward_fn}:
-        _check_name(
-            "reward_fn",
-            reward,
-            {*outsiders.rewards, *(configured.reward_fn for configured in _tasksets(config))} - {""},
-        )
+        configured_args = {configured.reward_fn: configured.reward_fn_args for configured in reversed(tasksets)}
+        _check_name("reward_fn", reward, {*outsiders.rewards, *configured_args} - {""})
+        reward_fn_args = configured_args.get(reward, {})
     if task.repeat_times > outsiders.max_runs:
         raise NotAllowed(
             f"repeat_times is {task.repeat_times}, wanted at most outsiders.max_runs, {outsiders.max_runs}"
         )
-    rewarding = next((configured for configured in _tasksets(config) if configured.reward_fn == reward), None)
-    if reward in {record_reward, taskset.reward_fn}:
-        rewarding = taskset
+    workflow_args = taskset.workflow_args if workflow in {record_workflow, taskset.workflow} else {}
+    open_args, open_reward_args = outsiders.workflows.get(workflow, ()), outsiders.rewards.get(reward, ())
+    rules: dict[str, tuple[Mapping[str, Any], Collection[str], str]] = {
+        "workflow_args": (workflow_args, open_args, f"outsiders.workflows: {{{workflow}: [...]}}"),
+        "reward_fn_args": (reward_fn_args, open_reward_args, f"outsiders.rewards: {{{reward or 'NAME'}: [...]}}"),
+        "rollout_args": (taskset.task_rollout_args, outsiders.rollout_args, "outsiders.rollout_args"),
+        "format_args": (taskset.format.as_args(), outsiders.format_args, "outsiders.format_args"),
+    }
     return task.model_copy(
         update={
             "workflow": workflow,
-            "workflow_args": _arguments(
-                "workflow_args",
-                task.workflow_args,
-                taskset.workflow_args if workflow in {record_workflow, taskset.workflow} else {},
-                outsiders.workflows.get(workflow, ()),
-                f"outsiders.workflows: {{{workflow}: [...]}}",
-            ),
             "reward_fn": reward or None,
-            "reward_fn_args": _arguments(
-                "reward_fn_args",
-                task.reward_fn_args,
-                {} if rewarding is None else rewarding.reward_fn_args,
-                outsiders.rewards.get(reward, ()),
-                f"outsiders.rewards: {{{reward or 'NAME'}: [...]}}",
-            ),
-            "rollout_args": _arguments(
-                "rollout_args",
-                task.rollout_args,
-                taskset.task_rollout_args,
-                outsiders.rollout_args,
-                "outsiders.rollout_args",
-            ),
-            "format_args": _arguments(
-                "format_args",
-                task.format_args,
-                taskset.format.as_args(),
-                outsiders.format_args,
-                "outsiders.format_args",
-            ),
+            **{field: _arguments(field, getattr(task, field), *rule) for field, rule in rules.items()},
             "record_args": list(outsiders.record_args),
             "index": {},  # the position of a record in a taskset, which also names metrics
         }

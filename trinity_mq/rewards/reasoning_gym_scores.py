@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import cmath
 import dataclasses
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -24,6 +26,9 @@ log = structlog.get_logger(__name__)
 EXTRA = "the package reasoning-gym, which is not installed: pip install 'trinity-mq[reasoning-gym]'"
 ORIGIN = "reasoning_gym"
 """Record key of the source dataset: ``{"dataset": name, "args": {...}, "seed": 0}``."""
+
+MAX_NUMBER = 10_000
+"""Largest number of fields of a move in rush_hour."""
 
 REFUSED = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
 """Datasets whose scoring makes SymPy evaluate the answer as Python. No safe replacement exists here."""
@@ -47,7 +52,7 @@ def _formula(text: str, *_: Any, **__: Any) -> Fraction:
     return formula_value(text)
 
 
-SAFE: Mapping[str, tuple[str, Callable[..., Any]]] = {
+SAFE: dict[str, tuple[str, Callable[..., Any]]] = {
     "binary_matrix": ("eval", ast.literal_eval),
     "countdown": ("parse_expr", _formula),
     "n_queens": ("eval", ast.literal_eval),
@@ -61,10 +66,41 @@ literals or formulas instead.
 """
 
 
+def _bounded_fraction(text: str) -> Fraction:
+    if _HUGE_POWER.search(text):
+        raise ValueError("the power of ten is too large")
+    return Fraction(text)
+
+
+def _finite_complex(*parts: Any) -> complex:
+    number = complex(*parts)
+    if not cmath.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number
+
+
+def _small_int(text: str) -> int:
+    number = int(text)
+    if abs(number) > MAX_NUMBER:
+        raise ValueError(f"{number} is too large")
+    return number
+
+
+_HUGE_POWER = re.compile(r"[eE][-+]?\d{4}")
+REPAIRED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "coin_flip": ("Fraction", _bounded_fraction),
+    "complex_arithmetic": ("complex", _finite_complex),
+    "game_of_life_halting": ("bool", str),
+    "rush_hour": ("int", _small_int),
+}
+"""Replacements of the same form for datasets that compute ``1e999999999`` or a move by ``A+999999999`` without end, or
+that give ``nan`` or any text the full score.
+"""
+
+
 @functools.cache
 def registered_datasets() -> Mapping[str, tuple[type, type]]:
-    """Return class and configuration of every dataset by name. The evaluating functions of the datasets in SAFE are
-    replaced.
+    """Return class and configuration of every dataset by name. The functions of SAFE and REPAIRED are replaced.
 
     Raises:
         DatasetError: reasoning-gym is not installed.
@@ -74,7 +110,7 @@ def registered_datasets() -> Mapping[str, tuple[type, type]]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise DatasetError(f"datasets of reasoning-gym need {EXTRA}") from error
-    for name, (attribute, replacement) in SAFE.items():
+    for name, (attribute, replacement) in (SAFE | REPAIRED).items():
         setattr(sys.modules[DATASETS[name][0].__module__], attribute, replacement)
     return cast(Mapping[str, tuple[type, type]], DATASETS)
 

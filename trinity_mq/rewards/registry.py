@@ -103,7 +103,7 @@ class RewardError(ValueError):
     """A reward function cannot be called, or returned no parts."""
 
 
-def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
+def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
     """Return ``reward`` with ``args`` filled in.
 
     ``reward`` is a name (built in, or of an entry point), a dotted path, a function or a class. A class is instantiated
@@ -122,9 +122,8 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
         if inspect.isfunction(target) and not args:  # cached, because each slice asks for the same few functions
             return _Reward(target, *_call_form(target))
         if inspect.isclass(target):
-            _call_form.__wrapped__(
-                functools.partial(_call_of(target), None)
-            )  # checked before the class runs its own code
+            # checked before the class runs its own code
+            _call_form.__wrapped__(functools.partial(_call_of(target), None))
         fn: Any = target(**args) if inspect.isclass(target) else functools.partial(target, **args)
         extras, names = _call_form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
@@ -150,56 +149,47 @@ def _call_of(kind: type) -> Any:
     Raises:
         TypeError: Instances cannot be called.
     """
-    for base in kind.__mro__[:-1]:
-        if inspect.isfunction(call := vars(base).get("__call__")):
-            return call
-    raise TypeError(f"instances of the class {kind.__qualname__} cannot be called")
+    call = inspect.getattr_static(kind, "__call__")
+    if not inspect.isfunction(call):
+        raise TypeError(f"instances of the class {kind.__qualname__} cannot be called")
+    return call
 
 
 @functools.lru_cache(maxsize=256)
 def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the EXTRAS among a reward function's parameters, and the names by which it takes its arguments. The names
-    are empty for a function that is called as :class:`RewardFn`.
+    """Return the optional arguments that a reward function gets, and the names by which it takes its arguments. The
+    names are empty for a function that is called as :class:`RewardFn`. A function that takes any name gets all
+    RESPONSE_EXTRAS if it is called as in Trinity-RFT or has some of them.
 
     Raises:
         TypeError: The object cannot be called as a reward function.
         ValueError: The object has no signature.
     """
     signature = inspect.signature(fn)
-    extras = (EXTRAS | RESPONSE_EXTRAS) & signature.parameters.keys()
-    if MESSAGES in signature.parameters:
+    parameters = signature.parameters
+    extras = (EXTRAS | RESPONSE_EXTRAS) & parameters.keys()
+    if MESSAGES in parameters:
         signature.bind("experience", [], ground_truth="truth")
         return frozenset(), (MESSAGES,)
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names: tuple[str, ...] = ("response", "prompt", "truth") if "prompt" in parameters else ()
     try:
         signature.bind("response", "truth", finished=True, **dict.fromkeys(extras))
     except TypeError:
-        by_name = dict.fromkeys(_BY_NAME)
-        if not _takes_any_name(signature):
-            by_name = {name: None for name in by_name if name in signature.parameters}
-            if not by_name.keys() >= {"response", "truth"}:
-                raise
-        signature.bind(**by_name, **dict.fromkeys(extras))
-        return _passed(extras, signature, by_name=True), tuple(by_name)
-    by_prompt = "prompt" in signature.parameters
-    return _passed(extras, signature, by_name=by_prompt), ("response", "prompt", "truth") if by_prompt else ()
-
-
-def _passed(extras: frozenset[str], signature: inspect.Signature, *, by_name: bool) -> frozenset[str]:
-    """Return the optional arguments that a function gets. A function that takes any name gets all RESPONSE_EXTRAS if it
-    is called as in Trinity-RFT or names some of them; another may pass its names on to a function of ours.
-    """
-    is_trinitys = by_name or not extras.isdisjoint(RESPONSE_EXTRAS)
-    return extras | RESPONSE_EXTRAS if is_trinitys and _takes_any_name(signature) else extras
-
-
-def _takes_any_name(signature: inspect.Signature) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        names = tuple(name for name in _BY_NAME if takes_any_name or name in parameters)
+        if not {"response", "truth"}.issubset(names):
+            raise
+        signature.bind(**dict.fromkeys((*names, *extras)))
+    # another function that takes any name may pass its names on to a function of ours
+    if takes_any_name and (names or not extras.isdisjoint(RESPONSE_EXTRAS)):
+        extras |= RESPONSE_EXTRAS
+    return extras, names
 
 
 class _Reward:
     """Calls a reward function with the arguments that it takes, by position or by name."""
 
-    def __init__(self, fn: Any, extras: frozenset[str], names: tuple[str, ...] = ()) -> None:
+    def __init__(self, fn: Any, extras: frozenset[str], names: tuple[str, ...]) -> None:
         self.function, self.extras, self._names = fn, extras, names
         self.judges_conversation = names == (MESSAGES,)
 
@@ -234,8 +224,7 @@ class _Reward:
 def judge_conversation(
     reward_fn: RewardFn, response: Any, messages: Sequence[Mapping[str, Any]], truth: str | None
 ) -> dict[str, float]:
-    """Call ``reward_fn``, which :func:`create_reward` made from a function that judges conversations, and return its
-    parts.
+    """Call ``reward_fn``, which judges conversations, and return its parts.
 
     Args:
         reward_fn: The function.
@@ -246,31 +235,22 @@ def judge_conversation(
     Raises:
         RewardError: The function does not judge conversations, or did not return numbers by name.
     """
-    if not isinstance(reward_fn, _Reward) or not reward_fn.judges_conversation:
+    bound = _bound(reward_fn)
+    if not bound.judges_conversation:
         raise RewardError(
             f"reward function {_name_and_place(reward_fn)} does not judge conversations, wanted a function that is "
             "called as reward(experience, messages, ground_truth=truth), such as a reward model's"
         )
-    return reward_fn(response, messages, ground_truth=truth)
+    return bound(response, messages, ground_truth=truth)
 
 
-def bound_reward(reward_fn: Any) -> RewardFn:
+def _bound(reward_fn: Any) -> _Reward:
     """Return ``reward_fn`` as :func:`create_reward` makes it; a workflow may have assigned a function or an instance.
 
     Raises:
         RewardError: It cannot be called as a reward function.
     """
     return reward_fn if isinstance(reward_fn, _Reward) else create_reward(reward_fn, {})
-
-
-def takes_argument(reward_fn: RewardFn, name: str) -> bool:
-    """Return whether ``reward_fn``, which :func:`create_reward` made, takes the optional argument ``name``."""
-    return isinstance(reward_fn, _Reward) and name in reward_fn.extras
-
-
-def counts_tokens(reward_fn: RewardFn) -> bool:
-    """Return whether ``reward_fn``, which :func:`create_reward` made, takes the number of response tokens."""
-    return takes_argument(reward_fn, "tokens")
 
 
 def parts_of(
@@ -284,8 +264,7 @@ def parts_of(
     prompt_end: str | None = None,
     **optional: Any,
 ) -> dict[str, float]:
-    """Call ``reward_fn``, which :func:`create_reward` made, in the way that :class:`RewardFn` describes, and return its
-    parts.
+    """Call ``reward_fn`` in the way that :class:`RewardFn` describes, and return its parts.
 
     Args:
         reward_fn: The function.
@@ -298,12 +277,10 @@ def parts_of(
         optional: Values of RESPONSE_EXTRAS.
 
     Raises:
-        RewardError: The function did not return numbers by name.
+        RewardError: It cannot be called as a reward function, or did not return numbers by name.
     """
-    if not isinstance(reward_fn, _Reward):
-        return _checked(reward_fn, reward_fn(response, truth, finished=finished))
-    extras: dict[str, Any] = {"tokens": tokens, "record": record, "prompt_end": prompt_end, **optional}
-    return reward_fn(response, truth, finished=finished, **extras)
+    optional |= {"tokens": tokens, "record": record, "prompt_end": prompt_end}
+    return _bound(reward_fn)(response, truth, finished=finished, **optional)
 
 
 def invalid_parts_reason(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:

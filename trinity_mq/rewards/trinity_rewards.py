@@ -20,6 +20,7 @@ from typing import Any
 from trinity_mq.rewards.countdown import parse_game
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
+from trinity_mq.rewards.math.rewards import overlong_penalty
 from trinity_mq.rewards.math.trinity_answers import boxed_equal, tagged_answers
 
 Parts = dict[str, float]
@@ -234,29 +235,30 @@ class MathDAPORewardFn:
         Raises:
             ValueError: The penalty is on, and the tokens are not given.
         """
-        wanted = truth_text(truth)
-        result = compare("dapo", response or "", str(wanted))
+        result = compare("dapo", response or "", str(truth_text(truth)))
         if more.get("info") is not None:
             more["info"].update(ground_truth=truth, extracted_answer=result.answer)
         penalty = self.compute_overlong_penalty(response_token) if self.enable_overlong_penalty else 0.0
-        return {"accuracy": 1.0 if result.right else -1.0, "format_score": penalty}
+        return {"accuracy": 1.0 if result.right and truth is not None else -1.0, "format_score": penalty}
 
     def compute_overlong_penalty(self, response_token: Sequence[int] | None) -> float:
         """Return 0 up to ``max_response_length - cache_length`` tokens, then a linear decrease to
         ``-penalty_factor``.
 
         Raises:
-            ValueError: The tokens are not given.
+            ValueError: The tokens or the arguments of the penalty are not given.
         """
-        if response_token is None:
+        if (
+            response_token is None
+            or self.max_response_length is None
+            or self.cache_length is None
+            or self.penalty_factor is None
+        ):
             raise ValueError(
-                "the penalty for long responses needs the response's tokens, which this workflow does not give; use "
-                "math_boxed_workflow, or enable_overlong_penalty: false"
+                "the penalty for long responses needs the response's tokens, which this workflow does not give, and "
+                "its three arguments; use math_boxed_workflow, or enable_overlong_penalty: false"
             )
-        if self.max_response_length is None or self.cache_length is None or self.penalty_factor is None:
-            raise ValueError("max_response_length, cache_length and penalty_factor are needed for the penalty")
-        excess = len(response_token) - (self.max_response_length - self.cache_length)
-        return -self.penalty_factor * min(max(excess / self.cache_length, 0.0), 1.0)
+        return self.penalty_factor * overlong_penalty(len(response_token), self.max_response_length, self.cache_length)
 
 
 # -- confidence
@@ -395,9 +397,9 @@ def _value(formula: str) -> float | None:
         return None
     try:
         value = _evaluated(ast.parse(formula, mode="eval").body)
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError):
         return None
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _evaluated(node: ast.expr) -> Any:
@@ -407,12 +409,9 @@ def _evaluated(node: ast.expr) -> Any:
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _OPERATIONS:
             return _OPERATIONS[type(sign)](_evaluated(operand))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
-            values = _evaluated(left), _evaluated(right)
-            if isinstance(operation, ast.Pow) and _bits(values[0]) * abs(values[1]) > MAX_BITS:
+            first, second = _evaluated(left), _evaluated(right)
+            bits = first.bit_length() if isinstance(first, int) else 64
+            if isinstance(operation, ast.Pow) and bits * abs(second) > MAX_BITS:
                 raise OverflowError("the power is too large")
-            return _OPERATIONS[type(operation)](*values)
+            return _OPERATIONS[type(operation)](first, second)
     raise ValueError(f"{type(node).__name__} is no operation")
-
-
-def _bits(number: Any) -> int:
-    return number.bit_length() if isinstance(number, int) else 64

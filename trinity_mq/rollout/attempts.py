@@ -24,6 +24,7 @@ from trinity_mq.telemetry import get_logger
 from trinity_mq.telemetry.trace import span
 from trinity_mq.workflows import RunFailedError, Task, Workflow, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
+from trinity_mq.workflows.errors import causes
 
 MAX_IDLE = 64
 """Maximum number of instances kept for later slices."""
@@ -318,13 +319,11 @@ def engine_unavailable_error(error: BaseException) -> BaseException | None:
     """Return the error which shows that no engine serves at present: ``error`` or one of its causes. Return None if it
     has another reason.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, EngineNotReady | EngineLost):
             return cause
         if isinstance(cause, VersionMismatch) and cause.wanted is not None:
             return cause if cause.held is None or cause.held < cause.wanted else None
-        cause = cause.__cause__
     return None
 
 
@@ -332,13 +331,11 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
     """Return the engine that did not answer: the engine named by ``error`` or one of its causes, else the rollout
     engine ``asked``. Return None if the error has another reason.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, EngineLost):
             return cause.engine or asked
         if isinstance(cause, AuxiliaryError):
             return cause.lost
-        cause = cause.__cause__
     return None
 
 

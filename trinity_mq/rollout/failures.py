@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
@@ -16,10 +16,11 @@ from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.models.errors import EngineError, EngineRefused, ModelError
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.status import RunFailure
-from trinity_mq.runtime.errors import display_path, place
+from trinity_mq.runtime.errors import display_path, first_leaf, place
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.step_wise import TOO_LONG
+from trinity_mq.workflows.errors import causes
+from trinity_mq.workflows.step_wise import TOO_LONG, prompt_too_long
 
 MAX_ERROR = 500
 """Maximum characters kept of an exception's own text, so that the line number after it is not cut off."""
@@ -54,7 +55,7 @@ def kind_of(error: BaseException) -> str:
     >>> kind_of(KeyError("answer")), kind_of(SandboxFailed("no answer", kind="tool"))
     ('workflow', 'tool')
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, RunFailedError):
             return cause.kind
         if isinstance(cause, AuxiliaryError) and cause.lost is not None:
@@ -71,19 +72,8 @@ def is_retryable(error: BaseException) -> bool:
     """Return whether a further attempt may succeed: neither ``error`` nor a cause of it was declared final, and the
     error would not be raised again in any case.
     """
-    final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in _causes(error))
-    too_long = any(getattr(cause, "code", None) == TOO_LONG for cause in _causes(error))
-    return isinstance(error, Exception) and not (final or too_long or isinstance(error, INCURABLE))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and its chain of causes. An exception group continues with its first exception."""
-    cause: BaseException | None = error
-    visited: set[int] = set()  # an exception may be raised from itself
-    while cause is not None and id(cause) not in visited:
-        visited.add(id(cause))
-        yield cause
-        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
+    final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in causes(error))
+    return isinstance(error, Exception) and not (final or prompt_too_long(error) or isinstance(error, INCURABLE))
 
 
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
@@ -93,8 +83,7 @@ def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
     of its class: ``sandbox: connection refused (my_workflow.py:17)``. If a workflow returned nothing, the place is the
     line at which its class ``kind`` defines its run.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_leaf(error)
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
     if isinstance(error, SandboxFailed):

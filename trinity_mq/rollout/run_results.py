@@ -36,11 +36,17 @@ class RunResults:
         metrics.
         """
         taskset, index = task.index.get("taskset"), task.index.get("index")
-        origin = (taskset if isinstance(taskset, str) else None, index if isinstance(index, int) else None)
         truth = expected_answer(task.truth)
         tokens, last = 0, experiences[0]
         for experience in experiences:
-            _stamp(task, run, experience, *origin)
+            eid = experience.eid
+            eid.batch, eid.run, eid.task = task.batch_id, run, task.task_id if eid.task == "" else eid.task
+            if experience.taskset is None and isinstance(taskset, str):
+                experience.taskset = taskset
+            if experience.index is None and isinstance(index, int):
+                experience.index = index
+            if (oldest := experience.version_min) is not None:
+                experience.info = {**(experience.info or {}), "model_version": oldest[1]}
             if truth is not None:
                 experience.info = {TRUTH: truth, **(experience.info or {})}
             tokens += experience.response_length
@@ -97,17 +103,3 @@ def _text_of(experience: Experience) -> str:
         message.get("content") for message in reversed(experience.messages or ()) if message.get("role") == "assistant"
     )
     return next((text for text in contents if isinstance(text, str)), "")
-
-
-def _stamp(task: Task, run: int, experience: Experience, taskset: str | None, index: int | None) -> None:
-    eid = experience.eid
-    eid.batch, eid.run = task.batch_id, run
-    if eid.task == "":
-        eid.task = task.task_id
-    if experience.taskset is None:
-        experience.taskset = taskset
-    if experience.index is None:
-        experience.index = index
-    oldest = experience.version_min
-    if oldest is not None:
-        experience.info = {**(experience.info or {}), "model_version": oldest[1]}

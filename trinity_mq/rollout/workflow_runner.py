@@ -115,6 +115,7 @@ class WorkflowRunner:
             task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
         except (TaskError, UnknownNameError) as error:
             return SliceOutcome(message=str(error), failure_kind="task", retryable=False)
+        lacks_operators = not self.config.operator.operators  # an operator could add a reward
         return await self._run(
             task,
             range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times),
@@ -123,13 +124,10 @@ class WorkflowRunner:
             models=models,
             pinned=task_slice.pinned,
             results=results,
-            needs_reward=task_slice.deliver == "pipeline" and self._trains_on_rewards,
+            needs_reward=(
+                task_slice.deliver == "pipeline" and self.config.algorithm.estimator.needs_reward and lacks_operators
+            ),
         )
-
-    @property
-    def _trains_on_rewards(self) -> bool:
-        """Whether the algorithm needs a reward for each run, and no operator is configured that could add a reward."""
-        return self.config.algorithm.estimator.needs_reward and not self.config.operator.operators
 
     @staticmethod
     def blocks(task_slice: TaskSlice) -> bool:

@@ -53,13 +53,10 @@ class RolloutArgs(dict[str, Any]):
         self.__dict__["defaults"] = {"n": 1, **(defaults or {})}
 
     def __getattr__(self, name: str) -> Any:
-        parameters = {**self.__dict__.get("defaults", {}), **self}
-        if name in parameters:
-            return parameters[name]
-        if name in _FIELD_DEFAULTS:
-            return _FIELD_DEFAULTS[name]
-        names = dict.fromkeys((*parameters, *_FIELD_DEFAULTS))
-        raise AttributeError(f"rollout_args has no {name!r}, only {', '.join(names)}")
+        parameters = {**_FIELD_DEFAULTS, **self.__dict__.get("defaults", {}), **self}
+        if name not in parameters:
+            raise AttributeError(f"rollout_args has no {name!r}, only {', '.join(parameters)}")
+        return parameters[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if value is None:
@@ -117,8 +114,8 @@ def rollout_args_of(value: Any) -> RolloutArgs:
     if isinstance(value, RolloutArgs):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return RolloutArgs(**{field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
-    return RolloutArgs(() if value is None else value)
+        return RolloutArgs(**dataclasses.asdict(value))
+    return RolloutArgs(value or ())
 
 
 def format_args_of(value: Any) -> FormatArgs:
@@ -130,7 +127,7 @@ def format_args_of(value: Any) -> FormatArgs:
     if isinstance(value, BaseModel):
         return FormatArgs(**value.model_dump())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = dataclasses.asdict(value)
     return FormatArgs(**{name: field for name, field in dict(value or {}).items() if name in _FORMAT_DEFAULTS})
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 """Pattern of a failure kind. A kind is short, because each kind has its own metric."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and its chain of causes. An exception group continues with its first exception."""
+    cause: BaseException | None = error
+    visited: set[int] = set()  # an exception may be raised from itself
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        yield cause
+        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
 
 
 class RunFailedError(Exception):

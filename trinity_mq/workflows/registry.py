@@ -1,10 +1,8 @@
-"""Names of workflows: the built-in table, and the lookup by name."""
+"""Names of workflows: the built-in table."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from trinity_mq.runtime.plugins import Registry, resolve
+from trinity_mq.runtime.plugins import Registry
 
 _BUILTIN = "trinity_mq.workflows.builtin"
 _SYNCHRONOUS = {
@@ -84,12 +82,3 @@ path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the
 """
 
 ENTRY_GROUP = "trinity_mq.workflows"
-
-
-def find_workflow(name: str) -> Any:
-    """Return the object that ``name`` refers to: a registered name, an entry point or a dotted path.
-
-    Raises:
-        UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
-    """
-    return resolve("workflow", name, WORKFLOWS, ENTRY_GROUP)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
+from trinity_mq.workflows.errors import causes
 from trinity_mq.workflows.sync_async import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -120,12 +121,7 @@ def prompt_too_long(error: BaseException) -> bool:
     """Return whether the prompt exceeded the model's context: the error or one of its causes has the API's code for
     that.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        if getattr(cause, "code", None) == TOO_LONG:
-            return True
-        cause = cause.__cause__
-    return False
+    return any(getattr(cause, "code", None) == TOO_LONG for cause in causes(error))
 
 
 class _StepRewards(RecordedWorkflow):

@@ -17,7 +17,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import BatchId, TaskBody
 from trinity_mq.rewards import REWARDS, find_reward
-from trinity_mq.runtime.plugins import UnknownNameError, name_of
+from trinity_mq.runtime.plugins import UnknownNameError, name_of, resolve
 from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows.attributes import (
     FormatArgs,
@@ -26,7 +26,7 @@ from trinity_mq.workflows.attributes import (
     format_args_of,
     rollout_args_of,
 )
-from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
+from trinity_mq.workflows.registry import ENTRY_GROUP, WORKFLOWS
 
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
@@ -76,23 +76,21 @@ class Task:
     from records.
     """
 
-    def __post_init__(self) -> None:
-        if self.format_args.system_prompt_key:
-            self._take_system_prompt(self.format_args.system_prompt_key)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if convert := _CONVERTED.get(name):
             value = convert(value)
         object.__setattr__(self, name, value)
 
-    def _take_system_prompt(self, key: str) -> None:
+    def __post_init__(self) -> None:
         """Set the record's own system prompt, if it has one.
 
         Raises:
             TaskError: It is not a text.
         """
+        if self.format_args.system_prompt_key is None:
+            return
         try:
-            system_prompt = system_prompt_of(self.raw_task, key)
+            system_prompt = system_prompt_of(self.raw_task, self.format_args.system_prompt_key)
         except ValueError as error:
             raise TaskError(f"raw_task: {error}") from error
         if system_prompt is not None:
@@ -361,7 +359,7 @@ def load_workflow(name: str) -> type[Workflow]:
     Raises:
         UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
     """
-    workflow = find_workflow(name)
+    workflow = resolve("workflow", name, WORKFLOWS, ENTRY_GROUP)
     if not (inspect.isclass(workflow) and issubclass(workflow, Workflow)):
         raise UnknownNameError(f"workflow {name!r} is {workflow!r}, wanted a subclass of trinity_mq.workflows.Workflow")
     return workflow

@@ -234,20 +234,18 @@ def test_each_form_is_right_for_its_number_and_for_no_other(truth: float) -> Non
     assert [verdict for verdict in verdicts if verdict[2] != verdict[3]] == []
 
 
-@pytest.mark.usefixtures("math_verify_questions")
 @pytest.mark.parametrize(("truth", "answer"), TABLES["other_numbers"])
 def test_other_numbers_stay_wrong(truth: float, answer: str) -> None:
     for reward in (accuracy_reward, math_answer, math_boxed):
         assert reward(rf"\boxed{{{answer}}}", truth, finished=True)["accuracy"] == 0.0  # type: ignore[operator]
 
 
-@pytest.mark.usefixtures("math_verify_questions")
 @pytest.mark.parametrize("power", ["999999999", "-999999999", "9" * 500, "1000", "-1000"])
 def test_a_power_beyond_all_numbers_costs_no_time(power: str) -> None:
     started = time.process_time()
     for written in (f"1e{power}", f"10^{{{power}}}", f"2^{{{power}}}", f"3^{power}", f"(1/3)^{{{power}}}"):
-        assert accuracy_reward(rf"\boxed{{{written}}}", "1", finished=True) == {"accuracy": 0.0}
-        assert accuracy_reward(r"\boxed{1}", written, finished=True) == {"accuracy": 0.0}
+        assert read(written, latex=True).number != 1
+        assert accuracy(rf"\boxed{{{written}}}", "1") == accuracy(r"\boxed{1}", written) == 0
     assert time.process_time() - started < 2.0
 
 

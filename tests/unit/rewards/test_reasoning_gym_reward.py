@@ -74,6 +74,14 @@ COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digi
         ("countdown", {}, lambda record: record["metadata"]["expression"], RIGHT),
         ("countdown", {}, lambda record: "9**9**9**9**9", {"accuracy": 0.0}),
         ("prime_factorization", {}, lambda record: "no factors at all", WRONG),
+        ("coin_flip", {}, lambda record: record["answer"], RIGHT),
+        ("coin_flip", {}, lambda record: "1e999999999", WRONG),
+        ("complex_arithmetic", {}, lambda record: record["answer"], RIGHT),
+        ("complex_arithmetic", {}, lambda record: "nan", WRONG),
+        ("complex_arithmetic", {}, lambda record: "3+nani", WRONG),
+        ("rush_hour", {}, lambda record: "E+99999999999", WRONG),
+        ("game_of_life_halting", {}, lambda record: record["answer"], RIGHT),
+        ("game_of_life_halting", {}, lambda record: "False" if record["answer"] == "True" else "True", WRONG),
         (
             "spiral_matrix",
             {},
@@ -81,7 +89,7 @@ COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digi
             {**WRONG, "partial_credit": 0.1},
         ),
     ],
-    ids=["numbers as keys", "part of a composite", "formula", "power", "scoring raises", "list of the words"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_record_scores_by_its_dataset_after_its_journey(name, args, answer, parts):
     record = record_of(name, **args)

@@ -155,10 +155,11 @@ def test_countdown(formula: str, score: float) -> None:
     assert parts_of(reward, formula, truth, finished=True) == {"score": score}
 
 
-def test_a_countdown_power_ends_at_once() -> None:
+@pytest.mark.parametrize("formula", ["99**98**97**96", "99**98*97**96", "99/98**-97**96", "(0-99)**(98/97)//96"])
+def test_a_countdown_power_ends_at_once(formula: str) -> None:
     truth = json.dumps({"target": 7, "numbers": [99, 98, 97, 96]})
     reward = create_reward("countdown_reward", {})
-    assert parts_of(reward, "<answer>99**98**97**96</answer>", truth, finished=True) == {"score": 0.1}
+    assert parts_of(reward, f"<answer>{formula}</answer>", truth, finished=True)["score"] == 0.1
     with pytest.raises(ValueError, match="wanted JSON such as"):
         parts_of(reward, "<answer>7</answer>", "7", finished=True)
 
@@ -186,15 +187,10 @@ def test_formats(response: str, lines: float, tags: float) -> None:
     assert FormatReward(ANSWER_TAGS)(response) == {"format_score": tags}
 
 
-def test_formats_cost_linear_time() -> None:
+def test_formats_and_answers_cost_linear_time() -> None:
     begin = time.process_time()
     for text in ("<think>" * 50_000, "<think></think>" * 30_000, "<think></think><answer>" + "</answer> x" * 30_000):
         assert FormatReward(ANSWER_TAGS)(text) == {"format_score": -0.1}
-    assert time.process_time() - begin < 2
-
-
-def test_answers_cost_linear_time() -> None:
-    begin = time.process_time()
     countdown, boxed = CountDownRewardFn(), MathBoxedRewardFn()
     game = '{"target": 3, "numbers": [1, 2]}'
     for text in ("<answer>" * 50_000, "<answer>1" * 50_000):
@@ -203,7 +199,7 @@ def test_answers_cost_linear_time() -> None:
     for piece in ("\\begin{array}{", "{", "degree "):
         assert boxed("\\boxed{3}", truth=piece * 50_000)["accuracy"] == 0.0
     assert countdown("<answer>9</answer><answer>1 + 2</answer><answer>", truth=game) == {"score": 1.0}
-    assert time.process_time() - begin < 4
+    assert time.process_time() - begin < 5
 
 
 def test_math_reward_adds_accuracy_and_format() -> None:
@@ -255,6 +251,7 @@ def test_dapo_reward_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match="needs all three, with cache_length below"):
         MathDAPORewardFn(enable_overlong_penalty=True, max_response_length=5)
     assert MathDAPORewardFn()(response="3", truth="4") == {"accuracy": -1.0, "format_score": 0.0}
+    assert MathDAPORewardFn()(response="\\boxed{None}", truth=None)["accuracy"] == -1.0, "an absent truth is wrong"
     needs = MathDAPORewardFn(True, 1.0, 5, 2)
     with pytest.raises(ValueError, match="needs the response's tokens"):
         needs(response="3", truth="4")

@@ -13,7 +13,6 @@ from trinity_mq.config import Config, RunnerConfig
 from trinity_mq.messages import TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.rollout import attempts
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.workflows import AsyncSimpleWorkflow, SandboxFailed, StepWiseRewardWorkflow, Task, Workflow
@@ -38,12 +37,7 @@ def config():
 
 
 @pytest.fixture
-def _short_pauses(monkeypatch):
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
-
-
-@pytest.fixture
-async def runner(config, _short_pauses):
+async def runner(config):
     made = WorkflowRunner(config, runner_id="runner-0")
     with capture_logs():  # rendering a traceback for the console takes a second
         yield made
@@ -170,21 +164,6 @@ class OnlyTheFirstRun(Coroutine):
         return experiences
 
 
-class Forgets(AsyncSimpleWorkflow):
-    """Its reset() does not keep the task."""
-
-    seen: ClassVar = []
-
-    def reset(self, task):
-        self.truth = task.truth
-
-    async def run_async(self):
-        self.seen.append(self.task.raw_task["question"])
-        (experience,) = await self.model.chat_async([{"role": "user", "content": "q"}], n=1)
-        experience.eid.run, experience.reward = self.run_id_base, 1.0
-        return [experience]
-
-
 class Empty(Coroutine):
     async def run_async(self):
         return []
@@ -193,6 +172,21 @@ class Empty(Coroutine):
 class Exits(Coroutine):
     async def run_async(self):
         sys.exit(9)
+
+
+class FromItself(Coroutine):
+    async def run_async(self):
+        try:
+            raise ValueError("own bug")
+        except ValueError as error:
+            raise error from error  # its chain of causes has no end
+
+
+class InGroup(Coroutine):
+    async def run_async(self):
+        async with asyncio.TaskGroup() as group:
+            answer = group.create_task(self.model.chat_async([{"role": "user", "content": "q"}]))
+        return answer.result()
 
 
 class Steps(StepWiseRewardWorkflow):
@@ -233,27 +227,19 @@ async def test_runs_without_numbers_are_numbered_in_their_order(runner, engine, 
     ]
 
 
-async def test_experiences_that_cannot_be_divided_among_the_runs_need_numbers(runner, engine):
-    outcome = await runner.run_slice(task_slice("UnnumberedOdd", runs=3, base=3), lambda: engine.model)
-    assert outcome.runs == []
-    assert "returned experiences with eid.run [0], was asked for [3, 4, 5]" in outcome.message
+@pytest.mark.parametrize(("kind", "number"), [("UnnumberedOdd", 0), ("Numberless", 99)])
+async def test_experiences_without_numbers_that_cannot_be_divided_or_with_others_are_refused(
+    runner, engine, kind, number
+):
+    outcome = await runner.run_slice(task_slice(kind, runs=3, base=3, max_retry_times=0), lambda: engine.model)
+    assert (outcome.runs, outcome.experiences) == ([], [])
+    assert f"returned experiences with eid.run [{number}], was asked for [3, 4, 5]" in outcome.message
 
 
 async def test_steps_of_the_first_run_stay_with_it(runner, engine):
     outcome = await runner.run_slice(task_slice("OnlyTheFirstRun", runs=3), lambda: engine.model)
     assert (outcome.runs, len(outcome.experiences)) == ([0, 1, 2], 6), "the others were tried again"
     assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [(r, s) for r in range(3) for s in range(2)]
-
-
-async def test_an_instance_has_the_task_that_it_runs(config, engine):
-    one_at_a_time = config.model_copy(update={"runner": RunnerConfig(concurrent_mode="sequential")})
-    runner = WorkflowRunner(one_at_a_time, runner_id="runner-0")
-    for question in ("3+4=", "5+5="):
-        task = {"raw_task": {"question": question, "answer": "7"}}
-        outcome = await runner.run_slice(task_slice("Forgets", runs=1, task=task), lambda: engine.model)
-        assert outcome.message is None
-    await runner.close()
-    assert Forgets.seen == ["3+4=", "5+5="]
 
 
 @pytest.mark.parametrize("kind", ["Asks", "Blocking"])
@@ -343,12 +329,6 @@ async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner,
     assert len({exp.eid.rid for exp in outcome.experiences}) == 4
 
 
-async def test_runs_that_were_not_asked_for_are_refused(runner, engine):
-    outcome = await runner.run_slice(task_slice("Numberless", max_retry_times=0), lambda: engine.model)
-    assert (outcome.runs, outcome.experiences) == ([], [])
-    assert "returned experiences with eid.run [99], was asked for [0, 1, 2, 3]" in outcome.message
-
-
 @pytest.mark.parametrize("kind", ["Never", "NeverReturns"])
 async def test_an_attempt_has_its_time_and_retries_have_an_end(runner, engine, kind):
     NeverReturns.release.clear()
@@ -398,7 +378,7 @@ async def test_no_engine_at_all_ends_with_the_slice_and_says_so(runner):
     )
 
 
-@pytest.mark.parametrize("kind", ["async_simple_workflow", "simple_workflow", "Steps"])
+@pytest.mark.parametrize("kind", ["async_simple_workflow", "simple_workflow", "Steps", "InGroup"])
 async def test_a_lost_engine_is_replaced_by_another(runner, engine, kind):
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
@@ -533,6 +513,7 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
     [
         ("Empty", {}, "workflow", "Empty returned no experience; a run gives at least one"),
         ("Exits", {}, "workflow", "Exits called sys.exit(9)"),
+        ("FromItself", {}, "workflow", "ValueError: own bug ("),
         ("Never", {"max_timeout": 0.05}, "timeout", "Never took longer than max_timeout, 0.05 s ("),
         ("Never", {"slice_timeout": 0.05}, "timeout", "not done within the 0.05 s of the slice"),
         ("async_simple_workflw", {}, "task", "unknown workflow 'async_simple_workflw'; did you mean"),
@@ -587,7 +568,7 @@ def a_slice(kind, runs=3, **limits):
 
 
 @pytest.fixture
-def ran(engine, config, _short_pauses):
+def ran(engine, config):
     """Runs slices in a mode by one runner."""
     Noted.reset_all()
 
@@ -650,10 +631,11 @@ class Noted(Workflow):
 
 
 class Resets(Noted):
+    """Its reset() does not keep the task."""
+
     can_reset = True
 
     def reset(self, task):
-        self.task = task
         self.resets.append(self)
 
 

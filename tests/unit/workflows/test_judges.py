@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.workflows.tiny_engines import make_generator, scripted_judge, tiny_engine
-from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
+from tests.unit.workflows.tiny_engines import scripted_judge
+from trinity_mq.models import ModelWrapper, PromptTooLong
 from trinity_mq.rewards.text import exact_match
-from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.rubric import AsyncRubricWorkflow, Criterion, RubricWorkflow, rubric_score
 from trinity_mq.workflows.builtin.ruler import (
@@ -88,8 +88,8 @@ async def test_a_judge_that_cannot_be_asked_is_not_the_rollout_engines_fault(kin
             await run(kind, stub_model(["a"]), judge.model)
     with pytest.raises(AuxiliaryError, match="cannot be asked: EngineLost") as lost:
         await run(kind, stub_model(["a"]), judge.model)
-    assert refused.value.__cause__ is None
-    assert lost.value.__cause__ is None
+    assert refused.value.__cause__ is lost.value.__cause__ is None
+    assert (refused.value.lost, lost.value.lost) == (None, judge.model), "one that refuses is there"
 
 
 BODIES = [b"", b"<html>", b"[]", b"null", b'{"choices": 5}', b'{"choices": [7]}', b'{"choices": [{"message": []}]}']
@@ -317,61 +317,6 @@ def test_scores_stay_in_range_and_more_met_is_never_less(data, weights):
     assert rubric_score(rubric, [float(weight > 0) for weight in weights]) == 1.0
 
 
-# -- real models as judges: random weights say nothing of use, and that is counted
-
-
-NAMES = ["ruler_workflow", "async_ruler_workflow", "rubric_workflow", "async_rubric_workflow"]
-SHORT_AND_WRONG = {"rubric": ["It is short.", {"description": "It is wrong.", "weight": -1}]}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("judged")
-    return {
-        "student": make_generator(folder / "student", seed=1, max_model_len=512),
-        "judge": make_generator(folder / "judge", seed=2),
-        "narrow": make_generator(folder / "narrow", seed=2, max_model_len=64),
-    }
-
-
-async def judged(models, name, judge, failing=None):
-    """Return the experiences of three runs of one task, or what it failed with where that is to match ``failing``."""
-    kind = load_workflow(name)
-    given = {"judge_max_tokens": 12, **(SHORT_AND_WRONG if "rubric" in name else {})}
-    task = Task(workflow=kind, raw_task={"question": "Name a prime."}, workflow_args=given)
-    async with tiny_engine(models["student"], "student") as here, tiny_engine(models[judge], judge) as there:
-        async with EngineClients() as clients:
-            model = ModelWrapper(here, clients=clients, max_response_tokens=8)
-            wrappers = [ModelWrapper(there, clients=clients)]
-            workflow = await asyncio.to_thread(task.to_workflow, model, wrappers)
-            workflow.set_repeat_times(3, 0)
-            try:
-                if failing is None:
-                    return await execute(lambda: workflow, kind)
-                with pytest.raises(AuxiliaryError, match=failing) as caught:
-                    await execute(lambda: workflow, kind)
-                return caught.value
-            finally:
-                for one in (model, *wrappers):
-                    await one.aclose()
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_judge_that_says_nothing_of_use_teaches_nothing_and_is_counted(models, name):
-    experiences = await judged(models, name, "judge")
-    assert [one.eid.run for one in experiences] == [0, 1, 2]
-    assert len({one.reward for one in experiences}) == 1, "no advantage for anybody"
-    assert {one.metrics["judge_success"] for one in experiences} == {0.0}
-    assert all("there is no list of" in one.info["judge_problem"] for one in experiences)
-    assert all(one.versions and len(one.logprobs) == one.response_length for one in experiences)
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_question_too_long_for_the_judge_fails_the_run_with_its_words(models, name):
-    said = r"the judge 'narrow' at http://.* cannot be asked: .*the prompt has at least \d+ tokens, 63 are allowed"
-    assert (await judged(models, name, "narrow", failing=said)).lost is None, "it is there, and to be asked again"
-
-
 # -- the policy as its own judge: trained where the right answer counts, believed where it does not
 
 
@@ -383,17 +328,17 @@ def right_or_wrong(response: str, truth: str | None, *, finished: bool) -> dict[
     return {"accuracy": float(response == truth)}
 
 
-async def run_self_judged(kind: Any, model: Any, share: float, *, times: int = 2, **more: Any) -> Any:
+async def run_self_judged(kind: Any, model: Any, share: float, *, raw_task: Any = PROBLEM, **more: Any) -> Any:
     task = Task(
         workflow=kind,
-        raw_task=PROBLEM,
+        raw_task=raw_task,
         reward_fn=right_or_wrong,
         workflow_args={"truth_share": share, "lowest": 0.0, "highest": 1.0},
         task_id=5,
         **more,
     )
     workflow = task.to_workflow(model)
-    workflow.set_repeat_times(times, 4)
+    workflow.set_repeat_times(2, 4)
     return await execute(lambda: workflow, kind)
 
 
@@ -416,41 +361,42 @@ async def test_where_the_truth_counts_answers_and_verdicts_are_trained(kind: Any
 
 
 @SELF_JUDGED
-async def test_thoughts_are_neither_shown_nor_verdicts(kind: Any, stub_model: Any) -> None:
-    model = stub_model(["<think>9?</think>7", "9", "<think>[0.5, 0.5]?</think>[0.25, 0.5]"])
-    assert [one.reward for one in await run_self_judged(kind, model, 0.0)] == [0.25, 0.5]
+@pytest.mark.parametrize(
+    ("answers", "wanted", "gold"),
+    [
+        (["7", "9", "[0.25, 0.5]"], [0.25, 0.5], [1.0, 0.0]),
+        (["7", "9", "[2, 1]"], [0.0, 0.0], [1.0, 0.0]),
+        (["<think>9?</think>7", "9", "<think>[0.5, 0.5]?</think>[0.25, 0.5]"], [0.25, 0.5], [0.0, 0.0]),
+    ],
+    ids=["read", "cannot be read", "thoughts are neither shown nor verdicts"],
+)
+async def test_where_it_does_not_the_answers_get_the_verdict(
+    kind: Any, answers: list[str], wanted: list[float], gold: list[float], stub_model: Any
+) -> None:
+    model = stub_model(answers)
+    found = await run_self_judged(kind, model, 0.0)
+    assert [one.reward for one in found] == wanted
+    assert [one.metrics["gold_reward"] for one in found] == gold, "known to us, and not to the policy"
+    assert {one.metrics["judge_success"] for one in found} == {float(any(wanted))}
     assert "9?" not in model.calls[-1][0][-1]["content"]
-
-
-@SELF_JUDGED
-async def test_where_it_does_not_the_answers_get_the_verdict(kind: Any, stub_model: Any) -> None:
-    found = await run_self_judged(kind, stub_model(["7", "9", "[0.25, 0.5]"]), 0.0)
-    assert [one.reward for one in found] == [0.25, 0.5]
-    assert [one.metrics["gold_reward"] for one in found] == [1.0, 0.0], "known to us, and not to the policy"
-
-
-@SELF_JUDGED
-async def test_a_verdict_that_cannot_be_read_makes_nobody_better(kind: Any, stub_model: Any) -> None:
-    found = await run_self_judged(kind, stub_model(["7", "9", "[2, 1]"]), 0.0)
-    assert [one.reward for one in found] == [0.0, 0.0]
-    assert {one.metrics["judge_success"] for one in found} == {0.0}
 
 
 @SELF_JUDGED
 async def test_an_evaluation_asks_no_judge(kind: Any, stub_model: Any) -> None:
     found = await run_self_judged(kind, stub_model(["7", "9"]), 0.0, is_eval=True)
-    assert [one.reward for one in found] == [1.0, 0.0]
-    assert [one.metrics["accuracy"] for one in found] == [1.0, 0.0]
+    assert [(one.reward, one.metrics["accuracy"]) for one in found] == [(1.0, 1.0), (0.0, 0.0)]
 
 
-def test_which_tasks_it_is_follows_from_the_task(stub_model: Any) -> None:
-    def knows(question: str) -> bool:
-        task = Task(workflow=MathTrainableRulerWorkflow, raw_task={"question": question, "answer": "1"})
-        return bool(task.to_workflow(stub_model([]))._uses_truth)
+async def test_which_tasks_it_is_follows_from_the_task(stub_model: Any) -> None:
+    async def verdicts(question: str) -> int:
+        model = stub_model(["7", "9", "[0, 1]", "[0, 1]"])
+        await run_self_judged(MathTrainableRulerWorkflow, model, 0.2, raw_task={"question": question, "answer": "7"})
+        return int(model.calls[1][1]["n"])
 
-    first = [knows(f"{n} + 1") for n in range(400)]
-    assert first == [knows(f"{n} + 1") for n in range(400)]
-    assert 0.12 < sum(first) / 400 < 0.28
+    first = [await verdicts(f"{n} + 1") for n in range(200)]
+    assert first == [await verdicts(f"{n} + 1") for n in range(200)]
+    assert set(first) == {1, 2}, "as many as runs where the truth is used"
+    assert 0.1 < first.count(2) / 200 < 0.3
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
     async with running(generator, tmp_path, max_response_tokens=30) as runner:
         status, experiences = await runner.run_task_async(task, 3, 0)
     assert status.ok, status.message
-    assert len(experiences) == 3
+    assert [one.experience_type for one in experiences] == ["single_turn"] * 3
     for one in experiences:
         response = one.tokens[one.prompt_length :].tolist()
         forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]

@@ -205,26 +205,19 @@ async def test_a_base_class_has_no_public_name_that_is_not_documented(kind):
 async def test_a_subclass_may_have_attributes_of_any_name(kind, place):
     """They are assigned before and after the constructor of the base class and in reset(), or belong to the class."""
     base = concrete(kind)
-
-    def fill(target):
-        for name in set(FREE) - DOCUMENTED[kind]:
-            setattr(target, name, {"mine": name})
+    names = {name: {"mine": name} for name in set(FREE) - DOCUMENTED[kind]}
 
     class Mine(base):
         def __init__(self, *, task, model, auxiliary_models=None):
-            fill(self)
+            vars(self).update(names)
             super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-            fill(self)
+            vars(self).update(names)
 
         def reset(self, task):
             super().reset(task)
-            fill(self)
+            vars(self).update(names)
 
-    class Filled(base):
-        pass
-
-    fill(Filled)
-    mine = Mine if place == "instance" else Filled
+    mine = Mine if place == "instance" else type("Filled", (base,), names)
     async with scripted_model(answer_to(kind)) as model:
         plain = await run(task_for(kind, base).to_workflow(model))
         workflow = task_for(kind, mine).to_workflow(model)
@@ -236,7 +229,7 @@ async def test_a_subclass_may_have_attributes_of_any_name(kind, place):
     assert [(one.response_text, one.reward, one.eid.step) for one in experiences] == [
         (one.response_text, one.reward, one.eid.step) for one in plain
     ]
-    assert workflow.answers == {"mine": "answers"}, "it kept its own"
+    assert {name: getattr(workflow, name) for name in names} == names, "it kept its own"
 
 
 class Plain(RewardFn):
@@ -338,25 +331,20 @@ class Prepares(MathBoxedWorkflow):
         self.reward_fn = Thinks()
 
 
-async def test_a_subclass_of_boxed_math_may_prepare_itself():
+@pytest.mark.parametrize("kind", [Prepares, MathBoxedWorkflow])
+async def test_boxed_math_gives_its_arguments_to_a_reward_also_if_a_subclass_prepares_itself(kind):
     prompts = []
 
     def script(prompt):
         prompts.append(prompt)
         return "seven"
 
+    args = {"use_base": True, "with_think": True, "format_score_coef": 0.25}
     async with scripted_model(script) as model:
-        [experience] = await run(task_for(MathBoxedWorkflow, Prepares).to_workflow(model))
-    assert experience.metrics == {"think": 1.0, "coef": 0.25, "tokens": 6.0}
-    assert prompts[0].startswith("System:Count.")
-
-
-async def test_boxed_math_gives_its_arguments_to_a_reward_that_takes_them():
-    async with scripted_model(["seven"]) as model:
-        args = {"with_think": True, "format_score_coef": 0.5}
-        task = task_for(MathBoxedWorkflow, MathBoxedWorkflow, workflow_args=args, reward_fn=Thinks)
+        task = task_for(MathBoxedWorkflow, kind, workflow_args=args, reward_fn=Thinks)
         [experience] = await run(task.to_workflow(model))
-    assert experience.metrics == {"think": 1.0, "coef": 0.5, "tokens": 6.0}
+    assert experience.metrics == {"think": 1.0, "coef": 0.25, "tokens": 6.0}
+    assert prompts[0].startswith("System:Count.") is (kind is Prepares)
 
 
 def test_a_reward_made_has_the_attributes_of_the_instance():

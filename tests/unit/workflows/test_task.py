@@ -54,6 +54,7 @@ def test_a_body_becomes_a_task_and_again_the_same_body():
     assert task.to_dict() == {"prompt": "1+1", "answer": "2"}
     assert task.to_body() == BODY
     assert decode(encode(TaskSubmission(task=task.to_body())), TaskSubmission).task == BODY
+    assert Task.from_body(BODY.model_copy(update={"reward_fn": ""})).reward_fn is None, "the workflow chooses"
 
 
 def test_a_task_made_by_hand_travels_under_its_dotted_path():
@@ -107,12 +108,9 @@ def test_a_workflow_has_what_its_task_has(stub_model):
     with capture_logs() as logs:
         workflow.logger.info("begun")
     assert logs == [{"event": "begun", "log_level": "info"}]
-
-
-def test_a_workflow_may_replace_what_its_task_has(stub_model):
-    workflow = Keeps(task=asked(), model=stub_model([]))
-    assert (workflow.truth, workflow.system_prompt, workflow.reward_fn_args) == ("7!", "Be brief.", {})
-    assert workflow.format_messages()[0]["content"] == "Be brief."
+    other = Keeps(task=asked(), model=stub_model([]))
+    assert (other.truth, other.system_prompt, other.reward_fn_args) == ("7!", "Be brief.", {}), "it may replace them"
+    assert other.format_messages()[0]["content"] == "Be brief."
 
 
 def test_sampling_parameters_are_attributes_too(stub_model):
@@ -127,7 +125,7 @@ def test_sampling_parameters_are_attributes_too(stub_model):
     assert workflow.rollout_args == {"temperature": 0.5, "n": 2}
     workflow.task.rollout_args.n = 3
     assert copy.deepcopy(workflow.task).copy_for_run().rollout_args == {"temperature": 0.5, "n": 3}
-    with pytest.raises(AttributeError, match="rollout_args has no 'temprature', only n, temperature, top_p"):
+    with pytest.raises(AttributeError, match="rollout_args has no 'temprature', only temperature, top_p"):
         _ = workflow.rollout_args.temprature
 
 
@@ -209,10 +207,6 @@ def test_bad_bodies_teach(change, said):
         Task.from_body(BODY.model_copy(update=change))
 
 
-def test_an_empty_reward_function_leaves_it_to_the_workflow():
-    assert Task.from_body(BODY.model_copy(update={"reward_fn": ""})).reward_fn is None
-
-
 # -- arguments that the record of a task from outside may give
 
 
@@ -227,19 +221,12 @@ def arguments(record_args):
     return arguments_of(Task.from_body(body), Play, record_keys=["seed", "env_args"])
 
 
-def test_a_task_of_the_taskset_gives_all():
-    assert arguments(None) == Play(seed=3, env_args={"path": "/"})
-
-
-def test_a_task_from_outside_gives_those_that_are_open():
+def test_a_task_from_outside_gives_the_arguments_that_are_open_and_another_task_all():
+    assert arguments(None) == arguments(["seed", "env_args"]) == Play(seed=3, env_args={"path": "/"})
     with pytest.raises(TaskError, match=r"raw_task\.env_args .* outsiders\.record_args"):
         arguments(["seed"])
-    assert arguments(["seed", "env_args"]).seed == 3
-
-
-def test_it_stays_so_on_the_way_through_a_runner():
     task = Task.from_body(TaskBody(workflow="math_workflow", record_args=["seed"]))
-    assert task.copy_for_run().to_body().record_args == ["seed"]
+    assert task.copy_for_run().to_body().record_args == ["seed"], "also on the way through a runner"
 
 
 # -- from names to workflows: built-in, from installed packages, by dotted path, from a plug-in folder

@@ -14,9 +14,9 @@ from trinity_mq.renamed import CHANGED_NAMES
 from trinity_mq.rewards import REWARD_FUNCTIONS, find_reward
 from trinity_mq.workflows import FormatArgs, Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.builtin.trinity import compute_toolcall_reward
-from trinity_mq.workflows.builtin.trinity_judges import MathTrainableRULERWorkflow, rubric_rating, ruler_scores
+from trinity_mq.workflows.builtin.trinity_judges import rubric_rating, ruler_scores
 from trinity_mq.workflows.games.sudoku_moves import parse_moves
-from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
+from trinity_mq.workflows.registry import WORKFLOWS
 
 RECORD = {"question": "3 times 4?", "answer": "12"}
 TAGGED = [
@@ -75,9 +75,7 @@ async def outcome(name: str, model: Any, runs: int, *, judge: Scripted | None = 
         workflow=load_workflow(name),
         raw_task=keys.pop("raw_task", RECORD),
         reward_fn=find_reward(reward) if isinstance(reward, str) else reward,
-        batch_id=1,
-        task_id=3,
-        **keys,
+        **{"batch_id": 1, "task_id": 3, **keys},
     )
     workflow = task.to_workflow(model, [judge] if judge else [])
     if workflow.can_repeat:
@@ -187,26 +185,29 @@ TRUSTED = ["x [0.1, 0.2, 2, 1, 0]", "none", "[1,1,1,1,1]", "[0.5]", "[0,0,0,0,0.
 JUDGED_REWARDS = [0.346667, 0.0, 0.566667, 0.0, 0.483333]
 
 
-@pytest.mark.parametrize("uses_truth", [True, False])
-async def test_trainable_ruler(uses_truth: bool, stub_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MathTrainableRULERWorkflow, "_uses_truth", uses_truth)
+@pytest.mark.parametrize(("task_id", "uses_truth"), [(7, True), (3, False)])
+async def test_trainable_ruler(task_id: int, uses_truth: bool, stub_model: Any) -> None:
     model = stub_model(TAGGED + TRUSTED)
-    experiences = await outcome("math_trainable_ruler_workflow", model, 5)
+    experiences = await outcome("math_trainable_ruler_workflow", model, 5, task_id=task_id)
     assert [hashed(messages) for messages, _ in model.calls] == ["355156892474be35", "0b1e10e4febb6518"]
     assert [sampling["n"] for _, sampling in model.calls] == [5, 5 if uses_truth else 1]
     if uses_truth:
         assert rewards(experiences) == TAG_REWARDS + JUDGED_REWARDS
-        assert [experience.eid.task for experience in experiences] == ["3"] * 5 + ["3-ruler"] * 5
+        assert [experience.eid.task for experience in experiences] == ["7"] * 5 + ["7-ruler"] * 5
         assert experiences[5].metrics == pytest.approx({"judge_success": 0.6, "reward_for_judge": 0.346667}, abs=1e-6)
     else:
         assert rewards(experiences) == [0.1, 0.2, 1.0, 1.0, 0.0]
     assert experiences[0].metrics["gold_reward"] == 1.1
 
 
-def test_a_fifth_of_the_tasks_uses_the_truth(stub_model: Any) -> None:
-    kind = load_workflow("math_trainable_ruler_workflow")
-    tasks = [Task(workflow=kind, raw_task=RECORD, batch_id=1, task_id=number) for number in range(1000)]
-    assert 150 < sum(task.to_workflow(stub_model([]))._uses_truth for task in tasks) < 250
+async def test_a_fifth_of_the_tasks_uses_the_truth(stub_model: Any) -> None:
+    counts = []
+    for task_id in range(400):
+        model = stub_model(["a", "b", "[0, 1]", "[0, 1]"])
+        await outcome("math_trainable_ruler_workflow", model, 2, task_id=task_id, reward="exact_match")
+        counts.append(model.calls[1][1]["n"])
+    assert set(counts) == {1, 2}
+    assert 50 < counts.count(2) < 110
 
 
 RUBRIC = [{"weight": 2, "description": "is right"}, {"weight": -1.0, "description": "is long"}]
@@ -318,6 +319,13 @@ def test_hostile_calls_are_wrong(text: str) -> None:
     assert compute_toolcall_reward(text, CALL) == 0.0
 
 
+def test_calls_that_are_nested_too_deeply_are_wrong() -> None:
+    for depth in range(500, 1100):  # at some depth they can be read as JSON but not be written
+        arguments = "[" * depth + "]" * depth
+        text = f'<think></think><tool_call>[{{"name": "add", "arguments": {arguments}}}]</tool_call>'
+        assert compute_toolcall_reward(text, CALL) == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "answers", "prompt", "wanted"),
     [
@@ -400,5 +408,5 @@ def test_each_name_with_another_meaning_is_there_as_are_the_new_names_of_the_for
         assert [name for name in (old, f"async_{old}", new, f"async_{new}") if name not in WORKFLOWS] == []
     assert [name for pair in CHANGED_NAMES["reward_fn"].items() for name in pair if name not in REWARD_FUNCTIONS] == []
     for name in ("async_frozen_lake_workflow", "async_sudoku_workflow"):
-        assert find_workflow(name).is_async
-    assert find_workflow("async_frozen_lake_workflow") is find_workflow("frozen_lake_workflow")
+        assert load_workflow(name).is_async
+    assert load_workflow("async_frozen_lake_workflow") is load_workflow("frozen_lake_workflow")

@@ -24,7 +24,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterator
 from math import isclose
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LONGEST_ANSWER = 2000
 """Maximum characters of an extracted answer that is compared by a rule; a longer answer is wrong."""
@@ -79,10 +79,6 @@ _WORDS = {
 _POINT = "point"
 
 
-class NotANumberError(ValueError):
-    """A text holds no number in words."""
-
-
 def number_in_words(text: str) -> int | float:
     """Return the number that a text states in English words, as the package ``word2number`` 1.1 reads it.
 
@@ -90,7 +86,7 @@ def number_in_words(text: str) -> int | float:
     the text.
 
     Raises:
-        NotANumberError: The text has no number, or its parts have the wrong order.
+        ValueError: The text has no number, or its parts have the wrong order.
         LookupError: A part of the number is missing, such as the factor of "thousand".
 
     >>> number_in_words("three hundred and five"), number_in_words("two point five")
@@ -101,9 +97,9 @@ def number_in_words(text: str) -> int | float:
         return int(text)
     words = [word for word in text.split() if word in _WORDS or word == _POINT]
     if not words:
-        raise NotANumberError("no number words")
+        raise ValueError("no number words")
     if any(words.count(word) > 1 for word in (*_SCALES, _POINT)):
-        raise NotANumberError("a scale occurs twice")
+        raise ValueError("a scale occurs twice")
     whole, fraction = words, list[str]()
     if _POINT in words:
         place = words.index(_POINT)
@@ -115,7 +111,7 @@ def _whole_number(words: list[str]) -> int:
     places = [words.index(scale) if scale in words else -1 for scale in _SCALES]
     billion, million, thousand = places
     if (thousand > -1 and (thousand < million or thousand < billion)) or -1 < million < billion:
-        raise NotANumberError("the scales are out of order")
+        raise ValueError("the scales are out of order")
     if len(words) < 2:
         return _WORDS[words[0]] if words else 0
     total, start = 0, 0
@@ -230,12 +226,11 @@ def boxed_equal(response: str, truth: str) -> RuleResult:
     r"""Return whether the content of the last ``\boxed{}`` has the normal form of ``truth``, which may itself have a
     box.
     """
-    box = _last_box(response)
-    answer = _content(box)
+    _, answer = _boxed_text(response)
     if answer is None:
         return RuleResult(False)
-    marked = _last_box(truth)
-    wanted = truth if marked is None else _content(marked)
+    is_boxed, wanted = _boxed_text(truth)
+    wanted = wanted if is_boxed else truth
     if wanted is None or max(len(answer), len(wanted)) > LONGEST_ANSWER:
         return RuleResult(False, answer)
     try:
@@ -244,13 +239,20 @@ def boxed_equal(response: str, truth: str) -> RuleResult:
         return RuleResult(answer == wanted, answer)
 
 
-def _last_box(text: str) -> str | None:
-    r"""Return the last ``\boxed{...}``, or ``\boxed `` and the text behind it up to a dollar sign."""
+def _boxed_text(text: str) -> tuple[bool, str | None]:
+    r"""Return whether a text has a box, and the content of the last ``\boxed{...}``, or the text between ``\boxed ``
+    and a dollar sign. The content of another box is None.
+    """
     if "\\boxed " in text:
-        return "\\boxed " + text.rpartition("\\boxed ")[2].partition("$")[0]
+        return True, text.rpartition("\\boxed ")[2].partition("$")[0]
+    box = _last_box(text)
+    return box is not None, box[len("\\boxed{") : -1] if box is not None and box.startswith("\\boxed{") else None
+
+
+def _last_box(text: str) -> str | None:
+    r"""Return the last ``\boxed{...}``, or without a ``\boxed`` the last ``\fbox{...}``."""
     place = text.rfind("\\boxed")
-    if place < 0:
-        place = text.rfind("\\fbox")
+    place = text.rfind("\\fbox") if place < 0 else place
     end = _closing(text, place) if place >= 0 else None
     return None if end is None else text[place : end + 1]
 
@@ -263,14 +265,6 @@ def _closing(text: str, start: int) -> int | None:
         if depth == 0 and brace.group() == "}":
             return start + brace.start()
     return None
-
-
-def _content(box: str | None) -> str | None:
-    if box is None:
-        return None
-    if box.startswith("\\boxed "):
-        return box.removeprefix("\\boxed ")
-    return box.removeprefix("\\boxed{")[:-1] if box.startswith("\\boxed{") and "\\boxed " not in box else None
 
 
 # -- the rule "qwen"
@@ -320,18 +314,19 @@ def qwen_equal(response: str, truth: str) -> RuleResult:
 def _qwen_same(answer: str, wanted: str) -> bool:
     if answer == wanted:
         return True
-    numbers = [_number(text) for text in (answer, wanted)]
-    if numbers[0] is not None and numbers[1] is not None:
-        return _near(numbers[0], numbers[1], percentages=True)
-    if _is_bracketed(answer) and _is_bracketed(wanted) and _same_parts(answer[1:-1], wanted[1:-1], ","):
-        return True
+    if (are_near := _are_near(answer, wanted)) is not None:
+        return are_near
+    if _is_bracketed(answer) and _is_bracketed(wanted):
+        parts, wanted_parts = answer[1:-1].split(","), wanted[1:-1].split(",")
+        if len(parts) == len(wanted_parts) and all(map(_qwen_same_stripped, parts, wanted_parts)):
+            return True
     if answer.startswith(_MATRIX) and wanted.startswith(_MATRIX) and _same_matrix(answer, wanted):
         return True
     sides = [text.split("=") for text in (answer, wanted)]
     match sides:
         case [[left, right], [left_wanted, right_wanted]]:
             pair = (f"({left.strip()})-({right.strip()})", f"({left_wanted.strip()})-({right_wanted.strip()})")
-            if _same_by_sympy(*pair, _expression):
+            if _same_by_sympy(*pair, "sympify"):
                 return True
         case [[name, value], [_]] if len(name.strip()) <= 2:
             if _qwen_same(value.strip(), wanted):
@@ -339,43 +334,35 @@ def _qwen_same(answer: str, wanted: str) -> bool:
         case [[_], [name, value]] if len(name.strip()) <= 2:
             if _qwen_same(answer, value.strip()):
                 return True
-    return _same_by_sympy(answer, wanted, _expression)
+    return _same_by_sympy(answer, wanted, "sympify")
+
+
+def _qwen_same_stripped(answer: str, wanted: str) -> bool:
+    return _qwen_same(answer.strip(), wanted.strip())
 
 
 _MATRIX, _MATRIX_END = "\\begin{pmatrix}", "\\end{pmatrix}"
 
 
-def _number(text: str) -> float | None:
+def _are_near(answer: str, wanted: str) -> bool | None:
+    """Return whether two numbers agree to 4 digits; also if one of them is a percentage. None: not two numbers."""
     try:
-        return float(text.replace(",", ""))
+        number, target = float(answer.replace(",", "")), float(wanted.replace(",", ""))
     except ValueError:
         return None
-
-
-def _near(number: float, wanted: float, *, percentages: bool) -> bool:
-    """Return whether two numbers agree to 4 digits; also if one of them is a percentage."""
-    values = (wanted, wanted / 100, wanted * 100) if percentages else (wanted,)
-    return any(isclose(value, number, rel_tol=1e-4) for value in values)
+    return any(isclose(value, number, rel_tol=1e-4) for value in (target, target / 100, target * 100))
 
 
 def _is_bracketed(text: str) -> bool:
     return text.startswith(("(", "[")) and text.endswith((")", "]"))
 
 
-def _same_parts(answer: str, wanted: str, separator: str) -> bool:
-    parts, wanted_parts = answer.split(separator), wanted.split(separator)
-    return len(parts) == len(wanted_parts) and all(
-        _qwen_same(part.strip(), wanted_part.strip()) for part, wanted_part in zip(parts, wanted_parts, strict=True)
-    )
-
-
 def _same_matrix(answer: str, wanted: str) -> bool:
     rows, wanted_rows = (text[len(_MATRIX) : -len(_MATRIX_END)].split("\\\\") for text in (answer, wanted))
     same_shape = len(rows) == len(wanted_rows) and rows[0].count("&") == wanted_rows[0].count("&")
     return same_shape and all(
-        _qwen_same(cell.strip(), wanted_cell.strip())
+        all(map(_qwen_same_stripped, row.split("&"), wanted_row.split("&")))
         for row, wanted_row in zip(rows, wanted_rows, strict=True)
-        for cell, wanted_cell in zip(row.split("&"), wanted_row.split("&"), strict=False)
     )
 
 
@@ -407,25 +394,17 @@ def _is_formula(text: str) -> bool:
     )
 
 
-def _expression(text: str) -> Any:
-    """Return the text as an expression, or the text itself if sympy cannot read it."""
+def _same_by_sympy(first: str, second: str, parser: Literal["sympify", "parse_expr"]) -> bool:
+    """Return whether two formulas are equal expressions, or have nearly equal values, as this function of sympy reads
+    them.
+    """
     import sympy
 
-    text = text.replace("\\\\", "\\")
-    if not _is_formula(text):
-        return text
+    if not (_is_formula(first) and _is_formula(second)):
+        return False
     try:
-        return sympy.sympify(text, evaluate=True)
-    except Exception:  # sympy's parser raises many kinds of errors for other text
-        return text
-
-
-def _same_by_sympy(first: str, second: str, parse: Callable[[str], Any]) -> bool:
-    """Return whether two formulas are equal expressions, or have nearly equal values."""
-    import sympy
-
-    left, right = parse(first), parse(second)
-    if isinstance(left, str) or isinstance(right, str):
+        left, right = map(getattr(sympy, parser), (first, second))
+    except Exception:  # sympy's parsers raise many kinds of errors for other text
         return False
     checks: tuple[Callable[[], Any], ...] = (
         lambda: left == right,
@@ -492,10 +471,8 @@ def dapo_equal(response: str, truth: str) -> RuleResult:
 def match_answer(response: str) -> tuple[bool, str]:
     r"""Return whether a box stands behind the last ``</think>``, and its content or else the text there."""
     text = response.rpartition("</think>")[2]
-    place = text.rfind("\\boxed")
-    place = text.rfind("\\fbox") if place < 0 else place
-    end = _closing(text, place) if place >= 0 else None
-    content = "" if end is None else text[text.find("{", place) + 1 : end].strip()
+    box = _last_box(text)
+    content = "" if box is None else box[box.find("{") + 1 : -1].strip()
     return bool(content), content or text
 
 
@@ -510,30 +487,25 @@ def graded(answer: str, truth: str) -> RuleResult:
 
 def _mathd(answer: str) -> str:
     """Return the normal form of prm800k's first comparison."""
-    text = answer.strip()
-    if match := _TEXT.search(text):
-        text = match["text"].strip()
+    original = answer.strip()
+    if match := _TEXT.search(original):
+        original = match["text"].strip()
+    text = _replaced(original, _MATHD)
     try:
-        return _mathd_steps(text)
+        text = remove_right_units(text)
     except ValueError:
-        return text
-
-
-def _mathd_steps(text: str) -> str:
-    text = _replaced(text, _MATHD)
-    text = _replaced(remove_right_units(text), (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
-    if not text:
-        return text
+        return original
+    text = _replaced(text, (("\\\\%", ""), ("\\%", ""), (" .", " 0."), ("{.", "{0.")))
     text = f"0{text}" if text.startswith(".") else text
     sides = text.split("=")
     text = sides[1] if len(sides) == 2 and len(sides[0]) <= 2 else text
     first, *roots = text.split("\\sqrt")
     if not all(roots):
-        raise ValueError("a root has no argument")
+        return original
     text = first + "".join(f"\\sqrt{root}" if root[0] == "{" else f"\\sqrt{{{root[0]}}}{root[1:]}" for root in roots)
     text = text.replace(" ", "")
     if "" in text.split("\\frac")[1:]:
-        raise ValueError("a fraction has no argument")
+        return original
     text = fix_fracs(text)
     return _slash_to_fraction("\\frac{1}{2}" if text == "0.5" else text, roots=False)
 
@@ -592,9 +564,8 @@ def _dapo_form(answer: str) -> str:
     if text[:1] + text[-1:] == "{}":
         text = text[1:-1]
     text = re.sub(",\\\\! *", "", text)
-    number = _plain_float(text)
-    if number is not None and abs(number - round(number)) <= 1e-7:
-        text = str(round(number))
+    if (number := _whole_number_of(text)) is not None:
+        text = str(number)
     if "\\" in text:
         text = _without_commands(text)
     text = re.sub("- *", "-", text)
@@ -602,17 +573,17 @@ def _dapo_form(answer: str) -> str:
     return str(int(float(text.replace(",", "")))) if _is_whole(text) else text
 
 
-def _plain_float(text: str) -> float | None:
+def _whole_number_of(text: str) -> int | None:
+    """Return the whole number that a text is, but for less than 1e-7; None for other texts."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if abs(number) < 1e300 else None
+    return round(number) if abs(number) < 1e300 and abs(number - round(number)) <= 1e-7 else None
 
 
 def _is_whole(text: str) -> bool:
-    number = _plain_float(_THOUSANDS.sub(r"\1", text))
-    return number is not None and abs(number - round(number)) <= 1e-7
+    return _whole_number_of(_THOUSANDS.sub(r"\1", text)) is not None
 
 
 def _tuple_parts(text: str) -> list[str]:
@@ -648,10 +619,9 @@ def _argument(text: str, start: int) -> tuple[str, int]:
 
 # PRIME's comparison, which is used if prm800k's finds no equality
 
-_INTERVALS = (
-    (re.compile(r"^Interval\((.*)\)$"), "[", "]"), (re.compile(r"^Interval\.Ropen\((.*)\)$"), "[", ")"),
-    (re.compile(r"^Interval\.Lopen\((.*)\)$"), "(", "]"), (re.compile(r"^Interval\.open\((.*)\)$"), "(", ")"),
-)  # fmt: skip
+_INTERVAL = re.compile(r"^Interval(\.Ropen|\.Lopen|\.open|)\((.*)\)$")
+_BRACKETS = {"": "[]", ".Ropen": "[)", ".Lopen": "(]", ".open": "()"}
+"""Brackets of an interval by the method of sympy's ``Interval`` that makes it."""
 _PERCENT = re.compile(r"^\d+(\.\d+)?\\?%$")
 _DOLLARS = re.compile(r"\$\d+(\.\d+)?")
 
@@ -665,24 +635,28 @@ def _prime_same(answer: str, truth: str) -> bool:
     answered, wanted = _prime_form(answer)[:1000], _prime_form(truth)
     if answered.strip().lower() == wanted.strip().lower() or answered.replace(" ", "") == wanted.replace(" ", ""):
         return True
-    numbers = [_number(text.replace("{,}", "")) for text in (answered, wanted)]
-    if numbers[0] is not None and numbers[1] is not None:
-        return _near(numbers[0], numbers[1], percentages=True)
+    if (are_near := _are_near(answered.replace("{,}", ""), wanted.replace("{,}", ""))) is not None:
+        return are_near
     if not answered:
         return False
-    answered, wanted = _as_interval(answered.strip()), wanted.strip()
-    if _without_brackets(answered, wanted) == _without_brackets(wanted, answered, other=True):
+    answered, wanted = answered.strip(), wanted.strip()
+    if match := _INTERVAL.match(answered):
+        brackets = _BRACKETS[match[1]]
+        answered = f"{brackets[0]}{match[2]}{brackets[1]}"
+    ends, wanted_ends = answered[:1] + answered[-1:], wanted[:1] + wanted[-1:]
+    is_list = (ends == "[]" and wanted_ends[:1] != "(") or (ends == "()" and wanted_ends[:1] != "[")
+    forms = [re.sub(r"[{}()]", "", text.strip("[]()") if is_list else text) for text in (answered, wanted)]
+    if forms[0] == forms[1]:
         return True
     parts, wanted_parts = answered[1:-1].split(","), wanted[1:-1].split(",")
-    ends = answered[:1] + answered[-1:]
-    same_ends = ends == wanted[:1] + wanted[-1:] and ends[:1] in ("(", "[") and ends[1:] in (")", "]")
+    same_ends = ends == wanted_ends and ends in _BRACKETS.values()
     if same_ends and len(parts) == len(wanted_parts) and all(map(_prime_same, parts, wanted_parts)):
         return True
     if "," in answered and "," in wanted:
         parts, wanted_parts = ([part.strip() for part in text.split(",")] for text in (answered, wanted))
         if len(parts) == len(wanted_parts):
             return all(map(_prime_same, parts, wanted_parts))
-    return _same_by_sympy(answered, wanted, _plain_expression)
+    return _same_by_sympy(answered, wanted, "parse_expr")
 
 
 def _prime_form(answer: str) -> str:
@@ -693,49 +667,22 @@ def _prime_form(answer: str) -> str:
     return str(int(float(answer.partition("_")[0]))) if "_" in answer else answer
 
 
-def _as_interval(text: str) -> str:
-    for pattern, opening, closing in _INTERVALS:
-        if match := pattern.match(text):
-            return f"{opening}{match[1]}{closing}"
-    return text
-
-
-def _without_brackets(text: str, partner: str, *, other: bool = False) -> str:
-    """Return ``text`` without braces and parentheses, and without the brackets around it where the rule ignores them.
-
-    Args:
-        text: An answer.
-        partner: The answer that it is compared with.
-        other: Whether ``text`` is the truth.
-    """
-    answered, wanted = (partner, text) if other else (text, partner)
-    square = answered.startswith("[") and answered.endswith("]") and not wanted.startswith("(")
-    round_ = answered.startswith("(") and answered.endswith(")") and not wanted.startswith("[")
-    return re.sub(r"[{}()]", "", text.strip("[]()") if square or round_ else text)
-
-
-def _plain_expression(text: str) -> Any:
-    from sympy.parsing.sympy_parser import parse_expr
-
-    if not _is_formula(text):
-        return text
-    try:
-        return parse_expr(text)
-    except Exception:  # sympy's parser raises many kinds of errors for other text
-        return text
-
-
 # -- the rules of math-verify
 
 
 def tagged_answers(text: str) -> Iterator[str]:
     """Yield what stands between ``<answer>`` and the next ``</answer>`` of the same line, in linear time."""
-    opening, closing = "<answer>", "</answer>"
-    for line in text.split("\n") if closing in text else ():
-        place = line.find(opening)
-        while place >= 0 and (end := line.find(closing, place)) >= 0:
-            yield line[place + len(opening) : end]
-            place = line.find(opening, end)
+    for line in text.split("\n") if "</answer>" in text else ():
+        yield from tagged_texts(line, "answer")
+
+
+def tagged_texts(text: str, tag: str) -> Iterator[str]:
+    """Yield what stands between an opening tag and the next closing tag, in linear time."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    place = text.find(opening)
+    while place >= 0 and (end := text.find(closing, place)) >= 0:
+        yield text[place + len(opening) : end]
+        place = text.find(opening, end)
 
 
 def parsed_equal(response: str, truth: str) -> RuleResult:

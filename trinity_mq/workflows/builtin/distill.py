@@ -19,7 +19,7 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.sync_async import call, gather, run_in_thread_if_async, run_to_completion
+from trinity_mq.workflows.sync_async import call, gather, run_to_completion
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -131,8 +131,9 @@ class DistillWorkflow(SimpleWorkflow):
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        responses = await self._scored_responses()
-        await run_in_thread_if_async(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
+        responses = self._numbered_responses(await self._scored_responses())
+        if self.task.reward_fn is not None or self.truth is not None:  # else trained on the teacher alone
+            await self._with_rewards(responses)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
             far = trained * kl_estimate(response)
@@ -146,16 +147,6 @@ class DistillWorkflow(SimpleWorkflow):
         responses = await self._asked_responses()
         await _add_logprobs(responses, self._teacher, self.is_async, temperature)
         return responses
-
-    def _set_rule_rewards(self, responses: list[Experience]) -> None:
-        """Give ``responses`` the rule reward if the task has a reward function or an answer, else reward 0: they are
-        then trained on the teacher alone.
-        """
-        if self.task.reward_fn is not None or self.truth is not None:
-            self._rewarded_responses(responses)
-            return
-        for response in self._numbered_responses(responses):
-            response.reward = 0.0
 
     async def _check_vocabulary(self) -> None:
         """Check, once for each pair of models, that both tokenise the beginning of the prompt in the same way.

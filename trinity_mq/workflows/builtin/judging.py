@@ -10,16 +10,17 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.families.thoughts import after_thoughts
-from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
-from trinity_mq.workflows.workflow import Workflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.workflow import Task, Workflow
 
 JUDGE = "judge"
 MAX_VERDICT = 10_000
@@ -134,14 +135,20 @@ def answer_format_instruction(count: int) -> str:
     return f"End with one line that holds nothing but a JSON list of {count} numbers from 0 to 1, such as {example}"
 
 
-class Judge:
-    """The judge of a workflow."""
+class ScoringJudgeWorkflow(SimpleWorkflow):
+    """A single-turn workflow whose answers are scored by the auxiliary model ``workflow_args.judge``."""
 
-    def __init__(self, workflow: Workflow, arguments: JudgeArguments) -> None:
-        self._workflow, self._arguments = workflow, arguments
-        self._place = auxiliary_index(workflow, arguments.judge, JUDGE)
+    arguments_kind: ClassVar[type[JudgeArguments]] = JudgeArguments
+    _record_keys: ClassVar[Sequence[str]] = ()
+    """Arguments that a record may set."""
+    _arguments: JudgeArguments
 
-    async def scores(self, messages: Sequence[Message], count: int) -> JudgeScores:
+    def reset(self, task: Task) -> None:
+        super().reset(task)
+        self._arguments = arguments_of(task, self.arguments_kind, record_keys=self._record_keys)
+        self._judge_place = auxiliary_index(self, self._arguments.judge, JUDGE)
+
+    async def _judge_scores(self, messages: Sequence[Message], count: int) -> JudgeScores:
         """Return ``count`` scores from the first usable answer. A retry tells the judge the error.
 
         Raises:
@@ -151,7 +158,7 @@ class Judge:
         sampling = {"temperature": arguments.judge_temperature, "max_tokens": arguments.judge_max_tokens}
         conversation, answer, problem = list(messages), "", ""
         for _ in range(arguments.judge_tries):
-            answer = await judge_answer(self._workflow, self._place, conversation, n=1, **sampling)
+            answer = await judge_answer(self, self._judge_place, conversation, n=1, **sampling)
             try:
                 return JudgeScores(read_scores(answer, count))
             except BadVerdictError as error:

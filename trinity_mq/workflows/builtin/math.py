@@ -2,6 +2,7 @@ r"""Math problems: with a number as the answer, with an answer in ``\boxed{}``, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.rewards import RewardFn, bound_reward, create_reward, judge_conversation
+from trinity_mq.rewards import create_reward, judge_conversation
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.attributes import Replaceable
@@ -58,10 +59,9 @@ class MathRmWorkflow(MathAnswerWorkflow):
 
     def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        messages, truth, reward_fn = self.format_messages(), truth_text(self.truth), bound_reward(self.reward_fn)
+        messages, truth = self.format_messages(), truth_text(self.truth)
         for response in responses:
-            parts = judge_conversation(reward_fn, response, messages, truth)
-            set_reward(response, reward_fn, parts)
+            set_reward(response, self.reward_fn, judge_conversation(self.reward_fn, response, messages, truth))
         return self._numbered_responses(responses)
 
 
@@ -101,12 +101,6 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
     def reset(self, task: Task) -> None:
         self._arguments = arguments_of(task, self.arguments_kind)
         super().reset(task)
-        if task.reward_fn is None:
-            self.reward_fn = create_reward(self._default_reward_fn, {**self._form(), **task.reward_fn_args})
-
-    def _form(self) -> dict[str, Any]:
-        """Return the arguments of the default reward."""
-        return self._arguments.model_dump(include={"with_think", "format_score_coef"})
 
     @Replaceable
     def system_prompt(self) -> str:
@@ -117,9 +111,8 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
         """Return instruction and problem as one text, for ``use_base``."""
         return f"{self.system_prompt}\n\nProblem: {question_of(self)}\nSolution:"
 
-    def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
-        form = {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
-        return {**super()._reward_arguments(reward_fn, response), **form}
+    def _reward_arguments(self) -> Mapping[str, Any]:
+        return {"with_think": self.with_think, "format_score_coef": self.format_score_coef}
 
     def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with rewards; responses that were cut are masked."""
@@ -128,14 +121,12 @@ class BoxedAnswerWorkflow(SimpleWorkflow):
                 response.action_mask = torch.zeros(response.response_length, dtype=torch.bool)
         return responses
 
-    async def _asked_responses(self) -> list[Experience]:
+    async def _asked_responses(self, **sampling: Any) -> list[Experience]:
         """Return one response for each run, to a conversation or, with ``use_base``, to a single text."""
         if not self.use_base:
-            return await super()._asked_responses()
-        responses: list[Experience] = await call(
-            self.is_async, self.model, "generate", [self._base_prompt()], **self._request_sampling()
-        )
-        return check_asked(responses, self.model)
+            return await super()._asked_responses(**sampling)
+        prompts, sampling = [self._base_prompt()], {**self._request_sampling(), **sampling}
+        return check_asked(await call(self.is_async, self.model, "generate", prompts, **sampling), self.model)
 
 
 class AsyncBoxedAnswerWorkflow(BoxedAnswerWorkflow):

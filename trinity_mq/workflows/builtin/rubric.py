@@ -12,12 +12,12 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.builtin.judging import (
-    Judge,
     JudgeArguments,
     JudgeScores,
     Message,
+    ScoringJudgeWorkflow,
     answer_format_instruction,
     answer_of,
     delimited,
@@ -25,9 +25,8 @@ from trinity_mq.workflows.builtin.judging import (
     has_answer,
     record_rule_rewards,
 )
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.sync_async import gather, run_in_thread_if_async
-from trinity_mq.workflows.workflow import Task
+from trinity_mq.workflows.builtin.simple import question_of
+from trinity_mq.workflows.sync_async import gather
 
 INSTRUCTIONS = """\
 You check one answer to a task against a list of criteria. For each criterion say how far the answer meets it: 1 fully,
@@ -122,32 +121,25 @@ def assign_rubric_rewards(
             response.info["rubric_met"] = list(verdicts[text].scores or ())
 
 
-class RubricWorkflow(SimpleWorkflow):
+class RubricWorkflow(ScoringJudgeWorkflow):
     """One request for all runs of a single-turn task; each response is judged by the task's rubric.
 
     The judge is the auxiliary model ``workflow_args.judge``.
     """
 
     arguments_kind = RubricArguments
+    _record_keys = ("rubric",)
     _arguments: RubricArguments
-
-    def reset(self, task: Task) -> None:
-        super().reset(task)
-        self._arguments = arguments_of(task, RubricArguments, record_keys=["rubric"])
-        self._answer_judge = Judge(self, self._arguments)
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self._asked_responses()
-        if self.task.reward_fn is not None:  # the rule reward is kept as a metric
-            await run_in_thread_if_async(
-                self.is_async, lambda: record_rule_rewards(self._rewarded_responses(responses)), "reward"
-            )
-        self._numbered_responses(responses)
+        responses = self._numbered_responses(await self._asked_responses())
+        if self.task.reward_fn is not None:
+            record_rule_rewards(await self._with_rewards(responses))
         texts = list(dict.fromkeys(answer_of(response) for response in responses if has_answer(response)))
         questions = [rubric_messages(question_of(self), text, self._arguments) for text in texts]
         count = len(self._arguments.rubric)
-        verdicts = await gather(self.is_async, (self._answer_judge.scores(question, count) for question in questions))
+        verdicts = await gather(self.is_async, (self._judge_scores(question, count) for question in questions))
         assign_rubric_rewards(responses, dict(zip(texts, verdicts, strict=True)), self._arguments.rubric)
         return responses
 

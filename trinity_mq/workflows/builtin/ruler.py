@@ -10,12 +10,11 @@ import random
 from collections.abc import Sequence
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.builtin.judging import (
-    Judge,
     JudgeArguments,
     JudgeScores,
     Message,
+    ScoringJudgeWorkflow,
     answer_format_instruction,
     answer_of,
     delimited,
@@ -24,9 +23,7 @@ from trinity_mq.workflows.builtin.judging import (
     record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.sync_async import run_in_thread_if_async
-from trinity_mq.workflows.workflow import Task
+from trinity_mq.workflows.builtin.simple import question_of
 
 INSTRUCTIONS = """\
 You compare answers to one task. Judge how far each of them does what the task asks: above all whether it is right, then
@@ -65,7 +62,7 @@ def assign_ruler_rewards(responses: Sequence[Experience], shown: Sequence[str], 
             response.info["judge_problem"] = verdict.problem
 
 
-class RulerWorkflow(SimpleWorkflow):
+class RulerWorkflow(ScoringJudgeWorkflow):
     """One request for all runs of a single-turn task, ranked by a judge.
 
     The judge is the auxiliary model ``workflow_args.judge``. It sees the runs of one slice: leave
@@ -75,26 +72,18 @@ class RulerWorkflow(SimpleWorkflow):
     arguments_kind = RulerArguments
     _arguments: RulerArguments
 
-    def reset(self, task: Task) -> None:
-        super().reset(task)
-        self._arguments = arguments_of(task, RulerArguments)
-        self._answer_judge = Judge(self, self._arguments)
-
     async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self._asked_responses()
-        if self.task.reward_fn is not None or self.truth is not None:  # the rule reward is kept as a metric
-            await run_in_thread_if_async(
-                self.is_async, lambda: record_rule_rewards(self._rewarded_responses(responses)), "reward"
-            )
-        self._numbered_responses(responses)
+        responses = self._numbered_responses(await self._asked_responses())
+        if self.task.reward_fn is not None or self.truth is not None:
+            record_rule_rewards(await self._with_rewards(responses))
         texts = [answer_of(response) for response in responses if has_answer(response)]
         key = delimiter_of(question_of(self), *texts)
         distinct = sorted(set(texts))
         shown = random.Random(key).sample(distinct, len(distinct))  # in an order that tells the judge nothing
         question = ruler_messages(question_of(self), shown, key, self._arguments)
         assign_ruler_rewards(
-            responses, shown, await self._answer_judge.scores(question, len(shown)) if shown else JudgeScores(None)
+            responses, shown, await self._judge_scores(question, len(shown)) if shown else JudgeScores(None)
         )
         return responses
 

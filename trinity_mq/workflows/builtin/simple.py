@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,16 +12,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.families.thoughts import after_thoughts
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.rewards import (
-    ACCURACY,
-    RewardFn,
-    bound_reward,
-    counts_tokens,
-    create_reward,
-    invalid_parts_reason,
-    parts_of,
-    takes_argument,
-)
+from trinity_mq.rewards import ACCURACY, RewardFn, create_reward, invalid_parts_reason, parts_of
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.telemetry.aggregate import MAJORITY
@@ -56,18 +46,6 @@ class SimpleArguments(Arguments):
     """Sample the first of a training task's ``repeat_times`` runs at temperature 0, as the baseline of the other runs.
     Its experience has ``info["greedy"]`` and is not trained on. Used by the algorithm ``remax``.
     """
-
-
-def has_greedy_baseline(task: Task) -> bool:
-    """Return whether the first run of the task is greedy. It never is in an evaluation.
-
-    Raises:
-        TaskError: The argument is neither true nor false.
-    """
-    is_greedy = task.workflow_args.get("greedy_baseline", False)
-    if not isinstance(is_greedy, bool):
-        raise TaskError(f"workflow_args.greedy_baseline is {is_greedy!r}, wanted true or false")
-    return is_greedy and not task.is_eval
 
 
 def set_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
@@ -111,8 +89,7 @@ class SimpleWorkflow(DualWorkflow):
     _default_reward_fn: ClassVar[str] = "exact_match"
     """Reward function used if the task has none."""
     _has_greedy_baseline: bool = False
-    """Whether the first run of the task is greedy; see :func:`has_greedy_baseline`."""
-    _sampling_overrides: Mapping[str, Any] = MappingProxyType({})
+    """Whether the first run of the task is greedy. It never is in an evaluation."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         """Let a class outside of this package read further ``workflow_args`` than its base class."""
@@ -137,7 +114,10 @@ class SimpleWorkflow(DualWorkflow):
             RewardError: The reward function does not take the task's arguments.
         """
         self.task = task
-        self._has_greedy_baseline = has_greedy_baseline(task)
+        is_greedy = task.workflow_args.get("greedy_baseline", False)
+        if not isinstance(is_greedy, bool):
+            raise TaskError(f"workflow_args.greedy_baseline is {is_greedy!r}, wanted true or false")
+        self._has_greedy_baseline = is_greedy and not task.is_eval
         self.reward_fn = create_reward(task.reward_fn or self._default_reward_fn, task.reward_fn_args)
 
     @Replaceable
@@ -159,36 +139,37 @@ class SimpleWorkflow(DualWorkflow):
         return [{"role": role, "content": text} for role, text in parts.items() if text or role == "user"]
 
     def _request_sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters of the next request: the task's parameters with one completion for each run. A
-        greedy run has temperature 0.
-        """
-        return {**self.task.rollout_args, "n": self.repeat_times, **self._sampling_overrides}
+        """Return the sampling parameters of a request: the task's parameters with one completion for each run."""
+        return {**self.task.rollout_args, "n": self.repeat_times}
 
     def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
-        truth, reward_fn = truth_text(self.truth), bound_reward(self.reward_fn)
-        counts = counts_tokens(reward_fn)
+        truth, more = truth_text(self.truth), self._reward_arguments()
         for response in responses:
             parts = parts_of(
-                reward_fn,
+                self.reward_fn,
                 response.response_text or "",
                 truth,
                 finished=response.truncate_status is None,
-                tokens=response.response_length if counts else None,
+                tokens=response.response_length,
                 record=self.raw_task,
                 prompt_end=response.prompt_text,
-                **self._reward_arguments(reward_fn, response),
+                response_token=response.tokens[response.prompt_length :],
+                info=response.info,
+                **more,
             )
-            set_reward(response, reward_fn, parts)
+            set_reward(response, self.reward_fn, parts)
         if self.is_eval:
             add_majority(responses)
         return self._numbered_responses(responses)
 
-    def _reward_arguments(self, reward_fn: RewardFn, response: Experience) -> dict[str, Any]:
-        """Return the arguments that only some reward functions take, if ``reward_fn`` takes them."""
-        if not takes_argument(reward_fn, "response_token") and not takes_argument(reward_fn, "info"):
-            return {}
-        return {"response_token": response.tokens[response.prompt_length :], "info": response.info}
+    def _reward_arguments(self) -> Mapping[str, Any]:
+        """Return further arguments of the reward function, which gets those that it takes."""
+        return {}
+
+    async def _with_rewards(self, responses: list[Experience]) -> list[Experience]:
+        """Return :meth:`_rewarded_responses`. The reward may take long, so it does not run on the event loop."""
+        return await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(responses), "reward")
 
     def _numbered_responses(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with their run numbers set."""
@@ -196,22 +177,17 @@ class SimpleWorkflow(DualWorkflow):
             response.eid.run = self.run_id_base + place
         return responses
 
-    async def _asked_responses(self) -> list[Experience]:
-        """Return the answers of :meth:`_ask_model` or :meth:`_ask_model_async`.
+    async def _asked_responses(self, **sampling: Any) -> list[Experience]:
+        """Return one response for each run.
+
+        Args:
+            sampling: Overrides parameters of :meth:`_request_sampling`.
 
         Raises:
             PromptTooLong: The prompt was too long, so the model was not asked.
         """
-        responses: list[Experience] = await call(self.is_async, self, "_ask_model")
-        return check_asked(responses, self.model)
-
-    def _ask_model(self) -> list[Experience]:
-        """Return one response for each run."""
-        return self.model.chat(self.format_messages(), **self._request_sampling())
-
-    async def _ask_model_async(self) -> list[Experience]:
-        """Return one response for each run."""
-        return await self.model.chat_async(self.format_messages(), **self._request_sampling())
+        messages, sampling = self.format_messages(), {**self._request_sampling(), **sampling}
+        return check_asked(await call(self.is_async, self.model, "chat", messages, **sampling), self.model)
 
     async def _slice_answers(self) -> list[Experience]:
         """Return one response for each run. If the slice contains the task's greedy first run, its response is marked
@@ -219,23 +195,15 @@ class SimpleWorkflow(DualWorkflow):
         """
         if not self._has_greedy_baseline or self.run_id_base:
             return await self._asked_responses()
-        [greedy] = await self._responses_with(n=1, temperature=0.0)
+        [greedy] = await self._asked_responses(n=1, temperature=0.0)
         greedy.info["greedy"] = True
         greedy.action_mask = torch.zeros(greedy.response_length, dtype=torch.bool)
         others = self.repeat_times - 1
-        return [greedy, *(await self._responses_with(n=others) if others else [])]
-
-    async def _responses_with(self, **sampling: Any) -> list[Experience]:
-        self._sampling_overrides = sampling
-        try:
-            return await self._asked_responses()
-        finally:
-            del self._sampling_overrides
+        return [greedy, *(await self._asked_responses(n=others) if others else [])]
 
     async def _dual_body(self) -> list[Experience]:
-        """Ask the model and return one experience with a reward for each run. The reward may take long."""
-        responses = await self._slice_answers()
-        return await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(responses), "reward")
+        """Ask the model and return one experience with a reward for each run."""
+        return await self._with_rewards(await self._slice_answers())
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):

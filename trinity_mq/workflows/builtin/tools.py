@@ -74,15 +74,12 @@ class Toolbox:
             RunFailedError: The tool reports that the run has failed, such as SandboxFailed if its sandbox is
                 unreachable.
         """
-        prepared = self._parsed_call(name, arguments)
-        if isinstance(prepared, Result):
-            return prepared
-        tool, call_arguments = prepared
         try:
+            tool, call_arguments = self._parsed_call(name, arguments)
             return self._shortened(tool.call(call_arguments))
         except RunFailedError:
             raise
-        except Exception as error:  # of the user's function, or about its arguments
+        except Exception as error:  # of the user's function, or about the call
             return _error_result(error)
 
     async def call_async(self, name: str, arguments: str, timeout: float | None = None) -> Result:
@@ -93,34 +90,31 @@ class Toolbox:
             arguments: A JSON object.
             timeout: Seconds after which the result is a timeout. None: no limit.
         """
-        prepared = self._parsed_call(name, arguments)
-        if isinstance(prepared, Result):
-            return prepared
-        tool, call_arguments = prepared
         try:
+            tool, call_arguments = self._parsed_call(name, arguments)
             async with asyncio.timeout(timeout) as limit:
                 if tool.is_async:
                     return self._shortened(await tool.call(call_arguments))
                 return self._shortened(await in_thread(lambda: tool.call(call_arguments), f"tool-{name}", interrupt))
         except RunFailedError:
             raise
-        except Exception as error:  # of the user's function, or about its arguments
+        except Exception as error:  # of the user's function, or about the call
             if isinstance(error, TimeoutError) and limit.expired():
-                return Result(f"error: not done within {timeout:g} s", False)
+                error = _CallError(f"not done within {timeout:g} s")
             return _error_result(error)
 
-    def _parsed_call(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]] | Result:
+    def _parsed_call(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]]:
         tool = self._tools.get(name)
         if tool is None:
-            return Result(f"error: there is no tool {name[:100]!r}; {suggest(name[:100], self._tools)}", False)
+            raise _CallError(f"there is no tool {name[:100]!r}; {suggest(name[:100], self._tools)}")
         if len(arguments) > MAX_ARGUMENTS:
-            return Result(f"error: the arguments are {len(arguments)} characters, at most {MAX_ARGUMENTS}", False)
+            raise _CallError(f"the arguments are {len(arguments)} characters, at most {MAX_ARGUMENTS}")
         try:
             parsed = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            return Result(f"error: the arguments are not JSON: {error}", False)
+            raise _CallError(f"the arguments are not JSON: {error}") from error
         if not isinstance(parsed, dict):
-            return Result(f"error: the arguments are a {type(parsed).__name__}, wanted a JSON object", False)
+            raise _CallError(f"the arguments are a {type(parsed).__name__}, wanted a JSON object")
         return tool, parsed
 
     def _shortened(self, value: Any) -> Result:
@@ -156,7 +150,13 @@ class _Tool:
         return self._checked.validate_python(ArgsKwargs((), dict(arguments)))
 
 
+class _CallError(ValueError):
+    """A call cannot be executed. The model reads the message."""
+
+
 def _error_result(error: Exception) -> Result:
+    if isinstance(error, _CallError):
+        return Result(f"error: {error}", False)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -19,7 +19,7 @@ from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, del
 from trinity_mq.workflows.builtin.math import MathAnswerWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
 from trinity_mq.workflows.builtin.simple import question_of
-from trinity_mq.workflows.sync_async import call, run_in_thread_if_async
+from trinity_mq.workflows.sync_async import call
 from trinity_mq.workflows.workflow import Task
 
 JUDGE_GROUP = "judge"
@@ -57,27 +57,21 @@ class MathTrainableRulerWorkflow(MathAnswerWorkflow):
         super().reset(task)
         self._arguments = arguments_of(task, TrainableRulerArguments)
 
-    @property
-    def _uses_truth(self) -> bool:
-        """Whether the ground truth of this task is used. It always is in an evaluation."""
-        share = self._arguments.truth_share
-        return self.task.is_eval or random.Random(f"truth {question_of(self)}").random() < share
-
     async def _dual_body(self) -> list[Experience]:
         """Ask for answers, then for verdicts on them; return the answers, and the verdicts if the judge is trained."""
-        answers = await self._asked_responses()
-        await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(answers), "reward")
+        answers = await self._with_rewards(await self._asked_responses())
         gold = [answer.reward or 0.0 for answer in answers]
         for answer, reward in zip(answers, gold, strict=True):
             answer.metrics["gold_reward"] = reward
         if self.task.is_eval:
             return answers
-        verdicts = await self._verdicts(answers, self.repeat_times if self._uses_truth else 1)
+        uses_truth = random.Random(f"truth {question_of(self)}").random() < self._arguments.truth_share
+        verdicts = await self._verdicts(answers, self.repeat_times if uses_truth else 1)
         scores = [_scores(verdict, len(answers)) for verdict in verdicts]
         success = sum(score_list is not None for score_list in scores) / len(scores)
         for answer in answers:
             answer.metrics["judge_success"] = success
-        if not self._uses_truth:
+        if not uses_truth:
             (answer_scores,) = scores
             for place, answer in enumerate(answers):
                 answer.reward = answer_scores[place] if answer_scores is not None and has_answer(answer) else 0.0

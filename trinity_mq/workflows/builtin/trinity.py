@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math.answers import compare
+from trinity_mq.rewards.math.trinity_answers import tagged_texts
 from trinity_mq.rewards.trinity_rewards import MathRewardFn
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.builtin.distill import DistillationArguments, DistillWorkflow
 from trinity_mq.workflows.builtin.math import BoxedAnswerWorkflow, BoxedArguments, MathRmWorkflow
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
-from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task, TaskError
 
 # Prompts of Trinity-RFT 0.6.0, Apache-2.0.
@@ -61,26 +61,18 @@ the type of the arguments is correct.
 """
 
 
-def uses_tag_reward(task: Task) -> bool:
-    """Return whether the answers of a task are judged by the reward for thoughts and an answer in tags."""
-    return task.reward_fn in (None, "math_reward", MathRewardFn)
-
-
 def tags_prompt(workflow: SimpleWorkflow) -> str | None:
-    """Return the system prompt of a task, else the prompt that asks for tags if the reward wants them."""
+    """Return the system prompt of the task, else the prompt that asks for tags if the reward wants them."""
     system: str | None = workflow.format_args.system_prompt
-    return TAGS_PROMPT if system is None and uses_tag_reward(workflow.task) else system
+    wants_tags = workflow.task.reward_fn in (None, "math_reward", MathRewardFn)
+    return TAGS_PROMPT if system is None and wants_tags else system
 
 
 class MathWorkflow(SimpleWorkflow):
     """Math problems with thoughts and answer in tags: ``math_reward``, unless the task has another reward."""
 
     _default_reward_fn = "math_reward"
-
-    @Replaceable
-    def system_prompt(self) -> str | None:
-        """See :func:`tags_prompt`."""
-        return tags_prompt(self)
+    system_prompt = Replaceable(tags_prompt)
 
 
 class AsyncMathWorkflow(MathWorkflow):
@@ -118,9 +110,6 @@ class MathBoxedWorkflow(BoxedAnswerWorkflow):
 
     def _base_prompt(self) -> str:
         return self.format_prompt()
-
-    def _form(self) -> dict[str, Any]:
-        return {}  # each call of the reward gets them
 
 
 class AsyncMathBoxedWorkflow(MathBoxedWorkflow):
@@ -228,15 +217,14 @@ class OnPolicyDistillWorkflow(DistillWorkflow):
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        responses = await self._scored_responses(self._arguments.temperature)
-        await run_in_thread_if_async(self.is_async, lambda: self._set_rewards(responses), "reward")
-        return self._numbered_responses(responses)
+        return await self._with_rewards(await self._scored_responses(self._arguments.temperature))
 
-    def _set_rewards(self, responses: Iterable[Experience]) -> None:
+    def _rewarded_responses(self, responses: list[Experience]) -> list[Experience]:
         for response in responses:
             if response.logprobs is not None and response.teacher_logprobs is not None:
                 response.metrics["kl_divergence"] = float((response.logprobs - response.teacher_logprobs).sum())
             response.reward = self.compute_reward(response)
+        return self._numbered_responses(responses)
 
     def compute_reward(self, response: Experience) -> float:
         """Return the reward of a response."""
@@ -349,23 +337,17 @@ def compute_toolcall_reward(solution_str: str, ground_truth: Any) -> float:
         solution_str: The text of the response.
         ground_truth: JSON list of calls, or the list.
     """
-    calls, wanted = _call_list(_last_call(solution_str)), _call_list(ground_truth)
+    contents = list(tagged_texts(solution_str, "tool_call"))
+    calls, wanted = _call_list(contents[-1].strip() if contents else None), _call_list(ground_truth)
     tags = solution_str.count("<think>"), solution_str.count("</think>")
     if calls is None or wanted is None or tags != (1, 1):
         return 0.0
     if solution_str.find("</think>") > solution_str.find("<tool_call>"):
         return 0.0
-    return float(_counted(calls) == _counted(wanted))
-
-
-def _last_call(text: str) -> str | None:
-    place, content = 0, None
-    while (start := text.find("<tool_call>", place)) >= 0:
-        end = text.find("</tool_call>", start)
-        if end < 0:
-            break
-        content, place = text[start + len("<tool_call>") : end].strip(), end + len("</tool_call>")
-    return content
+    try:
+        return float(_counted(calls) == _counted(wanted))
+    except RecursionError:  # arguments that are nested too deeply to be written as JSON
+        return 0.0
 
 
 def _call_list(value: Any) -> list[Mapping[str, Any]] | None:

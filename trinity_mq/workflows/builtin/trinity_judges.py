@@ -23,7 +23,7 @@ from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_inde
 from trinity_mq.workflows.builtin.judging import JUDGE, MAX_VERDICT, completion_text, judge_answer
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow, question_of
 from trinity_mq.workflows.builtin.trinity import tags_prompt
-from trinity_mq.workflows.sync_async import call, gather, run_in_thread_if_async
+from trinity_mq.workflows.sync_async import call, gather
 from trinity_mq.workflows.workflow import Task, TaskError
 
 Messages = list[dict[str, Any]]
@@ -189,16 +189,11 @@ class MathRULERWorkflow(_JudgedWorkflow):
     """
 
     _default_reward_fn = "math_reward"
-
-    @Replaceable
-    def system_prompt(self) -> str | None:
-        """See :func:`tags_prompt`."""
-        return tags_prompt(self)
+    system_prompt = Replaceable(tags_prompt)
 
     async def _dual_body(self) -> list[Experience]:
         """Ask the model, then the judge; return one experience with a reward for each run."""
-        responses = await self._asked_responses()
-        await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(responses), "reward")
+        responses = await self._with_rewards(await self._asked_responses())
         texts = [response.response_text or "" for response in responses]
         verdict = await self._verdict(ruler_messages(question_of(self), texts, "\n\n"))
         scores = ruler_scores(verdict, len(responses))
@@ -223,23 +218,14 @@ class MathTrainableRULERWorkflow(SimpleWorkflow):
     """
 
     _default_reward_fn = "math_reward"
-
-    @Replaceable
-    def system_prompt(self) -> str | None:
-        """See :func:`tags_prompt`."""
-        return tags_prompt(self)
-
-    @property
-    def _uses_truth(self) -> bool:
-        """Whether the ground truth of this task is used: a random choice for each task of a batch."""
-        return random.Random(f"{self.task.batch_id} {self.task.task_id} {question_of(self)}").random() < TRUTH_SHARE
+    system_prompt = Replaceable(tags_prompt)
 
     async def _dual_body(self) -> list[Experience]:
         """Ask for answers, then for verdicts; return the answers, and the verdicts if the truth is used."""
-        answers = await self._asked_responses()
-        await run_in_thread_if_async(self.is_async, lambda: self._rewarded_responses(answers), "reward")
+        choice = random.Random(f"{self.task.batch_id} {self.task.task_id} {question_of(self)}")
+        uses_truth = choice.random() < TRUTH_SHARE
+        answers = await self._with_rewards(await self._asked_responses())
         gold = [answer.reward or 0.0 for answer in answers]
-        uses_truth = self._uses_truth
         messages = ruler_messages(question_of(self), [answer.response_text or "" for answer in answers], "\n")
         sampling = {**self.task.rollout_args, "n": self.repeat_times if uses_truth else 1}
         verdicts: list[Experience] = await call(self.is_async, self.model, "chat", messages, **sampling)

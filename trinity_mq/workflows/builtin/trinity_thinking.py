@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import RESPONSE_TRUNCATED, Versions
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.builtin.distill import ONE_TOKEN
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 from trinity_mq.workflows.sync_async import call, gather
 from trinity_mq.workflows.workflow import Task, TaskError
-
-ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
 
 
 class ThinkingBudgetArguments(Arguments):
@@ -67,10 +67,12 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
             await call(self.is_async, self.model, "chat", self.format_messages(), **{**sampling, "max_tokens": first})
         )
         end = await self._end_tokens()
-        continued = [self._continued(answer, end, limit) for answer in begun]
-        responses = await gather(self.is_async, continued)
+        responses = await gather(self.is_async, [self._continued(answer, end, limit) for answer in begun])
         for response in responses:
-            _mask_first(response, end)
+            place = _place(response.tokens[response.prompt_length :].tolist(), end)
+            if place is not None and response.action_mask is not None:
+                response.action_mask = response.action_mask.clone()
+                response.action_mask[place : place + len(end)] = False
         if self.task.reward_fn is not None:
             return self._rewarded_responses(responses)
         return self._numbered_responses(responses)
@@ -116,38 +118,27 @@ class AsyncThinkingBudgetWorkflow(ThinkingBudgetWorkflow):
     is_async = True
 
 
-def _place(tokens: Sequence[int], part: Sequence[int]) -> int | None:
+def _place(tokens: list[int], part: list[int]) -> int | None:
     """Return the place of the first occurrence of ``part`` in ``tokens``."""
-    places = (place for place in range(len(tokens) - len(part) + 1) if tokens[place] == part[0])
-    return next((place for place in places if list(tokens[place : place + len(part)]) == list(part)), None)
-
-
-def _mask_first(response: Experience, end: Sequence[int]) -> None:
-    place = _place(response.tokens[response.prompt_length :].tolist(), end)
-    if place is not None and response.action_mask is not None:
-        mask = response.action_mask.clone()
-        mask[place : place + len(end)] = False
-        response.action_mask = mask
+    places = range(len(tokens) - len(part) + 1)
+    return next((place for place in places if tokens[place : place + len(part)] == part), None)
 
 
 def _joined(answer: Experience, kept: int, forced: Sequence[int], tail: Experience, end: str) -> Experience:
     """Return one experience of the first ``kept`` tokens of ``answer``, of ``forced`` tokens and of ``tail``."""
-    count = tail.response_length
+
+    def joined(first: Tensor | None, last: Tensor | None) -> Tensor | None:
+        if first is None or last is None:
+            return None
+        return torch.cat([first[:kept], first.new_zeros(len(forced)), last])
+
     begun = (answer.response_text or "") if kept else ""
-    masks = [
-        torch.ones(length, dtype=torch.bool) if mask is None else mask
-        for mask, length in ((answer.action_mask, answer.response_length), (tail.action_mask, count))
-    ]
-    logprobs = [
-        torch.zeros(length) if values is None else values
-        for values, length in ((answer.logprobs, answer.response_length), (tail.logprobs, count))
-    ]
-    zeros = torch.zeros(len(forced))
     return Experience(
+        experience_type=SINGLE_TURN,
         tokens=tail.tokens,
         prompt_length=answer.prompt_length,
-        logprobs=torch.cat([logprobs[0][:kept], zeros, logprobs[1]]),
-        action_mask=torch.cat([masks[0][:kept], zeros.bool(), masks[1]]),
+        logprobs=joined(answer.logprobs, tail.logprobs),
+        action_mask=joined(answer.action_mask, tail.action_mask),
         response_text=begun + (end if forced else "") + (tail.response_text or ""),
         prompt_text=answer.prompt_text,
         truncate_status=tail.truncate_status,
