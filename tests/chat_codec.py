@@ -12,8 +12,10 @@ from trinity_mq.engines.generation.text import MaskedTokens, TextCodec
 CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
 
 
-def codec_of(template: str, ends: Sequence[str] = CHATML_ENDS, others: Sequence[str] = ("<|im_start|>",)) -> TextCodec:
-    """Return a codec whose first end is that of the tokenizer; ``others`` are further special tokens."""
+def tokenizer_of(
+    template: str, ends: Sequence[str] = CHATML_ENDS, others: Sequence[str] = ("<|im_start|>",)
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose end of sequence is the first of ``ends``; ``others`` are further special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -21,6 +23,12 @@ def codec_of(template: str, ends: Sequence[str] = CHATML_ENDS, others: Sequence[
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (*ends, *others)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=ends[0], pad_token=ends[0])
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def codec_of(template: str, ends: Sequence[str] = CHATML_ENDS, others: Sequence[str] = ("<|im_start|>",)) -> TextCodec:
+    """Return a codec of the tokenizer that :func:`tokenizer_of` makes."""
+    tokenizer = tokenizer_of(template, ends, others)
     return TextCodec(tokenizer, frozenset(map(tokenizer.convert_tokens_to_ids, ends)))
 
 

@@ -45,11 +45,6 @@ class CardLock:
         self._path = run_dir / "engines" / "card.lock"
         self._file: IO[str] | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._file is not None
-
     def try_take(self, *, shared: bool) -> bool:
         """Take the lock, shared with other engines or alone. Return False if it is held by others.
 
@@ -91,34 +86,17 @@ class EngineStage(enum.Enum):
     """The engine waits for the lock, or fills its memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequests:
+class EngineCommand(enum.Enum):
+    """A command of :class:`EngineTurn` to the engine."""
+
+    PAUSE_REQUESTS = "pause requests"
     """Start no more batch steps, and report :meth:`EngineTurn.drained` when the running steps have ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreeMemory:
-    """Free the memory on the card, then release the lock, then report :meth:`EngineTurn.freed`."""
-
-    level: SleepLevel
-
-
-@dataclass(frozen=True, slots=True)
-class TakeCard:
+    TAKE_CARD = "take card"
     """Take the lock shared, as soon as it is free, then fill the memory. Report :meth:`EngineTurn.woken`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopWaking:
+    STOP_WAKING = "stop waking"
     """Stop waiting for the lock."""
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
+    SERVE = "serve"
     """End the pause, and serve again."""
-
-
-EngineCommand = PauseRequests | FreeMemory | TakeCard | StopWaking | Serve
 
 
 @dataclass(slots=True)
@@ -127,6 +105,7 @@ class EngineTurn:
 
     stage: EngineStage = EngineStage.AWAKE
     level: SleepLevel = 1
+    """Treatment of the weights when the memory is freed."""
     has_lock: bool = False
     """While waking: whether the lock is taken and the memory is being filled."""
     wakes_again: bool = False
@@ -137,18 +116,20 @@ class EngineTurn:
         self.wakes_again = False
         if self.stage is EngineStage.AWAKE:
             self.stage, self.level = EngineStage.DRAINING, level
-            return [PauseRequests()]
+            return [EngineCommand.PAUSE_REQUESTS]
         if self.stage is EngineStage.WAKING and not self.has_lock:
             self.stage = EngineStage.ASLEEP
-            return [StopWaking()]
+            return [EngineCommand.STOP_WAKING]
         return []
 
-    def drained(self) -> list[EngineCommand]:
-        """Handle the end of the running batch steps."""
+    def drained(self) -> bool:
+        """Handle the end of the running batch steps. Return whether the engine frees the memory on the card, as
+        :attr:`level` says, then releases the lock, then reports :meth:`freed`.
+        """
         if self.stage is not EngineStage.DRAINING:
-            return []
+            return False
         self.stage, self.wakes_again = EngineStage.FREEING, False
-        return [FreeMemory(self.level)]
+        return True
 
     def freed(self) -> list[EngineCommand]:
         """Handle the release of the lock."""
@@ -161,12 +142,12 @@ class EngineTurn:
         """Handle the return of the card, the arrival of weights, or the end of the lease."""
         if self.stage is EngineStage.DRAINING:
             self.stage = EngineStage.AWAKE  # the trainer is gone, or has given up, before this engine slept
-            return [Serve()]
+            return [EngineCommand.SERVE]
         self.wakes_again = True
         if self.stage is not EngineStage.ASLEEP:
             return []
         self.stage, self.has_lock = EngineStage.WAKING, False
-        return [TakeCard()]
+        return [EngineCommand.TAKE_CARD]
 
     def locked(self) -> bool:
         """Record that the lock is taken. Return False if the engine must release it again."""
@@ -178,7 +159,7 @@ class EngineTurn:
         if self.stage is not EngineStage.WAKING or not self.has_lock:
             return []
         self.stage, self.has_lock = EngineStage.AWAKE, False
-        return [Serve()]
+        return [EngineCommand.SERVE]
 
 
 class TrainerStage(enum.Enum):

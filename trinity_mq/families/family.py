@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,24 +36,16 @@ class ParsedAnswer:
     """Number of calls that begin but cannot be read. Their text stays in ``content``."""
 
 
-ReadAnswer = Callable[[str, str | None, Tools], ParsedAnswer]
-"""Reads the text of a response, special tokens included. Arguments: text; the end of the prompt, which may open
-thoughts (None: unknown); the offered tools, whose schemas give the types of arguments.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """The forms of a model family. A row of the table."""
 
     name: str
-    read: ReadAnswer
-    """Reads an answer. It takes time linear in the length of the text, and never raises because of the text. Its
-    thoughts and its content begin with what :class:`~trinity_mq.families.division.AnswerFlow` emits for the marks of
-    this row; :func:`reader` makes such a function from a reader of calls.
-    """
+    read_calls: CallReader
+    """Reads the calls of an answer, in time linear in the length of the text."""
     calls_begin: tuple[str, ...] = ()
     """Texts that begin tool calls in a response. A stream holds text back from the first of them."""
+    _: KW_ONLY
     thoughts: ThoughtFormat | None = FORMATS[0]
     """Tags around thoughts. None: the family has no thoughts."""
     headers: tuple[str, ...] = ()
@@ -82,6 +74,30 @@ class Family:
     def marks_of(self, tools: Tools) -> Marks:
         """Return the texts that divide an answer. Without tools nothing is a call."""
         return Marks(self.thoughts, self.calls_begin if tools else (), self.headers)
+
+    def read(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
+        """Return the parts of a response. Its thoughts and its content begin with what
+        :class:`~trinity_mq.families.division.AnswerFlow` emits for the marks of this family.
+
+        Args:
+            text: The response, special tokens included.
+            prompt_end: The prompt, or its last characters, which may open thoughts. None: unknown.
+            tools: The offered tools, whose schemas give the types of arguments. Without tools nothing is a call.
+        """
+        marks = self.marks_of(tools)
+        if not marks.divide(text) and not opens_thoughts(prompt_end, self.thoughts):
+            return ParsedAnswer(text)
+        thoughts, content, section = divide(text, marks, prompt_end)
+        if not section:
+            return ParsedAnswer(content, thoughts)
+        try:
+            calls, malformed, rest = self.read_calls(section, tools)
+        except ValueError:
+            calls, malformed, rest = [], 1, ""
+        if not calls:
+            thoughts, content, _ = divide(text, self.marks_of(None), prompt_end)
+            return ParsedAnswer(content, thoughts, [], malformed)
+        return ParsedAnswer(content + ("\n" * bool(content) + rest if rest else ""), thoughts, calls, malformed)
 
     def with_thoughts(self, messages: Messages, template: str) -> list[Message]:
         """Return messages with the thoughts of assistant messages where this template reads them.
@@ -132,32 +148,6 @@ class Family:
             renamed = written
         yield written
         yield from _strict_forms(renamed)
-
-
-def reader(marks: Marks, read_calls: CallReader) -> ReadAnswer:
-    """Return a reader of answers that are divided by ``marks``.
-
-    Args:
-        marks: Marks of the family.
-        read_calls: Reads the text from the first beginning of a call on.
-    """
-
-    def read(text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-        if not marks.divide(text) and not opens_thoughts(prompt_end, marks.thoughts):
-            return ParsedAnswer(text)
-        thoughts, content, section = divide(text, marks if tools else marks._replace(calls=()), prompt_end)
-        if not section:
-            return ParsedAnswer(content, thoughts)
-        try:
-            calls, malformed, rest = read_calls(section, tools)
-        except ValueError:
-            calls, malformed, rest = [], 1, ""
-        if not calls:
-            thoughts, content, _ = divide(text, marks._replace(calls=()), prompt_end)
-            return ParsedAnswer(content, thoughts, [], malformed)
-        return ParsedAnswer(content + ("\n" * bool(content) + rest if rest else ""), thoughts, calls, malformed)
-
-    return read
 
 
 def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:

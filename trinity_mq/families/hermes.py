@@ -68,7 +68,7 @@ def _call(text: str, place: int) -> tuple[Message, int]:
         ValueError: No call begins there.
     """
     value, end = decode_value(text, place)
-    call, ending = call_of(value, "arguments"), _END.match(text, end)
+    call, ending = call_of(value), _END.match(text, end)
     if call is None or ending is None:
         raise ValueError("it is no call")
     return call, ending.end()

@@ -186,30 +186,7 @@ def _renderer(tokenizer: Any, config: Any) -> Any:
     import renderers
 
     # not by create_renderer, which imports all families and the vocabulary of gpt-oss
-    return getattr(renderers, _CLASSES[config.name])(tokenizer, config)
-
-
-_CLASSES = {
-    "deepseek-r1": "DeepSeekR1Renderer",
-    "deepseek-v3": "DeepSeekV3Renderer",
-    "gemma4": "Gemma4Renderer",
-    "glm-4.5": "GLM45Renderer",
-    "glm-5": "GLM5Renderer",
-    "glm-5.3": "GLM53Renderer",
-    "kimi-k2": "KimiK2Renderer",
-    "kimi-k2.5": "KimiK25Renderer",
-    "llama-3": "Llama3Renderer",
-    "minimax-m2": "MiniMaxM2Renderer",
-    "nemotron-3": "Nemotron3Renderer",
-    "nemotron-3-ultra": "Nemotron3UltraRenderer",
-    "nemotron-3.5": "Nemotron35Renderer",
-    "qwen3": "Qwen3Renderer",
-    "qwen3-vl": "Qwen3VLRenderer",
-    "qwen3.5": "Qwen35Renderer",
-    "qwen3.6": "Qwen36Renderer",
-    "qwen3.8": "Qwen38Renderer",
-}
-"""Classes of the package by the names of its configurations."""
+    return getattr(renderers, type(config).__name__.removesuffix("Config"))(tokenizer, config)
 
 
 def open_renderer(

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from trinity_mq.families import deepseek, harmony, hermes, llama, mistral, phi
-from trinity_mq.families.division import CallReader, Marks
-from trinity_mq.families.family import PARTS, Family, reader
+from trinity_mq.families import hermes, json_calls
+from trinity_mq.families.family import PARTS, Family
 from trinity_mq.families.library import calls_reader
-from trinity_mq.families.thoughts import FORMATS, GEMMA4, HARMONY, HARMONY_HEADERS, MISTRAL, ThoughtFormat
+from trinity_mq.families.thoughts import GEMMA4, HARMONY, HARMONY_HEADERS, MISTRAL
 from trinity_mq.runtime.plugins import UnknownNameError, resolve
 
-
-def row(
-    name: str,
-    read_calls: CallReader,
-    calls_begin: Iterable[str] = (),
-    *,
-    thoughts: ThoughtFormat | None = FORMATS[0],
-    headers: tuple[str, ...] = (),
-    **others: Any,
-) -> Family:
-    """Return a family whose answers are divided by marks.
-
-    Args:
-        name: Name of the family.
-        read_calls: Reads the text from the first beginning of a call on.
-        calls_begin: Texts that begin calls.
-        thoughts: Tags around thoughts.
-        headers: Texts around content that do not belong to it.
-        others: Other fields of the family.
-    """
-    marks = Marks(thoughts, tuple(calls_begin), headers)
-    return Family(
-        name, reader(marks, read_calls), calls_begin=marks.calls, thoughts=thoughts, headers=headers, **others
-    )
-
-
+row = Family
+"""The class, under the name that rows of users' own families have."""
 _TOOL_CALL = (hermes.CALL_BEGINS,)
 FAMILIES = (
     row(
         "deepseek",
-        deepseek.read_calls,
-        (deepseek.CALLS_BEGIN,),
+        json_calls.read_deepseek_calls,
+        (json_calls.DEEPSEEK_BEGINS,),
         marks=("+ tool['function']['arguments'] +",),
         library=("deepseek-v3", "deepseek-r1"),
         grammar="deepseek_r1",
@@ -51,9 +23,9 @@ FAMILIES = (
     ),
     row(
         "deepseek-v3.1",
-        deepseek.read_calls,
-        (deepseek.CALLS_BEGIN,),
-        marks=(deepseek.CALLS_BEGIN,),
+        json_calls.read_deepseek_calls,
+        (json_calls.DEEPSEEK_BEGINS,),
+        marks=(json_calls.DEEPSEEK_BEGINS,),
         grammar="deepseek_v3_1",
     ),
     row(
@@ -98,8 +70,8 @@ FAMILIES = (
     ),
     row(
         "gpt-oss",
-        harmony.read_calls,
-        harmony.CALL_BEGINS,
+        json_calls.read_harmony_calls,
+        json_calls.HARMONY_BEGINS,
         thoughts=HARMONY,
         headers=HARMONY_HEADERS,
         marks=("<|channel|>", "<|message|>"),
@@ -114,23 +86,23 @@ FAMILIES = (
     ),
     row(
         "mistral",
-        mistral.read_calls,
-        (mistral.CALL_BEGINS,),
+        json_calls.read_mistral_calls,
+        (json_calls.MISTRAL_BEGINS,),
         thoughts=MISTRAL,
         thoughts_key=PARTS,
         marks=("[TOOL_CALLS]",),
-        call_id=mistral.call_id,
+        call_id=json_calls.mistral_call_id,
     ),
     row(
         "llama",
-        llama.read_calls,
-        llama.CALL_BEGINS,
+        json_calls.read_llama_calls,
+        json_calls.LLAMA_BEGINS,
         marks=("<|start_header_id|>",),
         library=("llama-3",),
         grammar="llama",
     ),
     row("gemma", hermes.read_calls, _TOOL_CALL, marks=("<start_of_turn>",), grammar="qwen_3"),
-    row("phi", phi.read_calls, phi.CALL_BEGINS, marks=("<|end|>", "<|assistant|>")),
+    row("phi", json_calls.read_phi_calls, json_calls.PHI_BEGINS, marks=("<|end|>", "<|assistant|>")),
     # Hermes, Qwen2.5, Qwen3, and every template without a family of its own
     row("hermes", hermes.read_calls, _TOOL_CALL, library=("qwen3", "qwen3-vl"), grammar="qwen_3"),
 )

@@ -27,7 +27,7 @@ from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
 from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol, as_json
 from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
-from trinity_mq.gateway.recorded_call import Asked, prompt_text_of, recorded_call
+from trinity_mq.gateway.recorded_call import prompt_text_of, recorded_call
 from trinity_mq.gateway.rules import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionStore, SessionsUnavailable
@@ -697,18 +697,20 @@ class _Recording:
             return "no"
         if opened.record == "off":
             return "off"
-        asked = Asked(
-            self.session.id,
-            self.call,
-            self._path,
+        event = recorded_call(
+            answer,
             self._asked.body,
-            _temperature(self._asked.body),
+            self.conversation.lineages,
             self._chain,
             self._match,
-            self._try.digest,
-            self.trace.get(TRACEPARENT, ""),
+            session=self.session.id,
+            call=self.call,
+            at=self._app.clock(),
+            path=self._path,
+            temperature=_temperature(self._asked.body),
+            digest=self._try.digest,
+            traceparent=self.trace.get(TRACEPARENT, ""),
         )
-        event = recorded_call(answer, asked, self.conversation.lineages, at=self._app.clock())
         session = self._app.store.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
         self._try.is_recorded = True  # the store gets it now, whether or not the client still waits
@@ -782,26 +784,15 @@ def _error(message: str, kind: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "code": kind}
 
 
-async def _read(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request.
-
-    Raises:
-        BadRequest: The body is not a JSON object, or contains a value that no message can carry.
-    """
-    try:
-        return await read_json(request)
-    except ContentError as problem:
-        raise BadRequest(str(problem), problem.where or None) from None
-
-
 async def _parsed(request: web.Request, kind: type[Any]) -> Any:
     """Return the validated body of a session route.
 
     Raises:
+        ContentError: The body is not a JSON object, or contains a value that no message can carry.
         BadRequest: The body is invalid. The error names the field, the received value and the accepted values.
     """
     try:
-        return kind.model_validate(await _read(request))
+        return kind.model_validate(await read_json(request))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -364,7 +364,7 @@ class Ledger:
 
     def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
         """Return the events to publish now: ends of sessions past their time limit, and decisions about ended sessions.
-        Only sessions that changed or whose time has come are checked; :func:`all_due` checks all sessions.
+        Only sessions that changed or whose time has come are checked.
         """
         return self._agenda.due(now)
 
@@ -451,22 +451,6 @@ class Agenda:
         if len(self._limits) > 2 * len(self._live) + 64:  # most entries belong to settled sessions
             self._limits = [(limit, name) for name, limit in self._limit_of.items()]
             heapq.heapify(self._limits)
-
-
-def all_due(sessions: Iterable[Session], now: float) -> list[SessionsDecided | SessionEnd]:
-    """Return the events that are due for all of these sessions. :class:`Agenda` finds the same events with less
-    work.
-    """
-    events: list[SessionsDecided | SessionEnd] = []
-    groups: dict[str, list[Session]] = {}
-    for session in sessions:
-        if (event := due_alone(session, now)) is not None:
-            events.append(event)
-        elif waits_for_group(session):
-            groups.setdefault(session.group, []).append(session)
-    for members in groups.values():
-        events += due_in_group(members, now)
-    return events
 
 
 def due_alone(session: Session, now: float) -> SessionsDecided | SessionEnd | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.gateway.lineages import Chain, Lineages, Match
@@ -15,37 +14,26 @@ RECORDED_SESSIONS = "recorded_sessions"
 """Name of the workflow that builds experiences from recorded calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request to the model, as far as its recorded event tells of it."""
-
-    session: str
-    call: str
-    """Id of the answer."""
-    path: str
-    """Route of the request."""
-    body: Mapping[str, Any]
-    """Body of the request as the engine received it."""
-    temperature: float
-    """Sampling temperature of the answer."""
-    chain: Chain | None = None
-    """Digests of its messages. None: it has none."""
-    match: Match | None = None
-    """The recorded answer that its messages continue."""
-    digest: str = ""
-    """Digest of the request. Equal requests have equal digests."""
-    traceparent: str = ""
-    """Trace header of the request (W3C Trace Context). Empty: it had none."""
-
-
-def recorded_call(answer: Mapping[str, Any], asked: Asked, lineages: Lineages, *, at: float) -> SessionCall:
+def recorded_call(
+    answer: Mapping[str, Any],
+    body: Mapping[str, Any],
+    lineages: Lineages,
+    chain: Chain | None,
+    match: Match | None,
+    *,
+    temperature: float,
+    **fields: Any,
+) -> SessionCall:
     """Return the event that records an answer.
 
     Args:
         answer: Answer of the engine, in the format of a chat or text completion made with ``return_token_ids``.
-        asked: The request.
+        body: Body of the request as the engine received it.
         lineages: Earlier calls of the session.
-        at: Time in seconds since the epoch.
+        chain: Digests of the messages of the request. None: it has none.
+        match: The recorded answer that its messages continue.
+        temperature: Sampling temperature of the answer.
+        fields: Further fields of the event, which do not depend on the answer.
 
     Raises:
         EngineRefused: The answer has no token ids, or has not exactly one logprob per token.
@@ -58,29 +46,24 @@ def recorded_call(answer: Mapping[str, Any], asked: Asked, lineages: Lineages, *
         )
     prompt_text = prompt_text_of(answer)
     try:
-        place = lineages.place(prompt, prompt_text, asked.temperature, asked.match)
+        place = lineages.place(prompt, prompt_text, temperature, match)
     except ValueError as error:
         raise EngineRefused(f"the engine's answer has {error}", 200) from error
     continued, version = place.continued, answer.get("weight_version")
     return SessionCall(
-        session=asked.session,
-        call=asked.call,
-        at=at,
-        path=asked.path,
-        temperature=asked.temperature,
+        **fields,
+        temperature=temperature,
         continues="" if continued is None else continued.call,
         choice=0 if continued is None else continued.choice,
         prompt=prompt if continued is None else prompt[continued.length :],
         prompt_text=prompt_text if continued is None else "",
-        choices=[_sampled(choice, asked.chain) for choice in choices],
+        choices=[_sampled(choice, chain) for choice in choices],
         version=None if version is None else (version[0], version[1]),
-        digest=asked.digest,
         break_cause=place.break_cause,
         tied=place.is_tied,
         request={}
         if lineages.count
-        else {name: asked.body[name] for name in ("messages", "tools", "prompt") if name in asked.body},
-        traceparent=asked.traceparent,
+        else {name: body[name] for name in ("messages", "tools", "prompt") if name in body},
     )
 
 

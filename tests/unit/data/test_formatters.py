@@ -18,8 +18,8 @@ from trinity_mq.config.switches import SwitchError
 from trinity_mq.data import TasksetError
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, find_formatter, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
-from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.experience import Experience, split_dpo_experience_to_single_turn
+from trinity_mq.families.messages import read_messages, read_tools
 from trinity_mq.runtime.plugins import add_plugins, resolve
 
 CHAT = (
@@ -210,7 +210,7 @@ def test_answers_and_pairs_are_read_as_an_engine_reads_the_request(
     last, every = (
         reader_of(CALLS, prompt_type="messages", enable_concatenated_multi_turn=several) for several in (False, True)
     )
-    asked = last.codec.render_with_tools(checked_messages(SENT[:-1]), checked_tools([ADD]))
+    asked = last.codec.render_with_tools(read_messages(SENT[:-1]), read_tools([ADD]))
     assert asked == '({"name": "add"})[u]q[a]!add{"a": 1}<eos>[t]3[a]'
     assert sft(last, {"messages": messages, "tools": tools}) == (asked, "x<eos>")
     prompt, trained = sft(every, {"messages": messages, "tools": tools})

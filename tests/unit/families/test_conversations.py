@@ -119,7 +119,7 @@ def test_an_answer_with_a_beginning_continues_it_as_transformers_does(name: str)
     codec = codec_of(name)
     beginning = "<think>\nSo" if "deepseek" in name else "So, 1 + 1"
     begun = {"role": "assistant", "content": beginning}
-    wanted = codec._tokenizer.apply_chat_template([ASK, begun], tokenize=False, continue_final_message=True)
+    wanted = tokenizer_of(name).apply_chat_template([ASK, begun], tokenize=False, continue_final_message=True)
     prompt = codec.prompt([ASK], beginning=beginning, limit=1000)
     assert (prompt.text, prompt.token_ids) == (wanted, codec.encode(wanted))
     assert prompt.text.count("<think>") == beginning.count("<think>"), "the tag of the template is not written twice"

@@ -20,14 +20,24 @@ from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.testing.scripted import Script, ScriptedGenerator, scripted_server
+from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec, scripted_server
 
 TINY = {"name": "t", "mode": "serve", "model": {"tiny": {}}}
 NO_GROUPS = {"repeat_times": 1, "estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
+_PAST = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+_SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+TEMPLATE = CHAT_TEMPLATE.replace("{{ message.role }}\n", "{{ message.role }}\n" + _PAST).replace(
+    "assistant\n{% endif %}", f"assistant\n{_SWITCH}{{% endif %}}"
+)
 
 
 def serving_config(**sections: Any) -> Config:
     return Config.model_validate({**TINY, "algorithm": NO_GROUPS, **sections})
+
+
+def thinking_server(script: Script) -> AbstractAsyncContextManager[tuple[InferenceModel, ScriptedGenerator]]:
+    """Serve a model whose template writes thoughts, and may switch them off."""
+    return scripted_server(script, codec=byte_codec(TEMPLATE))
 
 
 class Engines:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
 from tests.faithful import assembled
 from tests.unit.gateway.serving import Serving, serving, serving_config
-from tests.unit.models.conftest import VERSION, engine_server
 from trinity_mq.experience import Experience
-from trinity_mq.gateway import app, lineages
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.conversations import CONVERSATION_BYTES, Conversations
-from trinity_mq.gateway.lineages import Lineages, lineage_ids, lineages_of, read_chain
+from trinity_mq.gateway.lineages import SEQUENCE_BYTES, Lineages, lineage_ids, lineages_of, read_chain
+from trinity_mq.gateway.protocols.base import EngineRequest
+from trinity_mq.gateway.protocols.openai import CHAT
 from trinity_mq.gateway.recorded_call import prompt_of
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.session_store import MemorySessionStore
 from trinity_mq.messages import SampledChoice, SessionCall, SessionReward, encode
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec
+from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec, scripted_server
 from trinity_mq.workflows import Task
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
 from trinity_mq.workflows.sessions.recorded import RecordedSessionsWorkflow
@@ -71,13 +70,10 @@ def trained_on(at: Serving, session: str) -> list[Experience]:
     return session_experiences(calls_of(at, session), reward=1.0, call_rewards={}, merge="prefix", turn_discount=1.0)
 
 
-@contextlib.asynccontextmanager
-async def forgetful_server(script: Script) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
+def forgetful_server(script: Script) -> AbstractAsyncContextManager[tuple[InferenceModel, ScriptedGenerator]]:
     """Serve a model whose template leaves the part of an answer before ``|`` out of later prompts."""
-    generator = ScriptedGenerator(script)
-    generator.codec = byte_codec(CHAT_TEMPLATE.replace("message.content }}", "message.content.split('|')[-1] }}"))
-    async with engine_server(generator) as server:
-        yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
+    template = CHAT_TEMPLATE.replace("message.content }}", "message.content.split('|')[-1] }}")
+    return scripted_server(script, codec=byte_codec(template))
 
 
 # -- by messages
@@ -144,22 +140,21 @@ async def test_an_agent_gives_the_engine_no_tokens_of_its_own(option: dict[str, 
         assert "is set by the gateway" in answer["error"]["message"]
 
 
-async def test_a_large_conversation_of_calls_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[str] = []
+class Watched(dict[str, Any]):
+    """The body of a request, which notes the threads that read it."""
 
-    def read(body: dict[str, Any]) -> lineages.Chain | None:
-        threads.append(threading.current_thread().name)
-        return read_chain(body)
+    def get(self, name: str, default: Any = None) -> Any:
+        self.setdefault("threads", set()).add(threading.current_thread().name.rpartition("_")[0])
+        return super().get(name, default)
 
-    monkeypatch.setattr(app, "read_chain", read)
-    arguments = json.dumps({"a": list(range(60_000))})
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+async def test_the_digests_of_a_large_request_are_computed_in_a_thread() -> None:
     async with serving(say) as at:
-        session = (await at.open())["id"]
-        asked = {"messages": [user("one"), {"role": "assistant", "content": "", "tool_calls": [call]}, user("two")]}
-        await at.post(f"/s/{session}/v1/chat/completions", asked)
-    assert len(threads) == 1
-    assert threads[0].startswith("tmq-body")
+        for size, thread in ((1000, ""), (100_000, "tmq-body")):
+            body = Watched(messages=[user("one")])
+            chain = await at.app.chain_of(EngineRequest(CHAT, body, streams=False, size=size))
+            assert chain == read_chain({"messages": [user("one")]})
+            assert body["threads"] == {thread}
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(40, True), (700, False), (50_000, True)])
@@ -232,22 +227,6 @@ async def test_a_parent_with_ten_sub_agents_between_two_turns_is_one_experience(
         assert {name: value for name, value in metrics.items() if "breaks" in name and value} == {}
 
 
-async def test_a_compacting_agent_begins_a_lineage_and_breaks_none() -> None:
-    async with serving(say) as at:
-        session = (await at.open())["id"]
-        system = {"role": "system", "content": "code"}
-        long = Agent(at, session, system)
-        for number in range(3):
-            await long.ask(f"step {number}")
-        await long.ask("summarise")
-        short = Agent(at, session, system, user(f"So far: {long.messages[-1]['content']}"))
-        await short.ask("go on")
-        await short.ask("and on")
-        _, shown = await at.get(f"/s/{session}")
-        assert ([len(lineage["calls"]) for lineage in shown["lineages"]], shown["breaks"]) == ([4, 2], [])
-        assert len(trained_on(at, session)) == 2
-
-
 async def test_branches_of_a_turn_and_an_edited_past_begin_where_they_leave_their_parent() -> None:
     async with serving(say) as at:
         session = (await at.open())["id"]
@@ -265,9 +244,9 @@ async def test_branches_of_a_turn_and_an_edited_past_begin_where_they_leave_thei
         ]
         assert shown["breaks"] == []
         sampled = sum(len(call.choices[0].ids) for call in calls_of(at, session))
-        assert at.app._conversations.of(at.session(session)).lineages.tokens == sampled + sum(
-            len(call.prompt) for call in calls_of(at, session)
-        )
+        forest = Lineages()
+        forest.catch_up(at.session(session).calls)
+        assert forest.tokens == sampled + sum(len(call.prompt) for call in calls_of(at, session))
 
 
 async def test_a_template_that_rewrites_earlier_turns_is_a_break_by_template() -> None:
@@ -294,17 +273,6 @@ async def test_another_temperature_is_a_break_by_temperature() -> None:
         assert (shown["breaks"], len(shown["lineages"])) == (["temperature"], 2)
 
 
-async def test_a_session_never_continues_the_answers_of_another() -> None:
-    async with serving(say) as at:
-        names = [(await at.open())["id"] for _ in range(2)]
-        agent = Agent(at, names[0])
-        await agent.ask("one")
-        other = Agent(at, names[1], *agent.messages)
-        await other.ask("two")
-        [call] = calls_of(at, names[1])
-        assert (call.continues, call.break_cause) == ("", "")
-
-
 class Asked:
     """Notes what the gateway sends to engines."""
 
@@ -315,21 +283,6 @@ class Asked:
     async def __call__(self, path: str, body: dict[str, Any], *rest: Any) -> Any:
         self.bodies.append(body)
         return await self._ask(path, body, *rest)
-
-
-@pytest.mark.parametrize("merge", ["prefix", "renderer", "per_call"])
-async def test_engines_get_the_tokens_of_the_continued_answer(merge: str) -> None:
-    async with serving(say, config=serving_config(gateway={"merge": merge})) as at:
-        asked = Asked(at)
-        session = (await at.open())["id"]
-        agent = Agent(at, session, {"role": "system", "content": "lead"})
-        await agent.ask("one")
-        await agent.ask("two")
-        first, second = asked.bodies
-        call = calls_of(at, session)[0]
-        assert "continue_tokens" not in first
-        assert second.get("continue_tokens") == (call.prompt + call.choices[0].ids if merge == "renderer" else None)
-        assert second.get("continue_messages") == (3 if merge == "renderer" else None)
 
 
 async def test_another_gateway_continues_what_the_first_recorded() -> None:
@@ -599,16 +552,6 @@ async def test_stored_responses_take_no_more_than_the_limit() -> None:
 # -- bounds
 
 
-async def test_a_session_has_a_limit_of_tokens() -> None:
-    async with serving(say, config=serving_config(gateway={"max_session_tokens": 50})) as at:
-        session = (await at.open())["id"]
-        agent = Agent(at, session)
-        await agent.ask("x" * 50)
-        status, refused = await at.post(agent.path, {"messages": [user("one")]})
-        assert (status, refused["error"]["code"]) == (403, "too_many_tokens")
-        assert "gateway.max_session_tokens" in refused["error"]["message"]
-
-
 def recorded(session: str, number: int) -> Session:
     choices = [SampledChoice(ids=[1], logprobs=[0.0])]
     calls = {
@@ -619,7 +562,7 @@ def recorded(session: str, number: int) -> Session:
 
 def test_conversations_are_forgotten_by_their_size_and_rebuilt() -> None:
     sessions = [recorded(f"s{number}", 4) for number in range(3)]
-    each = CONVERSATION_BYTES + 4 * lineages.SEQUENCE_BYTES
+    each = CONVERSATION_BYTES + 4 * SEQUENCE_BYTES
     conversations = Conversations(2 * each)
     first = conversations.of(sessions[0])
     conversations.of(sessions[1])

@@ -1,164 +1,27 @@
-"""Thoughts and their switches in the three APIs, with unmodified SDKs: out, back in, exactly as sampled."""
+"""Thoughts and their switches in the three APIs: who may switch them, and which parts they become."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.gateway.serving import Serving, serving, serving_config
-from tests.unit.models.conftest import VERSION, engine_server
+from tests.unit.gateway.serving import serving, serving_config, thinking_server
 from trinity_mq.gateway.local import local_session
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
 from trinity_mq.gateway.protocols.base import BadRequest, seal_thoughts, unseal_thoughts
 from trinity_mq.gateway.protocols.openai import CHAT, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.sse import AnswerAssembler
-from trinity_mq.testing.scripted import CHAT_TEMPLATE, Script, ScriptedGenerator, byte_codec
 
 OFF = "assistant\n<think>\n\n</think>\n\n"
-_PAST = "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
-_SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-TEMPLATE = CHAT_TEMPLATE.replace("{{ message.role }}\n", "{{ message.role }}\n" + _PAST).replace(
-    "assistant\n{% endif %}", f"assistant\n{_SWITCH}{{% endif %}}"
-)
-THOUGHTS = "Two and three,\nso I add."
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-FIRST = f"<think>\n{THOUGHTS}\n</think>\n\nLet me see.{CALL}"
-SECOND = "<think>\nFive.\n</think>\n\nIt is 5."
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 QUESTION = {"role": "user", "content": "2+3?"}
-
-
-@contextlib.asynccontextmanager
-async def thinking_server(script: Script) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
-    generator = ScriptedGenerator(script, codec=byte_codec(TEMPLATE))
-    async with engine_server(generator) as server:
-        yield InferenceModel("e0", server.url, "tiny", version=VERSION), generator
-
-
-def check_continued(at: Serving, session: str, first: str) -> None:
-    """The second prompt begins with exactly the tokens of the first prompt and its answer."""
-    calls = list(at.session(session).calls.values())
-    assert [call.continues for call in calls] == ["", first]
-    assert at.generator.prompts[1].startswith(at.generator.prompts[0] + FIRST)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_openai_chat(stream: bool) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
-    async with serving([FIRST, SECOND], server=thinking_server) as at:
-        made = await at.open()
-        messages: list[Any] = [QUESTION]
-        async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["key"]) as client:
-            first, message = await _chat(client, messages, tools, stream)
-            assert (message["reasoning_content"], message["content"]) == (THOUGHTS, "Let me see.")
-            result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}
-            messages += [message, result]
-            _, last = await _chat(client, messages, tools, stream)
-        assert (last["reasoning_content"], last["content"]) == ("Five.", "It is 5.")
-        check_continued(at, made["id"], first)
-
-
-async def _chat(
-    client: openai.AsyncOpenAI, messages: list[Any], tools: Any, stream: bool
-) -> tuple[str, dict[str, Any]]:
-    if not stream:
-        answer = await client.chat.completions.create(model="x", messages=messages, tools=tools)
-        return answer.id, answer.choices[0].message.model_dump(exclude_none=True)
-    gathered, name, order = AnswerAssembler(), "", list[str]()
-    calls: list[Any] = []
-    async for chunk in await client.chat.completions.create(model="x", messages=messages, tools=tools, stream=True):
-        name = chunk.id
-        gathered.add(chunk.model_dump())
-        delta = chunk.choices[0].delta.model_dump()
-        order += [part for part in ("reasoning_content", "content") if delta.get(part)]
-        calls += [{key: call[key] for key in ("id", "type", "function")} for call in delta.get("tool_calls") or ()]
-    assert order == sorted(order, reverse=True), "thoughts come before the text"
-    assert set(order) == {"reasoning_content", "content"}
-    message = {"role": "assistant", **gathered.answer()["choices"][0]["message"]}
-    return name, {**message, "tool_calls": calls} if calls else message
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sealed", [False, True])
-async def test_openai_responses(stream: bool, sealed: bool) -> None:
-    tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
-    options: Any = {"model": "x", "tools": tools, "reasoning": {"effort": "medium", "summary": "auto"}}
-    if sealed:
-        options["include"] = ["reasoning.encrypted_content"]
-    async with serving([FIRST, SECOND], server=thinking_server) as at:
-        made = await at.open()
-        items: list[Any] = [QUESTION]
-        async with openai.AsyncOpenAI(base_url=made["base_url"], api_key=made["key"]) as client:
-            first = await _respond(client, items, options, stream)
-            thoughts, message, call = first.output
-            assert [part.text for part in thoughts.content] == [THOUGHTS]
-            assert (message.content[0].text, call.name) == ("Let me see.", "add")
-            sent = [item.model_dump(exclude_none=True) for item in first.output]
-            if sealed:  # as clients do that keep only the opaque form
-                del sent[0]["content"]
-            items += [*sent, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
-            second = await _respond(client, items, options, stream)
-        assert second.output_text == "It is 5."
-        check_continued(at, made["id"], first.id)
-
-
-async def _respond(client: openai.AsyncOpenAI, items: list[Any], options: Any, stream: bool) -> Any:
-    if not stream:
-        return await client.responses.create(input=items, **options)
-    pieces: dict[str, list[str]] = {}
-    async with client.responses.stream(input=items, **options) as events:
-        async for event in events:
-            if event.type in {"response.reasoning_text.delta", "response.output_text.delta"}:
-                pieces.setdefault(event.type, []).append(event.delta)
-        final: Any = await events.get_final_response()
-    assert list(pieces) == ["response.reasoning_text.delta", "response.output_text.delta"]
-    assert "".join(pieces["response.reasoning_text.delta"]) == final.output[0].content[0].text
-    return final
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("display", ["summarized", "omitted"])
-async def test_anthropic_messages(stream: bool, display: str) -> None:
-    tools: Any = [{"name": "add", "description": "Adds.", "input_schema": PARAMETERS}]
-    thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
-    options: Any = {"model": "x", "max_tokens": 2048, "tools": tools, "thinking": thinking}
-    async with serving([FIRST, SECOND], server=thinking_server) as at:
-        made = await at.open()
-        messages: list[Any] = [QUESTION]
-        async with anthropic.AsyncAnthropic(base_url=made["url"], api_key=made["key"]) as client:
-            first = await _message(client, messages, options, stream)
-            thoughts, text, call = first.content
-            assert thoughts.thinking == (THOUGHTS if display == "summarized" else "")
-            assert thoughts.signature
-            assert (text.text, call.name) == ("Let me see.", "add")
-            messages.append({"role": "assistant", "content": [block.model_dump() for block in first.content]})
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
-            messages.append({"role": "user", "content": [result]})
-            second = await _message(client, messages, options, stream)
-        assert [block.type for block in second.content] == ["thinking", "text"]
-        check_continued(at, made["id"], first.id)
-
-
-async def _message(client: anthropic.AsyncAnthropic, messages: list[Any], options: Any, stream: bool) -> Any:
-    if not stream:
-        return await client.messages.create(messages=messages, **options)
-    async with client.messages.stream(messages=messages, **options) as events:
-        kinds = [event.delta.type async for event in events if event.type == "content_block_delta"]
-        final: Any = await events.get_final_message()
-    assert kinds.count("signature_delta") == 1
-    assert ("thinking_delta" in kinds) == (options["thinking"]["display"] == "summarized")
-    return final
 
 
 OFF_REQUESTS: list[tuple[str, dict[str, Any]]] = [

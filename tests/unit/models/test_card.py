@@ -18,21 +18,20 @@ import torch
 from trinity_mq.engines.card import (
     AskEngines,
     CardLock,
+    EngineCommand,
     EngineStage,
     EngineTurn,
-    FreeMemory,
     MoveIn,
     MoveOut,
-    PauseRequests,
-    Serve,
-    StopWaking,
-    TakeCard,
     TrainerStage,
     TrainerTurn,
 )
 from trinity_mq.engines.server.sleeping import Sleeper
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.parking import ParkedTensors
+
+FREE_MEMORY = "free memory"
+"""The work of an engine that has drained."""
 
 
 @dataclass
@@ -48,10 +47,10 @@ class Engine:
 
     def perform(self, commands: list[Any]) -> None:
         for command in commands:
-            if isinstance(command, Serve):
+            if command is EngineCommand.SERVE:
                 self.serves = True
-            elif isinstance(command, StopWaking):
-                self.work = tuple(item for item in self.work if not isinstance(item, TakeCard))
+            elif command is EngineCommand.STOP_WAKING:
+                self.work = tuple(item for item in self.work if item is not EngineCommand.TAKE_CARD)
             else:
                 self.serves = False
                 self.work = (*(item for item in self.work if item != command), command)
@@ -80,7 +79,7 @@ class World:
 
     def events(self) -> Iterator[tuple[str, Callable[[World], None]]]:
         if self.trainer is None:
-            yield "trainer starts", lambda world: setattr(world, "trainer", Trainer(TrainerTurn()))
+            yield "trainer starts", World.start_trainer
         else:
             yield from self._trainer_events(self.trainer)
         for name, engine in self.engines.items():
@@ -93,6 +92,9 @@ class World:
             yield "trainer dies", World.kill_trainer
             for name in self.engines:
                 yield f"{name} dies", lambda world, name=name: world.kill_engine(name)
+
+    def start_trainer(self) -> None:
+        self.trainer = Trainer(TrainerTurn())
 
     def _trainer_events(self, trainer: Trainer) -> Iterator[tuple[str, Callable[[World], None]]]:
         if not trainer.work:
@@ -120,7 +122,7 @@ class World:
         if not engine.serves:
             yield f"the lease of {name} ends, or weights arrive", act(lambda turn: turn.wake())
         for number, command in enumerate(engine.work):
-            if not isinstance(command, TakeCard) or engine.turn.has_lock or self._may_lock_shared:
+            if command is not EngineCommand.TAKE_CARD or engine.turn.has_lock or self._may_lock_shared:
                 yield f"{name} does {command}", lambda world, number=number: world.engine_works(name, number)
 
     @property
@@ -156,14 +158,13 @@ class World:
         assert engine is not None
         command = engine.work[number]
         rest = tuple(item for place, item in enumerate(engine.work) if place != number)
-        if isinstance(command, PauseRequests):
-            engine.work = rest
-            engine.perform(engine.turn.drained())
-        elif isinstance(command, FreeMemory):
+        if command is EngineCommand.PAUSE_REQUESTS:
+            engine.work = (*rest, FREE_MEMORY) if engine.turn.drained() else rest
+        elif command == FREE_MEMORY:
             engine.work = rest
             engine.on_card = engine.locks = False
             engine.perform(engine.turn.freed())
-        elif isinstance(command, TakeCard) and not engine.turn.has_lock:
+        elif command is EngineCommand.TAKE_CARD and not engine.turn.has_lock:
             engine.locks = engine.turn.locked()  # the work goes on: the memory is filled
             engine.work = engine.work if engine.locks else rest
         else:
@@ -257,9 +258,9 @@ def test_in_every_order_of_events_one_side_is_on_the_card_and_each_gets_its_turn
 class FreesNothing(EngineTurn):
     """Says that it sleeps while its memory is still on the card."""
 
-    def drained(self) -> list[Any]:
+    def drained(self) -> bool:
         self.stage = EngineStage.ASLEEP
-        return []
+        return False
 
 
 class NeverWakes(EngineTurn):
@@ -377,7 +378,6 @@ def test_parked_tensors_come_back_bit_for_bit_in_place() -> None:
         size = parked.park(tensors)
         assert size == sum(tensor.nbytes for tensor in (*model.parameters(), half, mapped))
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-        assert parked.are_parked
         parked.unpark()
         assert all(map(torch.equal, tensors, before))
     assert model[1].weight is model[0].weight

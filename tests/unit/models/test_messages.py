@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.chat_codec import codec_of, trained
-from trinity_mq.engines.generation.text import MaskedTokens, TextError
+from tests.chat_codec import codec_of, tokenizer_of, trained
+from trinity_mq.engines.generation.text import MaskedTokens, TextCodec, TextError
 from trinity_mq.families.messages import MAX_ROLE_CHARACTERS, MessageError, read_messages, read_tools, without_nulls
 from trinity_mq.families.table import FAMILIES, family_of
 
@@ -137,11 +137,12 @@ def test_what_a_template_does_not_write_is_refused_in_each_way_of_reading(
 
 
 def test_a_long_conversation_and_a_new_template_are_looked_at_too() -> None:
-    codec = codec_of(CHATML)
+    tokenizer = tokenizer_of(CHATML)
+    codec = TextCodec(tokenizer, codec_of(CHATML).stop_ids)
     critic = [*(TURNS * 80), {"role": "critic", "content": "s"}]
     assert "critic" in codec.render_with_tools(critic, None)
     assert "critic" in codec.render_with_tools(critic[-2:], None)
-    codec._tokenizer.chat_template = SKIPS
+    tokenizer.chat_template = SKIPS
     for messages in (critic, critic[-2:]):
         with pytest.raises(TextError, match="the role critic"):
             codec.render_with_tools(messages, None)

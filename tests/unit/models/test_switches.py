@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from tests import chat_codec
 from tests.chat_codec import codec_of, trained
 from tests.golden.families.makers import SOURCES, tokenizer_of
 from tests.unit.models.conftest import VERSION, engine_server
@@ -154,7 +155,7 @@ def test_stronger_levels_replace_what_weaker_levels_say_about_thinking() -> None
 
 
 def test_defaults_of_the_model_apply_to_every_rendering() -> None:
-    tokenizer = codec_of(ON_OFF)._tokenizer
+    tokenizer = chat_codec.tokenizer_of(ON_OFF)
     codec = TextCodec(tokenizer, codec_of(ON_OFF).stop_ids, switches={"enable_thinking": False})
     off, on = "assistant\n<think>\n\n</think>\n\n", "assistant\n"
     assert codec.render(USER).endswith(off)

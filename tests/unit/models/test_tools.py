@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.engines.server.openai.streaming import TextFlow
@@ -86,6 +86,7 @@ def test_megabytes_of_tags_take_no_time() -> None:
     assert time.process_time() - started < 5.0
 
 
+@settings(deadline=None)  # the first call imports transformers
 @given(
     st.text(alphabet="ab <é€😀\n", max_size=30),
     st.lists(st.integers(1, 5), max_size=60),

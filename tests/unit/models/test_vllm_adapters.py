@@ -712,9 +712,9 @@ def test_a_worker_loads_on_its_device_and_waits_for_the_copies(monkeypatch: pyte
     reload.finalize_layerwise_reload = lambda _model, _config: steps.append(f"end on {torch.empty(0).device}")
     model: Any = torch.nn.Module()
     model.load_weights = lambda _tensors: steps.append(f"load on {torch.empty(0).device}")
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", reload.__name__):
+    reload.current_platform = None
+    for name in ("vllm", "vllm.platforms", "vllm.model_executor", "vllm.model_executor.model_loader", reload.__name__):
         monkeypatch.setitem(sys.modules, name, reload)
-    monkeypatch.setattr(api, "_repack_tied_head", lambda _model: None)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: steps.append("synchronize"))
     api.load_tensors(model, None, {}, "meta")

@@ -129,8 +129,8 @@ REQUEST = GenerationRequest([4, 4], 8, stop_ids=frozenset({1}))
 class World:
     """A flow that serves version 1.1."""
 
-    def __init__(self, mode: Any) -> None:
-        self.vllm, self.state = ScriptedVllm(), EngineState()
+    def __init__(self, mode: Any, vllm: ScriptedVllm | None = None) -> None:
+        self.vllm, self.state = vllm or ScriptedVllm(), EngineState()
         self.state.phase, self.state.version = "current", (1, 1)
         codec: Any = Letters()
         client: Any = self.vllm
@@ -359,9 +359,8 @@ class Scoring(ScriptedVllm):
 
 
 async def test_at_another_temperature_each_token_is_scored_after_the_ones_before_it() -> None:
-    world = World("wait")
     vllm = Scoring()
-    world.flow._client = vllm  # type: ignore[assignment]
+    world = World("wait", vllm)
     tokens = [(7 * place + 3) % 16 for place in range(40)]
     [(scores, version)] = await world.flow.score([ScoreRequest(tokens, 0.5)], None)
     assert (scores, version) == ([-0.25 * token for token in tokens[1:]], (1, 1))
@@ -372,9 +371,8 @@ async def test_at_another_temperature_each_token_is_scored_after_the_ones_before
 
 
 async def test_scores_of_other_weights_are_asked_again() -> None:
-    world = World("keep")
     vllm = Scoring()
-    world.flow._client = vllm  # type: ignore[assignment]
+    world = World("keep", vllm)
     vllm.version = "1.2"  # while the engine serves 1.1
     scoring = asyncio.create_task(world.flow.score([ScoreRequest([2, 3, 4], 0.5)], None))
     await until(lambda: len(vllm.prompts) > 3)

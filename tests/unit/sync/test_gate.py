@@ -54,17 +54,18 @@ async def each(feed: asyncio.Queue[SyncEvent], handle: Callable[[Any, Any], Awai
 
 
 class Gate:
-    """One trainer, some engines."""
+    """One trainer, and one engine or these engines."""
 
     def __init__(
         self,
-        engines: int = 1,
+        *engines: FakeEngine,
         timeout: float = 5.0,
         ranks: tuple[int, ...] = (),
         learner: FakeLearner | None = None,
+        channel: FakeChannel | None = None,
     ) -> None:
-        self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
-        self.channel = FakeChannel()
+        self.wire, self.engines = Wire(), engines or (FakeEngine("e0"),)
+        self.channel = channel or FakeChannel()
         self.no_evaluation = asyncio.Event()
         self.no_evaluation.set()
         self.keeper = CoordinatorDriver(
@@ -81,7 +82,7 @@ class Gate:
         self.commits: list[tuple[Version | None, int]] = []
         self.members = [
             self._member(n, engine, count)
-            for n, (engine, count) in enumerate(zip(self.engines, ranks or [1] * engines, strict=True))
+            for n, (engine, count) in enumerate(zip(self.engines, ranks or [1] * len(self.engines), strict=True))
         ]
 
     def _member(self, n: int, engine: FakeEngine, ranks: int) -> MemberDriver:
@@ -122,12 +123,16 @@ class Gate:
         return run_virtually(main(), limit=limit)
 
 
+def fakes(count: int) -> list[FakeEngine]:
+    return [FakeEngine(f"e{n}") for n in range(count)]
+
+
 def now() -> float:
     return asyncio.get_running_loop().time()
 
 
 def test_a_version_is_committed_at_every_member_and_unchanged_weights_cost_no_transfer() -> None:
-    gate = Gate(2)
+    gate = Gate(*fakes(2))
 
     async def act() -> None:
         await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
@@ -293,16 +298,13 @@ class NotingEngine(FakeEngine):
 
 
 def test_an_engine_has_as_many_ranks_as_it_joined_with() -> None:
-    gate, worlds = Gate(3, ranks=(1, 2, 1)), []
-    engines = [NotingEngine(f"e{n}") for n in range(3)]
-    for member, engine in zip(gate.members, engines, strict=True):
-        member._engine = engine
+    engines, worlds = [NotingEngine(f"e{n}") for n in range(3)], list[int]()
 
     class NotingChannel(FakeChannel):
         async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
             worlds.append(world)
 
-    gate.keeper._channel = NotingChannel()
+    gate = Gate(*engines, ranks=(1, 2, 1), channel=NotingChannel())
 
     async def act() -> None:
         await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 3)
@@ -334,8 +336,7 @@ class StaleEngine(FakeEngine):
 
 @pytest.mark.parametrize("lies", [1, 3])
 def test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_freed_once_it_has_them(lies: int) -> None:
-    gate = Gate(3)
-    gate.engines[1] = gate.members[1]._engine = StaleEngine("e1", lies)  # type: ignore[assignment]
+    gate = Gate(FakeEngine("e0"), StaleEngine("e1", lies), FakeEngine("e2"))
     keeper = gate.keeper
 
     async def act() -> None:
@@ -361,7 +362,7 @@ def test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_free
 
 
 def test_a_try_goes_on_while_another_fetches_alone() -> None:
-    gate = Gate(2)
+    gate = Gate(*fakes(2))
     gate.members[1].engine_ready = False
 
     async def act() -> None:
@@ -382,7 +383,7 @@ def test_a_try_goes_on_while_another_fetches_alone() -> None:
 
 
 def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None:
-    gate = Gate(2)
+    gate = Gate(*fakes(2))
     pause, commit = gate.engines[0].pause, gate.engines[1].commit
     gate.engines[1].receive_seconds, gate.channel.seconds = 2.0, 1.5
 
@@ -426,7 +427,7 @@ class LargeModel(FakeLearner):
 
 @pytest.mark.parametrize("by", ["broadcast", "fetch"])
 def test_a_large_model_has_the_time_that_its_bytes_need(by: str) -> None:
-    gate = Gate(2, learner=LargeModel())
+    gate = Gate(*fakes(2), learner=LargeModel())
     slow = 180.0  # 10 GB at 56 MB/s
     gate.channel.seconds, gate.engines[1].receive_seconds = (slow, slow) if by == "broadcast" else (0.01, slow)
 
@@ -442,7 +443,7 @@ def test_a_large_model_has_the_time_that_its_bytes_need(by: str) -> None:
 
 
 def test_a_frozen_engine_costs_one_deadline_of_a_large_model_and_a_phase_without_bytes_stays_short() -> None:
-    gate = Gate(2, learner=LargeModel())
+    gate = Gate(*fakes(2), learner=LargeModel())
     gate.engines[1].receive_seconds = 1e6
 
     async def act() -> tuple[float, str]:

@@ -18,6 +18,7 @@ from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.collective.broadcast import Sender
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.receiver import WeightReceiver
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 from .weights import BUCKET, manifest_of, same, some_weights, spec_of
 
@@ -84,22 +85,16 @@ def shared_memory() -> Iterator[str]:
 
 async def test_one_fetch_serves_all_workers_and_its_memory_is_given_back() -> None:
     channel, workers = MemoryChannel("127.0.0.1", BUCKET, 20.0), Workers()
-    asked = 0
-
-    class Counting(WeightReceiver):
-        def _receive_into(self, *args: Any, **options: Any) -> dict[str, Tensor]:
-            nonlocal asked
-            asked += 1
-            return super()._receive_into(*args, **options)
-
-    workers.all = [(worker, Counting()) for worker, _ in workers.all]
     try:
         for step in (1, 2):
             tensors = some_weights(step)
             where = await channel.offer((1, step), tensors, MANIFEST)
-            arrived = await workers.receive(spec_of(where, MANIFEST, rank=1))
+            async with FaultProxy(where["url"]) as proxy:
+                clients = set[int]()
+                proxy.refuses = lambda port, clients=clients: clients.add(port) is not None  # type: ignore[misc]
+                arrived = await workers.receive(spec_of({**where, "url": proxy.url}, MANIFEST, rank=1))
+            assert len(clients) == 1
             assert all(isinstance(each, dict) and same(each, tensors) for each in arrived)
-            assert asked == step
         assert sum("memfd:weights" in held for held in shared_memory())
         del arrived
         await asyncio.sleep(0)  # the future that this task has waited for holds them too

@@ -255,10 +255,7 @@ class TextCodec:
             prompt_end: The prompt, or its last characters. None: unknown.
             tools: The offered tools. Without tools nothing is a call.
         """
-        family = self.family
-        if not tools and not family.marks_of(tools).divide(text) and not opens_thoughts(prompt_end, family.thoughts):
-            return ParsedAnswer(text)
-        return family.read(text, prompt_end, tools)
+        return self.family.read(text, prompt_end, tools)
 
     @property
     def size(self) -> int:

@@ -164,15 +164,15 @@ class EngineHost:
 
     # -- commands of the sync gate
 
-    async def pause(self, timeout: float = 60.0, lease: float | None = None) -> None:
-        """Start no more batch steps and wait for the running step. After ``lease`` seconds the engine resumes by
-        itself. None: twice ``timeout``, at least :data:`PAUSE_LEASE`.
+    async def pause(self, timeout: float = 60.0) -> None:
+        """Start no more batch steps and wait for the running step. After twice ``timeout``, at least
+        :data:`PAUSE_LEASE`, the engine resumes by itself.
 
         Raises:
             EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
             EngineLost: The engine did not answer.
         """
-        lease = lease or max(PAUSE_LEASE, 2 * timeout)
+        lease = max(PAUSE_LEASE, 2 * timeout)
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:

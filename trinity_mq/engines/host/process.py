@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +28,7 @@ log = structlog.get_logger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
+"""Seconds for a process that failed to start: from closing its pipe to its end."""
 _VLLM = "explorer.rollout_model.vllm"
 _MEMORY_ADVICE = (
     (
@@ -48,7 +48,6 @@ _MEMORY_ADVICE = (
     ),
 )
 """Patterns of the output of torch and vLLM, and the settings that help."""
-"""Seconds for a process that failed to start: from closing its pipe to its end."""
 
 
 class EngineProcess:
@@ -82,7 +81,7 @@ class EngineProcess:
         try:
             with output.open("ab") as out:
                 start = out.tell()
-                started = await _start([*command, "--ready-file", str(ready_file)], out, writer, environment)
+                pid, child = await _start([*command, "--ready-file", str(ready_file)], out, writer, environment)
         except OSError as error:
             os.close(reader)
             raise EngineFailed(f"the engine cannot be started: {error}") from error
@@ -93,13 +92,16 @@ class EngineProcess:
                 # readable when the engine is ready, or when it ends, which also closes the pipe
                 await _readable(reader)
             ready = ReadyFile.read(ready_file)
-            if ready is not None and ready.pid == started.pid:
-                return cls(ready, started.child)
+            if ready is not None and ready.pid == pid:
+                return cls(ready, child)
             is_fatal = os.read(reader, len(FATAL)) == FATAL
             async with asyncio.timeout(EXIT_SECONDS):
-                await wait_exit(started.pid)
+                await wait_exit(pid)
         except BaseException as error:
-            started.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if child is not None:
+                child.wait()
             if isinstance(error, TimeoutError):
                 output_tail = tail(output)
                 raise EngineFailed(
@@ -108,7 +110,7 @@ class EngineProcess:
             raise
         finally:
             os.close(reader)
-        code = started.code()
+        code = None if child is None else child.wait()
         if is_fatal:
             raise ModelError(f"the engine cannot run: {tail(output, 1)}")
         how = "" if code is None else f" (exit code {code})"
@@ -132,24 +134,10 @@ class EngineProcess:
             self._child.returncode = 0  # else Popen warns of a child without wait()
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    pid: int
-    child: subprocess.Popen[bytes] | None = None
-
-    def kill(self) -> None:
-        """Kill the process and wait for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.code()
-
-    def code(self) -> int | None:
-        """Return the exit code of an ended process, or None if it is not our child."""
-        return None if self.child is None else self.child.wait()
-
-
-async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, environment: Mapping[str, str]) -> _Started:
-    """Start an engine, with a fork server if one runs.
+async def _start(
+    command: Sequence[str], output: IO[bytes], ready_fd: int, environment: Mapping[str, str]
+) -> tuple[int, subprocess.Popen[bytes] | None]:
+    """Start an engine, with a fork server if one runs. Return its pid, and our child unless a fork server started it.
 
     Raises:
         OSError: The engine cannot be started.
@@ -160,8 +148,7 @@ async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, envir
     env = {**inherited, TOKEN_VARIABLE: secrets.token_hex(16), **environment}
     if (address := os.environ.get(ADDRESS_VARIABLE)) and is_forkable(command):
         try:
-            pid = await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False)
-            return _Started(pid)
+            return await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False), None
         except NotForkedError as error:
             log.warning("engine_not_forked", reason=str(error))
     child = subprocess.Popen(  # noqa: ASYNC220  # returns once the program runs
@@ -173,7 +160,7 @@ async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, envir
         start_new_session=True,
         pass_fds=(ready_fd,),
     )
-    return _Started(child.pid, child)
+    return child.pid, child
 
 
 async def _readable(fd: int) -> None:

@@ -138,7 +138,10 @@ class AdminApi:
             if self._client_disconnected():
                 raise
             raise ApiError(
-                409, "the transfer was aborted", code="receive_aborted", extra={"touched": self._touched()}
+                409,
+                "the transfer was aborted",
+                code="receive_aborted",
+                extra={"touched": self._state.phase == "dirty"},
             ) from None
         finally:
             try:
@@ -154,9 +157,6 @@ class AdminApi:
         """Return whether this handler was cancelled (its client disconnected), not the transfer."""
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
-
-    def _touched(self) -> bool:
-        return self._state.phase == "dirty"
 
     async def _receive_and_apply(self, body: ReceiveBody) -> web.Response:
         loop = asyncio.get_running_loop()

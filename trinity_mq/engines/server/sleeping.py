@@ -9,18 +9,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.engines.card import (
-    CardLock,
-    EngineCommand,
-    EngineStage,
-    EngineTurn,
-    FreeMemory,
-    PauseRequests,
-    Serve,
-    SleepLevel,
-    StopWaking,
-    TakeCard,
-)
+from trinity_mq.engines.card import CardLock, EngineCommand, EngineStage, EngineTurn, SleepLevel
 from trinity_mq.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
@@ -75,7 +64,7 @@ class Sleeper:
         :meth:`wake_cache`.
         """
         self._serves = False
-        self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
+        self._perform([command for command in self.turn.wake() if command is not EngineCommand.SERVE])
         if self._draining is not None and not self._draining.done():
             await asyncio.shield(self._draining)  # it may begin to wake at its end
         if self._waking is not None and not self._waking.done():
@@ -94,18 +83,18 @@ class Sleeper:
     def _may_resume(self) -> bool:
         if self.turn.stage is not EngineStage.AWAKE:
             self._serves = True
-            self._perform([command for command in self.turn.wake() if not isinstance(command, Serve)])
+            self._perform([command for command in self.turn.wake() if command is not EngineCommand.SERVE])
         return self.turn.stage is EngineStage.AWAKE
 
     def _perform(self, commands: list[EngineCommand]) -> None:
         for command in commands:
-            if isinstance(command, PauseRequests) and (self._draining is None or self._draining.done()):
+            if command is EngineCommand.PAUSE_REQUESTS and (self._draining is None or self._draining.done()):
                 self._draining = asyncio.create_task(self._drain(), name="drain")
-            elif isinstance(command, TakeCard):
+            elif command is EngineCommand.TAKE_CARD:
                 self._waking = asyncio.create_task(self._take_card(), name="wake")
-            elif isinstance(command, StopWaking) and self._waking is not None:
+            elif command is EngineCommand.STOP_WAKING and self._waking is not None:
                 self._waking.cancel()
-            elif isinstance(command, Serve):
+            elif command is EngineCommand.SERVE:
                 self._state.resume()
 
     async def _drain(self) -> None:
@@ -116,21 +105,22 @@ class Sleeper:
             log.exception("engine_cannot_drain")
             self._give_up(f"it could not end its running requests: {error}")
             return
-        for command in self.turn.drained():
-            assert isinstance(command, FreeMemory)
-            self._state.asleep = True
-            try:
-                await self._batcher.call(partial(self._generator.sleep, command.level))
-            except Exception as error:
-                log.exception("engine_cannot_sleep")
-                self._give_up(f"it could not free the memory of its card: {error}")
-                return
-            if command.level == 2:
-                self._state.touch()
-            self._lock.release()
-            self._state.restart_pause_lease(self._lease)
-            log.info("engine_sleeps", sleep_level=command.level)
-            self._perform(self.turn.freed())
+        if not self.turn.drained():
+            return
+        level = self.turn.level
+        self._state.asleep = True
+        try:
+            await self._batcher.call(partial(self._generator.sleep, level))
+        except Exception as error:
+            log.exception("engine_cannot_sleep")
+            self._give_up(f"it could not free the memory of its card: {error}")
+            return
+        if level == 2:
+            self._state.touch()
+        self._lock.release()
+        self._state.restart_pause_lease(self._lease)
+        log.info("engine_sleeps", sleep_level=level)
+        self._perform(self.turn.freed())
 
     async def _take_card(self) -> None:
         """Take the lock, fill the memory, and serve unless new weights come first."""

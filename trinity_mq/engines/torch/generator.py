@@ -36,6 +36,7 @@ from trinity_mq.engines.torch.sampling import LogitRules, Uniforms, choose, like
 from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.families.forms import AnswerForm
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import model_without_weights
 from trinity_mq.models.routers import Routers
 from trinity_mq.runtime.gpu_memory import release_cached_memory
 
@@ -75,22 +76,13 @@ class TextGenerator:
         Raises:
             ModelError: The folder does not describe a causal language model that can be built.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         torch.set_num_threads(num_threads)
         codec = TextCodec.of_model(folder, config)
-        device = choose_device(config.device)
-        try:
-            described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(
-                    described, dtype=getattr(torch, config.dtype), trust_remote_code=config.trust_remote_code
-                )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(
-                f"{folder} does not hold a causal language model: {' '.join(str(error).split())}"
-            ) from error
-        longest = getattr(described.get_text_config(), "max_position_embeddings", None) or config.max_model_len
+        in_folder = config.model_copy(update={"tiny": None, "model_path": str(folder)})
+        with torch.device(choose_device(config.device)):
+            model = model_without_weights(in_folder, dtype=getattr(torch, config.dtype))
+        text_config = model.config.get_text_config()
+        longest = getattr(text_config, "max_position_embeddings", None) or config.max_model_len
         routers = Routers(model) if config.router_replay else None
         return cls(model, codec, max_model_len=min(config.max_model_len, longest), routers=routers)
 
@@ -433,8 +425,19 @@ class _ExpertRecorder:
         return [RoutedExperts((row.shape[0], row.shape[1], row.shape[2]), row.numpy().tobytes()) for row in rows]
 
 
+class _Entries:
+    """Tensors with one entry each per row or sequence."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def keep(self, chosen: Tensor) -> None:
+        """Keep only the chosen entries, in this order."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name)[chosen])
+
+
 @dataclass(slots=True)
-class _Rows:
+class _Rows(_Entries):
     """The unfinished completions, one entry per completion."""
 
     ids: Tensor
@@ -443,13 +446,9 @@ class _Rows:
     sequence: Tensor
     """Position in the cache of the tokens sampled so far; several completions may share it."""
 
-    def keep(self, chosen: Tensor) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name)[chosen])
-
 
 @dataclass(slots=True)
-class _Sequences:
+class _Sequences(_Entries):
     """The sequences in the cache, one entry per sequence, in cache order. Some may belong to finished completions."""
 
     mask: Tensor
@@ -459,10 +458,6 @@ class _Sequences:
     top_p: Tensor
     request: Tensor
     """Number of the request."""
-
-    def keep(self, chosen: Tensor) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name)[chosen])
 
 
 class _Cached:

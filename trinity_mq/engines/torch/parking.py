@@ -22,11 +22,6 @@ class ParkedTensors:
         self._buffers: dict[int, list[Tensor]] = {}
         """Unused host buffers by size in bytes."""
 
-    @property
-    def are_parked(self) -> bool:
-        """Whether the tensors have no memory."""
-        return bool(self._parked)
-
     @torch.no_grad()
     def park(self, tensors: Iterable[Tensor], *, keep: bool = True) -> int:
         """Free the memory of ``tensors``. Return the number of bytes.

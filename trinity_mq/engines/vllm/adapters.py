@@ -28,6 +28,7 @@ from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.engines.vllm.generator import COMMAND_TIMEOUT, VllmGenerator, version_of
 from trinity_mq.messages import Version
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import model_without_weights
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.threads import in_thread
 
@@ -80,19 +81,14 @@ def adapted_layers(config: ModelConfig, lora: LoraConfig, folder: Path) -> Layer
     """Return the layers of the model in ``folder`` that get an adapter from ``lora``, selected by peft's rules.
 
     Raises:
-        ModelError: No layer is selected, or vLLM does not support adapters on a selected layer.
+        ModelError: The folder holds no causal language model, no layer is selected, or vLLM does not support adapters
+            on a selected layer.
     """
     import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    trust = config.trust_remote_code
-    try:
-        described = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{folder} does not hold a causal language model: {' '.join(str(error).split())}") from error
+    with torch.device("meta"):
+        model = model_without_weights(config.model_copy(update={"tiny": None, "model_path": str(folder)}))
     head, targets = model.get_output_embeddings(), lora.target_modules
     linear = {
         name: (module.in_features, module.out_features)

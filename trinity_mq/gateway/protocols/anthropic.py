@@ -20,10 +20,11 @@ from trinity_mq.gateway.protocols.base import (
     as_json,
     as_list,
     as_object,
-    check_options,
+    assistant_message,
+    begin_chat,
     definitions,
     named_event,
-    response_format,
+    parsed_arguments,
     seal_thoughts,
     text_of_parts,
     unseal_thoughts,
@@ -49,12 +50,9 @@ class AnthropicProtocol(Protocol):
     field_names = MappingProxyType({"reasoning_effort": "output_config.effort", "max_completion_tokens": "max_tokens"})
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
-        check_options(body, PASSED)
-        form = as_object(as_object(body.get("output_config"), "output_config").get("format"), "output_config.format")
-        chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
+        chat = begin_chat(body, PASSED, "output_config")
         tools, deferred = _tools(body)
-        chat |= {"model": body.get("model"), "messages": _messages(body, deferred), **_switches(body)}
-        chat |= response_format(form, "output_config.format")
+        chat |= {"messages": _messages(body, deferred), **_switches(body)}
         if body.get("max_tokens") is not None:
             chat["max_completion_tokens"] = body["max_tokens"]
         if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
@@ -89,7 +87,11 @@ class AnthropicProtocol(Protocol):
         return AnthropicEvents(call, body)
 
     def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return _error(message, kind)
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class AnthropicEvents(Events):
@@ -135,7 +137,7 @@ class AnthropicEvents(Events):
         return [*events, named_event({"type": "message_stop"})]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
-        return [named_event({"type": "error", "error": {"type": kind, "message": message}})]
+        return [named_event(_error(message, kind))]
 
     def _open_block(self, block: Mapping[str, Any]) -> list[bytes]:
         """Return the events after which a block of this type is open."""
@@ -233,9 +235,7 @@ def _of_one(role: str, parts: list[Any], where: str, deferred: Mapping[str, Any]
             )
     text = "".join(texts)
     if role == "assistant":
-        message: dict[str, Any] = {"role": role, "content": text or None}
-        if thought := "\n\n".join(filter(None, thoughts)):
-            message["reasoning_content"] = thought
+        message = assistant_message(text or None, thoughts)
         return [{**message, "tool_calls": calls} if calls else message]
     return [*results, *([{"role": role, "content": text}] if text or not results else [])]
 
@@ -331,10 +331,7 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
 
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
-    try:
-        arguments = json.loads(function.get("arguments") or "{}")
-    except ValueError:
-        arguments = function.get("arguments")
+    arguments = parsed_arguments(function.get("arguments") or "{}")
     tool_input = arguments if isinstance(arguments, dict) else {"arguments": arguments}
     name = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
     return {"type": "tool_use", "id": name, "name": function.get("name"), "input": tool_input}

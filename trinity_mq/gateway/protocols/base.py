@@ -6,7 +6,7 @@ import base64
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -100,9 +100,14 @@ class Protocol(ABC):
     def events(self, call: str, body: Mapping[str, Any]) -> Events:
         """Return the converter for a streamed answer."""
 
-    @abstractmethod
     def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-        """Return the body of an error response."""
+        """Return the body of an error response, in the form of OpenAI's APIs."""
+        return error_body(message, kind, param)
+
+
+def error_body(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response of OpenAI's APIs."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
 
 
 def as_object(value: Any, where: str) -> Mapping[str, Any]:
@@ -157,38 +162,39 @@ CHANGE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
 """Options of all APIs that change an answer, with their neutral values."""
 
 
-def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
-    """Check that a request has no option that would change its answer elsewhere and would be ignored here.
+def begin_chat(body: Mapping[str, Any], passed: Collection[str], holder: str) -> dict[str, Any]:
+    """Return the chat completion for a request of another API, so far with its model, the options of the same meaning,
+    and the form of the answer.
 
     Args:
         body: Body of the request.
-        passed: Options that are passed to engines.
+        passed: Options with the same meaning in chat completions.
+        holder: Option that holds the form of the answer under ``format``.
 
     Raises:
-        BadRequest: The request has such an option with a value that is not neutral.
+        BadRequest: The request has an option that would change its answer elsewhere and would be ignored here, or the
+            form has an unknown type.
     """
     for name in CHANGE_SAMPLING.keys() & body.keys() - set(passed):
-        value, neutral = body[name], CHANGE_SAMPLING[name]
-        if value is not None and value not in neutral:
-            otherwise = " or ".join(map(json.dumps, neutral))
-            raise BadRequest(
-                f"{name}={json.dumps(value)[:80]} is not supported; leave it out"
-                + (f" (or send {otherwise})" if neutral else ""),
-                name,
-            )
+        check_neutral(name, body[name], CHANGE_SAMPLING[name])
+    where = f"{holder}.format"
+    form = as_object(as_object(body.get(holder), holder).get("format"), where)
+    options = {name: body[name] for name in passed if body.get(name) is not None}
+    return {"model": body.get("model"), **options, **_response_format(form, where)}
 
 
-def response_format(form: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the option of chat completions for the form of an answer: text, a JSON object, or a JSON schema. The
-    result is empty for text.
-
-    Args:
-        form: Object with a ``type``, and a ``schema`` for the type ``json_schema``.
-        where: Path of the form in the request.
+def check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
+    """Check that an option without a counterpart here has no value, or a value that changes nothing.
 
     Raises:
-        BadRequest: The form has another type.
+        BadRequest: It has another value.
     """
+    if value is not None and value not in neutral:
+        otherwise = f" (or send {' or '.join(map(json.dumps, neutral))})" if neutral else ""
+        raise BadRequest(f"{name}={json.dumps(value)[:80]} is not supported; leave it out{otherwise}", name)
+
+
+def _response_format(form: Mapping[str, Any], where: str) -> dict[str, Any]:
     match form.get("type", "text"):
         case "text":
             return {}
@@ -234,6 +240,24 @@ def unseal_thoughts(sealed: Any) -> str:
         return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
     except ValueError:  # also of a wrong encoding
         return ""
+
+
+def assistant_message(text: str | None, thoughts: Iterable[str]) -> dict[str, Any]:
+    """Return a message of the assistant in a chat completion, with the thoughts before it."""
+    thought = "\n\n".join(filter(None, thoughts))
+    return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
+
+
+def parsed_arguments(arguments: str) -> Any:
+    """Return the JSON that a model wrote as the arguments of a call; the text itself if it is not JSON."""
+    try:
+        return json.loads(arguments, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:

@@ -12,6 +12,7 @@ from trinity_mq.gateway.protocols.base import (
     Protocol,
     as_object,
     data_event,
+    error_body,
     usage_of,
 )
 
@@ -54,7 +55,7 @@ class OpenAIEvents(Events):
         return [DONE]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
-        return [data_event({"error": {"message": message, "type": kind, "param": None, "code": kind}})]
+        return [data_event(error_body(message, kind))]
 
 
 class OpenAIProtocol(Protocol):
@@ -78,9 +79,6 @@ class OpenAIProtocol(Protocol):
 
     def events(self, call: str, body: Mapping[str, Any]) -> OpenAIEvents:
         return OpenAIEvents(call, body)
-
-    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-        return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
 
 
 def _is_tokens(prompt: list[Any]) -> bool:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_mq.gateway.protocols.base import BadRequest, as_list, as_object, definitions
+from trinity_mq.gateway.protocols.base import BadRequest, as_list, as_object, definitions, parsed_arguments
 
 Json = dict[str, Any]
 
@@ -251,8 +251,5 @@ def _action(arguments: str) -> Json:
 
 
 def _parsed(arguments: str) -> Json:
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
+    parsed = parsed_arguments(arguments)
     return parsed if isinstance(parsed, dict) else {}

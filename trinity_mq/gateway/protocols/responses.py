@@ -6,7 +6,6 @@ conversation in ``input``, as agent frameworks do, or only what follows the resp
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -19,9 +18,10 @@ from trinity_mq.gateway.protocols.base import (
     Protocol,
     as_list,
     as_object,
-    check_options,
+    assistant_message,
+    begin_chat,
+    check_neutral,
     named_event,
-    response_format,
     seal_thoughts,
     text_of_parts,
     unseal_thoughts,
@@ -91,12 +91,8 @@ class ResponsesProtocol(Protocol):
                 "whole conversation in input",
                 "conversation",
             )
-        check_options(body, PASSED)
-        form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
-        chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
-        tools = ResponseTools(body)
-        chat |= {"model": body.get("model"), "messages": _messages(body, tools), **_effort(body)}
-        chat |= response_format(form, "text.format")
+        chat, tools = begin_chat(body, PASSED, "text"), ResponseTools(body)
+        chat |= {"messages": _messages(body, tools), **_effort(body)}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
         if tools.functions:
@@ -115,15 +111,13 @@ class ResponsesProtocol(Protocol):
         )
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        choice = answer["choices"][0]
-        logprobs = _logprobs(choice, body)
-        return _response(call, body, _output(choice.get("message") or {}, call, body, logprobs), answer)
+        choice, events = answer["choices"][0], ResponsesEvents(call, body)
+        events.of({"choices": [{"delta": choice.get("message") or {}, "logprobs": choice.get("logprobs")}]})
+        events.closing(answer)
+        return events.response
 
     def events(self, call: str, body: Mapping[str, Any]) -> ResponsesEvents:
         return ResponsesEvents(call, body)
-
-    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-        return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
 
 
 class ResponsesEvents(Events):
@@ -142,6 +136,8 @@ class ResponsesEvents(Events):
         """Logprobs of the tokens whose text has been sent."""
         self._news: list[Any] = []
         """Logprobs of the tokens whose text is not final yet."""
+        self.response: dict[str, Any] = {}
+        """The whole response, after :meth:`closing`."""
 
     def opening(self) -> list[bytes]:
         response = _response(self._call, self._body, [], None)
@@ -173,13 +169,14 @@ class ResponsesEvents(Events):
         message = answer["choices"][0].get("message") or {}
         self._logprobs += self._news
         events = self._close_item()
-        output = [*self._done, *_calls(message, self._body)] or [_message(_item_id("msg", self._call), "", "completed")]
+        nothing = _message(_item_id("msg", self._call), "", "completed", self._logprobs)
+        output = [*self._done, *_calls(message, self._body)] or [nothing]
         for place, item in enumerate(output):
             if item["type"] in CALLS:
                 events += [self._event(kind, output_index=place, **fields) for kind, fields in call_events(item)]
-        response = _response(self._call, self._body, output, answer)
-        kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return [*events, self._event(kind, response=response)]
+        self.response = _response(self._call, self._body, output, answer)
+        kind = "response.completed" if self.response["status"] == "completed" else "response.incomplete"
+        return [*events, self._event(kind, response=self.response)]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
         return [self._event("error", message=message, code=kind, param=None)]
@@ -273,9 +270,9 @@ def _result(item: Mapping[str, Any], tools: ResponseTools, where: str) -> str:
 
 def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
     """Return a message of the assistant with the thoughts before it, which are then used up."""
-    thought = "\n\n".join(filter(None, thoughts))
+    message = assistant_message(text, thoughts)
     thoughts.clear()
-    return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
+    return message
 
 
 def _unanswered(thoughts: list[str]) -> list[dict[str, Any]]:
@@ -295,12 +292,7 @@ def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``reasoning`` as fields of a chat completion."""
     reasoning = as_object(body.get("reasoning"), "reasoning")
     for name, neutral in REASONING_NEUTRAL.items():
-        if reasoning.get(name) is not None and reasoning[name] not in neutral:
-            raise BadRequest(
-                f"reasoning.{name}={json.dumps(reasoning[name])[:80]} is not supported; leave it out (or send "
-                f"{neutral[0]})",
-                f"reasoning.{name}",
-            )
+        check_neutral(f"reasoning.{name}", reasoning.get(name), neutral)
     return {} if reasoning.get("effort") is None else {"reasoning_effort": reasoning["effort"]}
 
 
@@ -339,19 +331,6 @@ def _reasoning(name: str, thoughts: str, body: Mapping[str, Any], status: str = 
     if SEALED_REASONING in as_list(body.get("include"), "include"):
         item["encrypted_content"] = seal_thoughts(thoughts)
     return item
-
-
-def _output(
-    message: Mapping[str, Any], call: str, body: Mapping[str, Any], logprobs: Sequence[Any] = ()
-) -> list[dict[str, Any]]:
-    """Return the output items of a response: its thoughts, a message with the text if there is text or nothing else,
-    then the tool calls.
-    """
-    text, thoughts, calls = message.get("content") or "", thoughts_of(message), _calls(message, body)
-    items = [_reasoning(_item_id("rs", call), thoughts, body)] if thoughts else []
-    if text or not (thoughts or calls):
-        items.append(_message(_item_id("msg", call), text, "completed", logprobs))
-    return [*items, *calls]
 
 
 def _calls(message: Mapping[str, Any], body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,15 +26,14 @@ from trinity_mq.engines.server.openai.requests import (
     SamplingBody,
     ScoreBody,
     TokenizeBody,
-    checked_messages,
-    checked_tools,
+    checked,
     parse,
     request_of,
 )
 from trinity_mq.engines.server.openai.responses import chat_choice, envelope, text_choice
 from trinity_mq.engines.server.openai.streaming import Chunks, send
 from trinity_mq.engines.state import EngineState
-from trinity_mq.families.messages import Tools
+from trinity_mq.families.messages import Tools, read_messages, read_tools
 from trinity_mq.messages import Version
 from trinity_mq.models.group_format import (
     CONTENT_TYPE,
@@ -207,7 +206,7 @@ class OpenAIApi:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        messages, beginning = body.split_continued(checked_messages(body.messages))
+        messages, beginning = body.split_continued(checked(read_messages, body.messages))
         switches = None if body.model_fields_set.isdisjoint(SWITCH_FIELDS) else self._switches(body, tools)
         limit, before = self._allowed(body), self._past(body, len(messages))
 
@@ -336,8 +335,8 @@ class OpenAIApi:
             prompt = body.prompt or ""
             answer["tokens"] = self._text(lambda: self._codec.encode(prompt, special=True))
         else:
-            messages = checked_messages(body.messages)
-            tools = checked_tools(body.tools or [])
+            messages = checked(read_messages, body.messages)
+            tools = checked(read_tools, body.tools or [])
             switches = self._switches(body, tools)
             masked = self._text(lambda: self._codec.conversation(messages, tools, switches))
             answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -14,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from trinity_mq.engines.api_errors import bad_request
 from trinity_mq.engines.server.http_server import EngineRequestBody, json_object, validated
 from trinity_mq.families.forms import AnswerForm
-from trinity_mq.families.messages import THOUGHTS, Message, MessageError, read_messages, read_tools
+from trinity_mq.families.messages import THOUGHTS, Message, MessageError, read_tools
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024
@@ -167,7 +166,7 @@ class ChatBody(SamplingBody):
         """Return the messages before the answer, and the text with which the answer begins.
 
         Args:
-            messages: The result of :func:`checked_messages`.
+            messages: The result of :func:`read_messages`.
 
         Raises:
             ApiError: 400; the last message cannot be continued, or the request contradicts itself.
@@ -203,7 +202,7 @@ class ChatBody(SamplingBody):
                 '{"type": "function", "function": {"name": ...}}',
                 "tool_choice",
             )
-        tools = checked_tools(self.tools)
+        tools = checked(read_tools, self.tools)
         return [] if self.tool_choice == "none" else tools
 
     def _named_tool(self) -> str | None:
@@ -370,30 +369,13 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
     return validated(accepted, body)
 
 
-def checked_messages(messages: Sequence[Any]) -> list[Message]:
-    """Return the messages of a request as :func:`read_messages` does.
+def checked(read: Callable[[Sequence[Any]], list[Message]], values: Sequence[Any]) -> list[Message]:
+    """Return the messages or the tools of a request as ``read`` does.
 
     Raises:
-        ApiError: 400; a message has another form.
+        ApiError: 400; a message or a tool has another form.
     """
-    with _bad_request():
-        return read_messages(messages)
-
-
-def checked_tools(tools: Sequence[Any]) -> list[Message]:
-    """Return the tools of a request as :func:`read_tools` does.
-
-    Raises:
-        ApiError: 400; a tool has another form.
-    """
-    with _bad_request():
-        return read_tools(tools)
-
-
-@contextlib.contextmanager
-def _bad_request() -> Iterator[None]:
-    """Raise a :class:`MessageError` of the block as an answer with status 400."""
     try:
-        yield
+        return read(values)
     except MessageError as error:
         raise bad_request(str(error), error.where) from error

@@ -50,8 +50,7 @@ class HostCopy:
         try:
             for flat in packed(self.buckets, tensors, empty=self.spare.take):
                 with self._changed:
-                    if self._problem is not None:
-                        raise self._problem  # do not reuse the buffers: a reader may still use them
+                    self.check()  # do not reuse the buffers after a failure: a reader may still use them
                     self.flats.append(flat)
                     self._changed.notify_all()
                 if digests:
@@ -97,8 +96,7 @@ class HostCopy:
             with self._changed:
                 while len(flats) <= number and self._problem is None:
                     self._changed.wait()
-                if self._problem is not None:
-                    raise self._problem
+                self.check()
             yield flats[number]
 
     def release(self) -> None:
