@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,16 +219,30 @@ def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -
         migrate(source)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 10**400, []], ids=["nan", "huge", "list"])
+REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
+REPLAYED = {"enable": True, "reuse_cooldown_time": 1, "priority_fn": "linear_decay", "priority_fn_args": {"decay": 1}}
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), 10**400, [{"a": 1}, "x"], {"a.b": {"c": 1}}], ids=["nan", "huge", "list", "dots"]
+)
 def test_no_value_stops_a_migration(value: Any) -> None:
-    """A value of the wrong type or size is refused with its place, or left for `validate`."""
-    for row in trinity_names():
-        keys = row.old.removesuffix(".*").split(".")
-        rubbish: Any = value
-        for key in reversed(keys):
-            rubbish = {key: rubbish}
+    """A value of the wrong type or size is refused with its place, or left for `validate`, which reads what is meant."""
+    sources = [merged(LEAST, sections({row.old.removesuffix(".*"): value})) for row in trinity_names()]
+    sources += replaced(merged(merged(GSM8K, PACKS), sections({REPLAY: REPLAYED})), value)
+    for source in sources:
         with contextlib.suppress(ConfigError):
-            migrate(merged(LEAST, rubbish))
+            found = migrate(source)
+            assert repr(yaml.safe_load(as_yaml(found.settings, found.comments))) == repr(found.settings)
+
+
+def replaced(section: Any, value: Any) -> Iterator[Any]:
+    """Yield a configuration with each of its values and sections replaced by another value."""
+    for key, inner in list(section.items() if isinstance(section, dict) else enumerate(section)):
+        for new in (value, *(replaced(inner, value) if isinstance(inner, dict | list) else ())):
+            copy = section.copy()
+            copy[key] = new
+            yield copy
 
 
 def test_a_key_that_is_nothing_is_refused() -> None:
@@ -354,6 +369,7 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
         "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: float16\n"
         "buffer:\n  explorer_input:\n    eval_tasksets:\n"
         "    - name: held_out\n      path: p\n      repeat_times: none\n"
+        "seed: -1\n"
     )
     code, lines = migrated(path, capsys)
     assert code == 1
@@ -363,8 +379,52 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
         ("explorer.rollout_model.gpu_memory_utilization", 9),
         ("explorer.rollout_model.dtype", 10),
         ("buffer.explorer_input.eval_tasksets.0.repeat_times", 16),
+        ("seed", 17),
     ):
         assert f"{key} (theirs.yaml line {line})" in text, (key, text)
+    path.write_text("model: {model_path: m}\nstages:\n  - stage_name: a\n  - stage_name: b\n    trainer: {nproc: x}\n")
+    assert "[from stages.1.trainer.nproc (theirs.yaml line 5)]" in migrated(path, capsys)[1][-1]
+
+
+def test_a_message_names_the_file_whose_value_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**EXPLORER, "algorithm": {"optimizer": {"lr": 1e-6}}}))
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({**TRAINER, "algorithm": {"optimizer": {"lr": "fast"}}}))
+    code, lines = migrated(tmp_path / "a.yaml", capsys)
+    assert code == 1
+    assert lines[-1].endswith("got 'fast' [from algorithm.optimizer.lr (b.yaml line 3)]")
+    assert any("no counterpart: algorithm.optimizer.lr (a.yaml line 3): 1e-06" in line for line in lines)
+
+
+def test_secrets_are_in_no_message_and_keys_and_comments_are_read_as_the_user_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"yes": "no", "12": "x", "a: b": "c", "#": "d", "WANDB_API_KEY": "wandb-secret"}
+    source = {
+        **LEAST,
+        "name": "A\u2028mode: bench",
+        "explorer": {
+            "env_vars": variables,
+            "rollout_model": {"api_key": "k1", "extra_engine_args": {"api-key": "key-2"}},
+        },
+        "monitor": {"monitor_type": "none", "monitor_args": {"entity": "wandb-secret", "password": 12345}},
+        "trainer": {"save_interval": {"password": "hunter2"}, "unknown": "https://u:password@host/?token=abcdef-1"},
+        "buffer": {"total_steps": "\\${literal}"},
+    }
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(source))
+    code, lines = migrated(path, capsys)
+    text = path.with_suffix(".ours").read_text()
+    lines += [line for line in text.splitlines() if line.lstrip().startswith("#")]
+    assert code == 1
+    for secret in ("k1", "key-2", "wandb-secret", "12345", "hunter2", ":password", "abcdef-1"):
+        assert not [line for line in lines if secret in line], secret
+    written = yaml.safe_load(text)
+    assert written["runner"]["env"] == variables
+    assert (written["name"], "mode" in written) == ("a-mode-bench", False)
+    assert written["buffer"]["total_steps"] == "\\${literal}"
+    path.write_text("model:\n  model_path: m\n  token: abcdefg: h\n")
+    assert main(["migrate", str(path)]) == 2
+    assert "abcdefg" not in capsys.readouterr().err
 
 
 EXPLORER: dict[str, Any] = {
@@ -506,20 +566,33 @@ def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
         '@POLICY_LOSS_FN.register_module("mine")\nclass Loss: ...\n'
         '@ENTROPY_LOSS_FN.register_module("mine")\nclass Entropy: ...\n'
         '@SELECTORS.register_module("mine")\nclass Selector: ...\n'
+        '@PRIORITY_FUNC.register_module("mine")\nclass Priority: ...\n'
     )
+    replay = {"enable": True, "reuse_cooldown_time": 1, "priority_fn": "mine", "priority_fn_args": {"limit": 3}}
     taskset = {"storage_type": "file", "path": "x", "data_selector": {"selector_type": "mine"}}
     source = {
         **LEAST,
         "algorithm": {"algorithm_type": "grpo", "policy_loss_fn": "mine", "entropy_loss_fn": "mine"},
-        "buffer": {"explorer_input": {"taskset": taskset}},
+        "buffer": {
+            "explorer_input": {"taskset": taskset},
+            "trainer_input": {"experience_buffer": {"replay_buffer": replay}},
+        },
     }
-    _, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    found, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    assert not important(found)
+    kept = config.buffer.trainer_input.replay
+    assert (kept.priority_fn, kept.priority_fn_args, kept.share) == (
+        "migrated_names_plugin.Priority",
+        {"limit": 3},
+        0.5,
+    )
     assert config.algorithm.surrogate.kind == "migrated_names_plugin.Loss"
     assert config.algorithm.entropy_loss is not None
     assert config.algorithm.entropy_loss.kind == "migrated_names_plugin.Entropy"
     assert config.buffer.taskset.effective_selector.selector_type == "migrated_names_plugin.Selector"
     message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
-    with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
+    message += "selector_type is not one of .* nor a name that a module(?s:.*)"
+    with pytest.raises(ConfigError, match=message + "priority_fn is 'mine', wanted .* or a name that a module"):
         checked(source)
 
 
@@ -538,29 +611,31 @@ def test_the_folder_of_plugins_of_trinitys_command_is_written(
     assert "--plugin-dir: there is no folder" in capsys.readouterr().err
 
 
-def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
-    taskset = {
-        "path": "grids", "default_workflow_type": "cod_grid_navigation_workflow",
-        "workflow_args": {"len_zero_penalty": 900, "min_rounds": 4},
-    }  # fmt: skip
-    pack_args = {
-        "activated_cod_methods": ["iterative_hint_e2e"], "hint_penalty_coef": 0.1, "len_zero_penalty": 100,
-        "len_max_penalty": 200, "inject_pack_seed": True, "log_dir": "logs",
-    }  # fmt: skip
-    explorer_input = {"tasksets": [taskset], "eval_tasksets": [{**taskset, "name": "held_out"}]}
-    source = {
-        **LEAST,
-        "cod": {"task_pack_size": 4, "eval_task_pack_size": 8, "cod_workflow_args": pack_args},
-        "algorithm": {
-            "algorithm_type": "multi_step_grpo", "advantage_fn": "cod", "repeat_times": 8,
-            "advantage_fn_args": {
-                "std_cal_level": "none", "iterative_hint_e2e_causal": True, "red_weight_adaptive_temp": True,
-                "red_weight_adaptive_version": "bisection", "e2e_causal_returns_window": -1,
-            },
+PACK_SET: dict[str, Any] = {
+    "path": "grids", "default_workflow_type": "cod_grid_navigation_workflow",
+    "workflow_args": {"len_zero_penalty": 900, "min_rounds": 4},
+}  # fmt: skip
+PACK_ARGS = {
+    "activated_cod_methods": ["iterative_hint_e2e"], "hint_penalty_coef": 0.1, "len_zero_penalty": 100,
+    "len_max_penalty": 200, "inject_pack_seed": True, "log_dir": "logs",
+}  # fmt: skip
+PACK_INPUT = {"tasksets": [PACK_SET], "eval_tasksets": [{**PACK_SET, "name": "held_out"}]}
+PACKS: dict[str, Any] = {
+    **LEAST,
+    "cod": {"task_pack_size": 4, "eval_task_pack_size": 8, "cod_workflow_args": PACK_ARGS},
+    "algorithm": {
+        "algorithm_type": "multi_step_grpo", "advantage_fn": "cod", "repeat_times": 8,
+        "advantage_fn_args": {
+            "std_cal_level": "none", "iterative_hint_e2e_causal": True, "red_weight_adaptive_temp": True,
+            "red_weight_adaptive_version": "bisection", "e2e_causal_returns_window": -1,
         },
-        "buffer": {"batch_size": 32, "explorer_input": explorer_input},
-    }  # fmt: skip
-    found, config = checked(source)
+    },
+    "buffer": {"batch_size": 32, "explorer_input": PACK_INPUT},
+}  # fmt: skip
+
+
+def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
+    found, config = checked(PACKS)
     assert not [key for key in important(found) if key.startswith(("cod", "algorithm"))]
     shared = {"len_zero_penalty": 900, "min_rounds": 4, "hint_penalty_coef": 0.1}
     shared |= {"hint_len_zero_penalty": 100, "hint_len_max_penalty": 200}
@@ -569,9 +644,10 @@ def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
     assert held_out.workflow_args == {**shared, "pack_size": 8}
     assert config.buffer.batch_size == 8
     assert config.algorithm.estimator == DotsEstimator(adaptive=True)
-    source["algorithm"]["advantage_fn_args"] = {"std_cal_level": "none", "iterative_hint_e2e_causal": False}
-    compared = checked(source)[1].algorithm.estimator
+    arguments = {"std_cal_level": "none", "iterative_hint_e2e_causal": False}
+    changed = {**PACKS, "algorithm": {**PACKS["algorithm"], "advantage_fn_args": arguments}}
+    compared = checked(changed)[1].algorithm.estimator
     assert (compared.kind, compared.scale) == ("group", "none"), "without it runs are compared, as step_wise_grpo does"
-    source["algorithm"]["advantage_fn_args"] = {"iterative_hint_e2e_causal": True, "e2e_causal_baseline": "none"}
+    changed["algorithm"]["advantage_fn_args"] = {"iterative_hint_e2e_causal": True, "e2e_causal_baseline": "none"}
     with pytest.raises(ConfigError, match="e2e_causal_baseline is 'none', wanted 'group-mean'"):
-        checked(source)
+        checked(changed)

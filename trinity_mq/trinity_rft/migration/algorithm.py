@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -145,6 +146,8 @@ DIFFERENCES = {
     ),
 }
 """Intended differences of an algorithm from Trinity-RFT."""
+WITHOUT_GROUPS = frozenset({"", "ppo", "reinforceplusplus", "reinforce", "on_policy_distill", "jsd"})
+"""Advantage functions that do not compare the runs of a task."""
 STRATEGIES = {"step_wise_grpo": "multi_step_grpo"}
 """Algorithms by ``add_strategy``, a key of Trinity-RFT 0.3."""
 LEARNING_RATE = 1e-6
@@ -179,14 +182,19 @@ PIECES_OF = {
 VERL_CORRECTION = "trainer.trainer_config.algorithm.rollout_correction"
 
 
+def algorithm_type(move: SettingsTransfer) -> str:
+    """Return the name of the algorithm, which is moved, with its environment variables filled in."""
+    return str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+
+
 def losses(move: SettingsTransfer) -> None:
     """Move the algorithm and its losses. Defaults that differ from those here are written as pieces."""
-    if move.resolved(SECTION + "add_strategy") in STRATEGIES:
-        strategy = move.take(SECTION + "add_strategy")
+    if (renamed := STRATEGIES.get(strategy := str(move.resolved(SECTION + "add_strategy")))) is not None:
+        move.take(SECTION + "add_strategy")
         move.take(SECTION + "algorithm_type")
-        move.put(SECTION + "algorithm_type", STRATEGIES[strategy], f"was algorithm.add_strategy {strategy}")
+        move.put(SECTION + "algorithm_type", renamed, f"was algorithm.add_strategy {strategy}")
     move.keep_or_default(SECTION + "algorithm_type", "ppo", "Trinity-RFT's default; here it is grpo")
-    kind = str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+    kind = algorithm_type(move)
     if kind in DIFFERENCES:
         move.put(SECTION + "algorithm_type", move.settings["algorithm"]["algorithm_type"], DIFFERENCES[kind])
     algorithm = ALGORITHMS.get(kind)
@@ -286,14 +294,7 @@ def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) ->
     if move.resolved("mode") == "train":
         move.leave_out(SECTION + "repeat_times", "mode train rolls nothing out", matters=False)
     elif move.peek(SECTION + "repeat_times") is None and algorithm is not None:
-        compares = algorithm.advantage_fn not in {
-            "",
-            "ppo",
-            "reinforceplusplus",
-            "reinforce",
-            "on_policy_distill",
-            "jsd",
-        }
+        compares = algorithm.advantage_fn not in WITHOUT_GROUPS
         comment = "Trinity-RFT's default" + (
             " of the algorithm; its 0.6 runs a task once without this key, and runs cannot be compared then"
             if compares
@@ -447,7 +448,7 @@ def _is_fresh(move: SettingsTransfer) -> bool:
 def optimizer(move: SettingsTransfer) -> None:
     """Move the optimizer and the schedule of its learning rate."""
     section = "algorithm.optimizer."
-    preset = PRESETS.get(canonical_name(resolve_environment(move.settings["algorithm"]["algorithm_type"])))
+    preset = PRESETS.get(canonical_name(algorithm_type(move)))
     rates = (section + "lr", "trainer.trainer_config.actor_rollout_ref.actor.optim.lr")
     if preset is not None and preset.lr != LEARNING_RATE and all(move.peek(key) is None for key in rates):
         move.put(section + "lr", LEARNING_RATE, f"Trinity-RFT's default; here it is {preset.lr:g}")
@@ -466,7 +467,7 @@ def optimizer(move: SettingsTransfer) -> None:
     warmup = move.take(section + "lr_warmup_steps")
     if warmup is not None and (whole(warmup) or 0) >= 0:
         move.put(section + "lr_warmup_steps", warmup)
-    elif ratio and steps:
+    elif math.isfinite(ratio) and ratio and steps:
         comment = f"was lr_warmup_steps_ratio {ratio:g}, of {steps} steps"
         move.put(section + "lr_warmup_steps", int(ratio * steps), comment)
     else:
@@ -493,13 +494,14 @@ UNLIMITED = 1_000_000
 
 def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
     """Move a priority queue. In Trinity-RFT it returns used experiences after ``reuse_cooldown_time`` seconds, if no
-    experience of a higher priority is there.
+    experience of a higher priority is there. The name of any other priority is that of the user's own class.
     """
     if not resolve_environment(replay_buffer.get("enable")):
         return
-    arguments = replay_buffer.get("priority_fn_args") or {}
-    priority = resolve_environment(replay_buffer.get("priority_fn")) or "linear_decay"
-    pause = number(replay_buffer.get("reuse_cooldown_time"))
+    old = move.item(replay_buffer, (), REPLAY_BUFFER)
+    arguments = old.take_mapping("priority_fn_args")
+    priority = str(old.resolved("priority_fn", "linear_decay"))
+    pause = number(old.peek("reuse_cooldown_time"))
     if pause is None:
         reason = (
             "without reuse_cooldown_time no experience is trained on again; the queue only prefers new experiences, "
@@ -507,11 +509,8 @@ def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
         )
         move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=True))
         return
-    if priority not in PRIORITIES:
-        reason = f"the order of replay is one of {', '.join(PRIORITIES)}"
-        move.lost(LeftOut(f"{REPLAY_BUFFER}.priority_fn", priority, reason, matters=True))
-        return
-    limit = whole(arguments.get("use_count_limit", PRIORITIES[priority])) or 0
+    is_own = priority not in PRIORITIES
+    limit = 0 if is_own else whole(arguments.get("use_count_limit", PRIORITIES[priority])) or 0
     if limit == 1:
         reason = "use_count_limit 1 has every experience once, so that none is replayed"
         move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=False))
@@ -521,9 +520,16 @@ def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
         "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come. `max_age` bounds "
         "the age of a group, which Trinity-RFT does not",
     )  # fmt: skip
-    for name in ("decay", "sigma"):
-        if (value := arguments.get(name)) is not None:
-            move.put(REPLAY + name, value, f"was replay_buffer.priority_fn_args.{name}")
+    if is_own:
+        move.put(
+            REPLAY + "priority_fn", priority, "was replay_buffer.priority_fn", origin=f"{REPLAY_BUFFER}.priority_fn"
+        )
+        move.put(REPLAY + "priority_fn_args", dict(arguments), origin=f"{REPLAY_BUFFER}.priority_fn_args")
+    else:
+        for name in ("decay", "sigma"):
+            if (value := arguments.get(name)) is not None:
+                move.put(REPLAY + name, value, f"was replay_buffer.priority_fn_args.{name}")
     uses = f"was use_count_limit {limit}, with the first use" if limit > 0 else f"{priority} has no limit of uses"
+    uses = f"{priority} decides how often a group is used" if is_own else uses
     move.put(REPLAY + "max_uses", limit - 1 if limit > 0 else UNLIMITED, uses)
     move.put(REPLAY + "cooldown", 1, f"in train steps; was reuse_cooldown_time {pause:g} s")
