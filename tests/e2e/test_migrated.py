@@ -109,24 +109,6 @@ async def test_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [step for step, _ in run.values("actor/pair_margin")] == [1, 2]
 
 
-async def test_explorer_and_trainer_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_TASKSET_PATH", questions(tmp_path / "tasks.jsonl"))
-    both = {key: value for key, value in GSM8K.items() if key != "trainer"}
-    sync = {"sync_method": "checkpoint", "sync_interval": 1}
-    explorer = {**both, "mode": "explore", "synchronizer": sync}
-    buffer = {"train_batch_size": 768, "trainer_input": GSM8K["buffer"]["trainer_input"]}
-    trainer = {**explorer, "mode": "train", "buffer": buffer, "trainer": GSM8K["trainer"]}
-    for name, settings in (("explorer", explorer), ("trainer", trainer)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    ours = migrated(tmp_path / "trainer.yaml")
-    assert ours == migrated(tmp_path / "explorer.yaml")
-    sizes = merged(merged(SMALL, ROLLOUTS), {"synchronizer": {"sync_method": "checkpoint"}})
-    async with LocalRun(small(ours, sizes, tmp_path / "small.yaml"), tmp_path / "run") as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    assert [step for step, _ in run.values("trainer/step")] == [1, 2]
-
-
 async def answer(request: web.Request) -> web.Response:
     """Answer as a service whose model always says 4."""
     asked = await request.json()

@@ -4,7 +4,7 @@ become the dotted paths of the registered classes, or the pieces of an algorithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ FUNCTIONS = {
 }
 """Registry by setting of the section ``algorithm``."""
 
+NAMED_SETTINGS = {
+    "buffer.taskset.data_selector.selector_type": "SELECTORS",
+    "buffer.tasksets.data_selector.selector_type": "SELECTORS",
+    "buffer.eval_tasksets.data_selector.selector_type": "SELECTORS",
+    "buffer.trainer_input.experience_buffer.schema_type": "FORMATTER",
+    "buffer.trainer_input.auxiliary_buffers.*.schema_type": "FORMATTER",
+    "buffer.trainer_input.replay.priority_fn": "PRIORITY_FUNC",
+}
+"""Registry by setting whose value becomes a dotted path."""
+
 
 def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with registered names replaced. A registered name takes precedence over a built-in name,
@@ -36,8 +46,8 @@ def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
     result = dict(data)
     if isinstance(algorithm := data.get("algorithm"), Mapping):
         result["algorithm"] = _algorithm(dict(algorithm), names)
-    if isinstance(buffer := data.get("buffer"), Mapping):
-        result["buffer"] = _buffer(buffer, names)
+    for key, registry in NAMED_SETTINGS.items():
+        result = _with_paths(result, key.split("."), registry, names)
     return result
 
 
@@ -110,50 +120,31 @@ def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
     base = schema if schema in {"sft", "dpo", "cpt"} else "grpo"
     defaults = (ALGORITHM_DEFAULTS if base == "grpo" else {}) | dict(registration.defaults)
     result = defaults | section | {"algorithm_type": base}
-    if result.get("sample_strategy") in {"default", "warmup", "staleness_control"}:
+    if result.get("sample_strategy") in ("default", "warmup", "staleness_control"):
         del result["sample_strategy"]
-    if result.get("entropy_loss_fn") in {"default", "none", "mix"} and "entropy_loss_fn" not in section:
+    if result.get("entropy_loss_fn") in ("default", "none", "mix") and "entropy_loss_fn" not in section:
         del result["entropy_loss_fn"]
     return result
 
 
-def _buffer(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
-    result = dict(section)
-    for key in ("taskset", "tasksets", "eval_tasksets"):
-        value = result.get(key)
-        if isinstance(value, list | tuple):
-            result[key] = [_taskset(item, names) for item in value]
-        elif value is not None:
-            result[key] = _taskset(value, names)
-    source = result.get("trainer_input")
-    if isinstance(source, Mapping):
-        result["trainer_input"] = _trainer_input(source, names)
-    return result
+def _with_paths(section: Any, keys: Sequence[str], registry: str, names: _Names) -> Any:
+    """Return a section in which settings have the dotted paths of their registered names.
 
-
-def _taskset(section: Any, names: _Names) -> Any:
-    selector = section.get("data_selector") if isinstance(section, Mapping) else None
-    if not isinstance(selector, Mapping):
+    Args:
+        section: A section, or a list of sections.
+        keys: Keys that lead to the settings; ``*`` stands for each key.
+        registry: Registry of the names.
+        names: The registered names.
+    """
+    if isinstance(section, list | tuple):
+        return [_with_paths(item, keys, registry, names) for item in section]
+    if not isinstance(section, Mapping):
         return section
-    return {**section, "data_selector": _with_path(selector, "selector_type", "SELECTORS", names)}
-
-
-def _trainer_input(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
+    first, *rest = keys
     result = dict(section)
-    for key, setting, registry in (
-        ("experience_buffer", "schema_type", "FORMATTER"),
-        ("replay", "priority_fn", "PRIORITY_FUNC"),
-    ):
-        if isinstance(item := result.get(key), Mapping):
-            result[key] = _with_path(item, setting, registry, names)
-    if isinstance(sources := result.get("auxiliary_buffers"), Mapping):
-        result["auxiliary_buffers"] = {
-            name: _with_path(item, "schema_type", "FORMATTER", names) if isinstance(item, Mapping) else item
-            for name, item in sources.items()
-        }
+    for key in section if first == "*" else {first} & section.keys():
+        if rest:
+            result[key] = _with_paths(section[key], rest, registry, names)
+        elif (place := names.find(registry, section[key])) is not None:
+            result[key] = place[0]
     return result
-
-
-def _with_path(section: Mapping[str, Any], key: str, registry: str, names: _Names) -> dict[str, Any]:
-    place = names.find(registry, section.get(key))
-    return dict(section) if place is None else {**section, key: place[0]}

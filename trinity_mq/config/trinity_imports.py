@@ -5,11 +5,11 @@ package ``trinity_mq.trinity_rft``, for the error about such an import and for `
 from __future__ import annotations
 
 import ast
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+
+from trinity_mq.config.trinity_names import table_rows
 
 TRINITY = "trinity"
 """Top-level package of Trinity-RFT."""
@@ -49,8 +49,7 @@ class Rewritten:
 @cache
 def trinity_imports() -> Sequence[OldImport]:
     """Return the rows of the table."""
-    path = Path(__file__).parents[1] / "trinity_rft" / "imports.csv"
-    return tuple(OldImport(**row) for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    return table_rows("trinity_mq.trinity_rft", "imports.csv", OldImport)
 
 
 @cache

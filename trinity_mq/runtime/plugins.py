@@ -153,17 +153,7 @@ class Registry(Mapping[str, str]):
     def register_module(
         self,
         name: str | None = None,
-        *,
-        module_cls: T,
-        module_name: str | None = None,
-        force: bool = False,
-        lazy: bool = False,
-    ) -> T: ...
-    @overload
-    def register_module(
-        self,
-        name: str | None,
-        module_cls: T,
+        module_cls: T = ...,
         *,
         module_name: str | None = None,
         force: bool = False,

@@ -226,24 +226,6 @@ def test_what_is_not_valid_as_it_stands_is_said(
     assert load_config(out).algorithm.algorithm_type == "dpo"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- a\n", "holds a list, wanted sections"),
-        ("a: [", "is not YAML"),
-        ("name: x\n", "is not a configuration of Trinity-RFT"),
-        ("model: {}\nstages: 3\n", "stages: wanted a list"),
-        ("model: 5\n", "is not a configuration of Trinity-RFT"),
-        ("model: {}\nbuffer: [1]\n", "model"),
-    ],
-)
-def test_rubbish_is_an_error_and_no_crash(text: str, words: str, tmp_path: Path, capsys: Capture) -> None:
-    source = tmp_path / "bad.yaml"
-    source.write_text(text)
-    assert main(["migrate", str(source)]) in {1, 2}
-    assert words in capsys.readouterr().err
-
-
 def database(path: Path, *, split: bool = True, rows: int = 3, name: str = "explorer_output") -> str:
     """Write a buffer as Trinity-RFT does: with the encoded experiences in a table next to it (0.6), or in it (0.5)."""
     blob, other = ("", f"CREATE TABLE {name}_blob (id INTEGER PRIMARY KEY, experience_bytes BLOB NOT NULL)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,17 @@ def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
         end = f", or {OF_PLUGINS}" if name in REGISTERED else ""
         raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}{end}")
     return table[value]
+
+
+def refuse_unknown(section: str, names: Iterable[str], known: Sequence[str], of: str = "") -> None:
+    """Refuse arguments that are not known.
+
+    Raises:
+        ValueError: Names the first one.
+    """
+    if unknown := sorted(set(names) - set(known), key=str):
+        wanted = f"one of {', '.join(known)}" if len(known) > 1 else (*known, "none")[0]
+        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted {wanted}")
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Pieces:
@@ -238,9 +249,14 @@ class PolicyLoss:
     """Whether it has the argument ``loss_agg_mode``."""
 
     @property
+    def has_range(self) -> bool:
+        """Whether it has a clip range."""
+        return "clip_range_low" in self.fields
+
+    @property
     def known_arguments(self) -> tuple[str, ...]:
         """Names of all arguments."""
-        ranges = ("clip_range",) if "clip_range_low" in self.fields else ()
+        ranges = ("clip_range",) if self.has_range else ()
         reductions = ("loss_agg_mode",) if self.has_reduction else ()
         return (*dict.fromkeys((*ranges, *self.fields, *self.arguments, *reductions, *self.ignored)),)
 
@@ -296,8 +312,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }  # fmt: skip
 """Policy losses by ``policy_loss_fn`` of Trinity-RFT, and ``m2po``, which its main branch adds."""
 
-CLIPPED = frozenset({"ppo", "gspo", "mix", "mix_chord"})
-"""Policy losses with a clip range."""
 BY_SURROGATE = {
     "clip": "ppo",
     "truncate": "cispo",
@@ -329,12 +343,8 @@ def argument_pieces(name: str, arguments: Mapping[str, Any]) -> Pieces:
         ValueError: The loss has no such argument, or not with this value.
     """
     loss, rest = POLICY_LOSSES[name], {key: value for key, value in arguments.items() if value is not None}
-    if unknown := [key for key in rest if key not in loss.known_arguments]:
-        raise ValueError(
-            f"policy_loss_fn_args.{unknown[0]} is not known for the loss {name}, wanted one of "
-            f"{', '.join(loss.known_arguments) or 'none'}"
-        )
-    if "clip_range_low" in loss.fields and (both := rest.pop("clip_range", None)) is not None:
+    refuse_unknown("policy_loss_fn_args", rest, loss.known_arguments, f" for the loss {name}")
+    if loss.has_range and (both := rest.pop("clip_range", None)) is not None:
         rest = {"clip_range_low": both, "clip_range_high": both} | rest
     pieces: Pieces = {}
     for key, place in loss.fields.items():

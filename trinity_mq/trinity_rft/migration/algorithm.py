@@ -78,14 +78,8 @@ POLICY_LOSS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sppo": {"epsilon": 0.3, **_TOKENS},
     "opmd": {"tau": 1.0, **_TOKENS},
     "rec": {
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "epsilon_low_prime": 0.6,
-        "epsilon_high_prime": 2.0,
-        "clip_mode": "none",
-        "weight": "none",
-        "regularizer": "none",
-        "temp": 1.0,
+        "epsilon_low": 0.2, "epsilon_high": 0.2, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0,
+        "clip_mode": "none", "weight": "none", "regularizer": "none", "temp": 1.0,
     },
     "importance_sampling": _TOKENS,
     "m2po": {"m2_threshold": 0.04, **_TOKENS},
@@ -94,27 +88,17 @@ POLICY_LOSS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sft_phi": {"cutoff_prob": 1.0, **_TOKENS},
     "mix": {"mu": 0.1, "clip_range": 0.2, **_TOKENS},
     "mix_chord": {
-        "mu_warmup_steps": 0,
-        "mu_decay_steps": 0,
-        "mu_peak": 0.1,
-        "mu_valley": 0.1,
-        "enable_phi_function": True,
-        "clip_range": 0.2,
-        **_TOKENS,
+        "mu_warmup_steps": 0, "mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1, "enable_phi_function": True,
+        "clip_range": 0.2, **_TOKENS,
     },
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-}
+}  # fmt: skip
 """Arguments of policy losses if a configuration has none."""
 ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"gamma": 1.0, "lam": 1.0},
     "grpo": {"epsilon": 1e-6, "std_threshold": None, "rank_penalty": None, "std_cal_level": "group"},
     "grpo_verl": {"epsilon": 1e-6},
-    "step_wise_grpo": {
-        "epsilon": 1e-6,
-        "enable_step_norm": False,
-        "std_threshold": None,
-        "std_cal_level": "group",
-    },
+    "step_wise_grpo": {"epsilon": 1e-6, "enable_step_norm": False, "std_threshold": None, "std_cal_level": "group"},
     "gigpo": {"omega": 1.0, "gamma": 1.0, "fnorm": "none", "epsilon": 1e-6},
     "reinforceplusplus": {"gamma": 1.0},
     "opmd": {"opmd_baseline": "mean", "tau": 1.0},
@@ -279,7 +263,7 @@ def _correction(move: SettingsTransfer) -> None:
         move.lost(LeftOut(SECTION + "rollout_correction", rules, "wanted settings by name", matters=True))
         return
     try:
-        correction_pieces({key: resolve_environment(value) for key, value in rules.items()})
+        correction_pieces(_resolved(rules))
     except ValueError as error:
         move.lost(LeftOut(SECTION + "rollout_correction", dict(rules), str(error), matters=True))
         return

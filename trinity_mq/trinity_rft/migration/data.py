@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
-from trinity_mq.config.trinity_names import TASKSET, trinity_names
+from trinity_mq.config.trinity_names import TASKSET, table_rows, trinity_names
 from trinity_mq.trinity_rft.migration.algorithm import algorithm_type, replay
 from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
 from trinity_mq.trinity_rft.migration.transfer import (
@@ -95,8 +93,7 @@ class RegisteredName:
 @cache
 def registered_names() -> Mapping[tuple[str, str], RegisteredName]:
     """Return the rows of the table by kind and name."""
-    text = files("trinity_mq.trinity_rft").joinpath("registered_names.csv").read_text(encoding="utf-8")
-    rows = [RegisteredName(**row) for row in csv.DictReader(text.splitlines())]
+    rows = table_rows("trinity_mq.trinity_rft", "registered_names.csv", RegisteredName)
     return {(row.kind, row.name): row for row in rows}
 
 
