@@ -181,7 +181,8 @@ class _Report:
             if group := [entry for entry in self._migration.left_out if entry.matters == matters]:
                 lines += ["", *comment_lines(title)]
                 for entry in group:
-                    lines += comment_lines(f"  {entry.key}: {self._shown(entry)} - {entry.reason}")
+                    line = self._secrets.hide(f"  {entry.key}: {self._shown(entry)} - {entry.reason}")
+                    lines += comment_lines(line)
         return "".join(f"{line}\n" for line in lines)
 
     def print_problems(self, settings: dict[str, Any], out: Path | None) -> int:
@@ -237,9 +238,8 @@ class _Report:
         for place in dict.fromkeys([(*within, *location), location]):
             for length in range(len(place), 0, -1):
                 if (origin := self._migration.origins.get(place[:length])) is not None:
-                    keys = [
-                        ".".join([origin, *map(str, place[length:end])]) for end in range(len(place), length - 1, -1)
-                    ]
+                    ends = range(len(place), length - 1, -1)
+                    keys = (".".join([origin, *map(str, place[length:end])]) for end in ends)
                     return next(filter(None, map(self._place_of, keys)), "")
             if own := self._place_of(".".join(map(str, place))):
                 return own

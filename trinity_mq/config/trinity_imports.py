@@ -42,8 +42,8 @@ class Rewritten:
     node: ast.ImportFrom | ast.Import
     lines: tuple[str, ...]
     """Statements with the same effect. Names without a counterpart keep their import."""
-    missing: tuple[tuple[str, str], ...]
-    """Names without a counterpart, each with the reason."""
+    missing: tuple[tuple[int, str, str], ...]
+    """Names without a counterpart, each with its line and the reason."""
 
 
 @cache
@@ -107,11 +107,11 @@ def rewritten(node: ast.ImportFrom | ast.Import) -> Rewritten:
     if isinstance(node, ast.Import):
         return _rewritten_modules(node)
     names_by_module: dict[str, list[str]] = {}
-    missing: list[tuple[str, str]] = []
+    missing: list[tuple[int, str, str]] = []
     for alias in node.names:
         row = counterpart(str(node.module), alias.name)
         if not row.new_module:
-            missing.append((f"{node.module}.{alias.name}", row.comment))
+            missing.append((alias.lineno, f"{node.module}.{alias.name}", row.comment))
             names_by_module.setdefault(str(node.module), []).append(_with_alias(alias.name, alias.asname))
             continue
         bound = alias.asname or alias.name
@@ -137,7 +137,8 @@ def _rewritten_modules(node: ast.Import) -> Rewritten:
             continue
         kept.append(_with_alias(module, alias.asname))
         if module.partition(".")[0] == TRINITY:
-            missing.append((module, "a module as a whole; import the names that are used, `from module import name`"))
+            reason = "a module as a whole; import the names that are used, `from module import name`"
+            missing.append((alias.lineno, module, reason))
     return Rewritten(node, (f"import {', '.join(kept)}",), tuple(missing))
 
 

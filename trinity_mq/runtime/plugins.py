@@ -355,7 +355,7 @@ def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Imp
     result, place = rewritten(node), display_path(str(file))
     lines = "; ".join(line for line in result.lines if not is_old_line(line))
     advice = [f"write `{lines}`"] if lines else []
-    advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
+    advice += [f"{old} has no counterpart: {reason}" for _, old, reason in result.missing]
     return UnknownNameError(
         f"{kind} {name!r}: {place}:{node.lineno} has an import of Trinity-RFT, `{ast.unparse(node)}`: "
         f"{'; '.join(advice)}. `trinity-mq migrate {place} -o new.py` rewrites all such lines"

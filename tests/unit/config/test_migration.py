@@ -198,14 +198,20 @@ REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
 REPLAYED = {"enable": True, "reuse_cooldown_time": 1, "priority_fn": "linear_decay", "priority_fn_args": {"decay": 1}}
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), 10**400, [{"a": 1}, "x"], {"a.b": {"c": 1}}], ids=["nan", "huge", "list", "dots"]
-)
-def test_no_value_stops_a_migration(value: Any) -> None:
-    """A wrong value is refused with its place, or left for `validate`, and the file is read as it is meant."""
-    sources = [merged(LEAST, sections({row.old.removesuffix(".*"): value})) for row in trinity_names()]
-    sources += replaced(merged(merged(GSM8K, PACKS), sections({REPLAY: REPLAYED})), value)
-    for source in sources:
+ROWS = [row.old.removesuffix(".*") for row in trinity_names()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, []], ids=["nan", "huge", "list"])
+def test_no_value_of_a_row_stops_a_migration(value: Any) -> None:
+    """A value of the wrong type or size is refused with its place, or left for `validate`."""
+    for source in (merged(LEAST, sections({key: value})) for key in ROWS):
+        with contextlib.suppress(ConfigError):
+            migrate(source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), [{"a": 1}, "x"], {"a.b": {"c": 1}}], ids=["nan", "list", "dots"])
+def test_no_value_of_a_file_stops_a_migration_and_all_are_read_as_they_are_meant(value: Any) -> None:
+    for source in replaced(merged(merged(GSM8K, PACKS), sections({REPLAY: REPLAYED})), value):
         with contextlib.suppress(ConfigError):
             found = migrate(source)
             assert repr(yaml.safe_load(as_yaml(found.settings, found.comments))) == repr(found.settings)

@@ -142,7 +142,7 @@ def test_each_argument(section: Section, wanted: Section) -> None:
         ({"advantage_fn": "jsd", "advantage_fn_args": {"temperature": 2.0}}, "temperature is 2.0, wanted 1.0"),
         ({"kl_loss_fn_args": {"coef": 0.1}}, "kl_loss_fn_args.coef is not known, wanted one of kl_coef"),
         ({"entropy_loss_fn": "max"}, "entropy_loss_fn is 'max', wanted one of none, default, mix"),
-        ({"entropy_loss_fn_args": {"coef": 0.1}}, "entropy_loss_fn_args.coef is not known, wanted entropy_coef"),
+        ({"entropy_loss_fn_args": {"coef": 0.1}}, "entropy_loss_fn_args.coef is not known, wanted one of entropy_coef"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_an_error(section: Section, words: str) -> None:

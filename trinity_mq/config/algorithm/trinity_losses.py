@@ -83,8 +83,7 @@ def refuse_unknown(section: str, names: Iterable[str], known: Sequence[str], of:
         ValueError: Names the first one.
     """
     if unknown := sorted(set(names) - set(known), key=str):
-        wanted = f"one of {', '.join(known)}" if len(known) > 1 else (*known, "none")[0]
-        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted {wanted}")
+        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted one of {', '.join(known) or 'none'}")
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Pieces:

@@ -135,8 +135,8 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
     shown = experiences
     if algorithm_type(move) in MIXING:
         ratio = number(value_at(move.settings, "buffer.trainer_input.expert_data_ratio"))
-        is_share = ratio is not None and 0 <= ratio <= 1
-        experiences -= math.ceil(experiences * (ratio if is_share else EXPERT_RATIO))
+        share = ratio if ratio is not None and 0 <= ratio <= 1 else EXPERT_RATIO
+        experiences -= math.ceil(experiences * share)
     if experiences == rolled_out:
         return
     if not _answers_once(move):
@@ -224,10 +224,8 @@ def _pack(move: SettingsTransfer, taskset: dict[str, Any], arguments: Mapping[st
     """Give a taskset the arguments of its packs, or refuse its workflow. One that is refused by name has none."""
     workflow = taskset.get("workflow")
     if workflow in PACK_WORKFLOWS:
-        own_arguments = taskset.get("workflow_args") or {}
-        taskset["workflow_args"] = (
-            {**own_arguments, **arguments} if isinstance(own_arguments, Mapping) else own_arguments
-        )
+        if isinstance(own := taskset.get("workflow_args") or {}, Mapping):
+            taskset["workflow_args"] = {**own, **arguments}
     elif workflow is not None:
         world = f"packs of {workflow} are missing: packs of tasks here are those of {', '.join(PACK_WORKFLOWS)}"
         move.refuse("cod", workflow, world)
