@@ -157,8 +157,8 @@ class _Report:
         self, files: Mapping[Path, Mapping[str, Any]], settings: Mapping[str, Any], migration: Migration
     ) -> None:
         self._files = [
-            (path.name, KeyLines(path.read_text(encoding="utf-8", errors="replace")), own)
-            for path, own in files.items()
+            (path.name, KeyLines(path.read_text(encoding="utf-8", errors="replace")), content)
+            for path, content in files.items()
         ]
         self._settings = settings
         self._migration = migration
@@ -241,8 +241,8 @@ class _Report:
                     ends = range(len(place), length - 1, -1)
                     keys = (".".join([origin, *map(str, place[length:end])]) for end in ends)
                     return next(filter(None, map(self._place_of, keys)), "")
-            if own := self._place_of(".".join(map(str, place))):
-                return own
+            if same := self._place_of(".".join(map(str, place))):
+                return same
         return ""
 
     def _place_of(self, key: str, value: Any = None) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -44,6 +45,13 @@ def _finite(value: Any, where: str = "args") -> Any:
     return value
 
 
+def _expanded(value: str | None) -> str | None:
+    """Return the path of a file with the user's home filled in. An empty path is None."""
+    return str(Path(value).expanduser()) if value else None
+
+
+UserFile = Annotated[str | None, AfterValidator(_expanded)]
+"""Path of a file of the user, or None."""
 FiniteArgs = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keyword arguments for code of the user."""
 

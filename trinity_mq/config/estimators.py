@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -269,23 +269,6 @@ class EstimatorPlugin(EstimatorBase):
         return self.compares
 
 
-FIELDS = {
-    estimator.model_fields["kind"].default: frozenset(estimator.model_fields)
-    for estimator in (
-        GroupEstimator,
-        DiscountedEstimator,
-        GigpoEstimator,
-        DotsEstimator,
-        DistillEstimator,
-        JsdEstimator,
-        GaeEstimator,
-        NoEstimator,
-    )
-}
-"""Field names of each built-in estimator, by its ``kind``."""
-KINDS = tuple(FIELDS)
-
-
 def _tag(value: Any) -> Any:
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
     return kind if kind in KINDS else "plugin"
@@ -318,3 +301,10 @@ Estimator = Annotated[
     BeforeValidator(_checked_kind),
 ]
 """The section ``algorithm.estimator``; its ``kind`` decides which fields it has."""
+FIELDS = {
+    model.model_fields["kind"].default: frozenset(model.model_fields)
+    for model, _ in map(get_args, get_args(get_args(Estimator)[0]))
+    if model is not EstimatorPlugin
+}
+"""Field names of each built-in estimator, by its ``kind``."""
+KINDS = tuple(FIELDS)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.resolve import canonical_name
 from trinity_mq.config.plugin_files import Registration, registered_paths
 
 ALGORITHM_DEFAULTS = {"policy_loss_fn": "ppo", "advantage_fn": "ppo", "kl_loss_fn": "k2"}
@@ -100,8 +101,7 @@ def _algorithm(section: dict[str, Any], names: _Names) -> dict[str, Any]:
 
 def _loss(piece: dict[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pieces of a section with a registered loss; the preset's loss is replaced, except ``KEPT_PIECES``."""
-    name = str(section.get("algorithm_type", "grpo"))
-    preset = PRESETS.get(ALIASES.get(name, name))
+    preset = PRESETS.get(canonical_name(section.get("algorithm_type", "grpo")))
     kept = {} if preset is None else {key: preset.loss[key] for key in KEPT_PIECES if key in preset.loss}
     return {"policy_loss_fn": "ppo", "surrogate": piece, **{key: section.get(key, kept[key]) for key in kept}}
 

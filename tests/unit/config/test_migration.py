@@ -231,73 +231,8 @@ def test_a_key_that_is_nothing_is_refused() -> None:
         migrate({**LEAST, "log": {None: 1}})
 
 
-REFUSED = {
-    "megatron": ({"trainer": {"trainer_strategy": "megatron"}}, "trainer.trainer_strategy", "no Megatron"),
-    "megatron-of-verl": (
-        {"trainer": {"trainer_config": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}}},
-        "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
-    ),
-    "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
-    "repeated-packs": ({"cod": {"packing_strategy": "ralph_full"}}, "cod.packing_strategy", "ralph"),
-    "world-of-packs": (
-        {
-            "cod": {"task_pack_size": 4},
-            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "cod_terminal_workflow"}},
-        },
-        "buffer.explorer_input.default_workflow_type", "the world of terminals is missing",
-    ),
-    "other-packs": (
-        {
-            "cod": {"task_pack_size": 4},
-            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "math_workflow"}},
-        },
-        "cod", "packs of math_workflow are missing",
-    ),
-    "external-policy": (
-        {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
-        "model.external_model.enable", "cannot be trained",
-    ),
-    "workflow": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "simple_mm_workflow"}}},
-        "buffer.explorer_input.default_workflow_type", "text only",
-    ),
-    "reward": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "p", "default_reward_fn_type": "rm_gallery_reward"}}}},
-        "buffer.explorer_input.taskset.default_reward_fn_type", "RM-Gallery",
-    ),
-    "task-pipeline": (
-        {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
-        "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
-    ),
-    "images": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": {"image_key": "images"}}}}},
-        "buffer.explorer_input.taskset.format.image_key", "read text only",
-    ),
-    "images-to-imitate": (
-        {
-            "mode": "train", "algorithm": {"algorithm_type": "sft"},
-            "buffer": {"trainer_input": {"experience_buffer": {
-                "path": "t.jsonl", "storage_type": "file", "format": {"image_key": "images"},
-            }}},
-        },
-        "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
-    ),
-    "described-pipeline": (
-        {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
-        "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
-    ),
-    "judge-in-arguments": (
-        {"buffer": {"explorer_input": {"taskset": {
-            "path": "t.jsonl", "workflow_args": {"reward_fn_type": "trajectory_accuracy_grader_reward"},
-        }}}},
-        "buffer.explorer_input.taskset.workflow_args.reward_fn_type", "OpenJudge",
-    ),
-    "experience-pipeline": (
-        {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
-        "data_processor.experience_pipeline.operators", "Data-Juicer server",
-    ),
-}  # fmt: skip
-"""Settings without which a run would lose its purpose, their key and a word of the reason."""
+REFUSED = json.loads(Path(__file__).with_name("migration_refused.json").read_text(encoding="utf-8"))
+"""Settings of Trinity-RFT without which a run would lose its purpose, their key and a word of the reason."""
 
 
 def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -306,19 +241,19 @@ def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[
     return code, capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["key"])
 def test_a_run_that_would_lose_its_purpose_is_refused_in_a_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings, key, word = REFUSED[name]
+    key = row["key"]
     path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump({**LEAST, **settings}))
+    path.write_text(yaml.safe_dump({**LEAST, **row["settings"]}))
     code, lines = migrated(path, capsys)
     assert (code, len(lines)) == (1, 1), lines
     last = key.split(".")[-1]
     numbers = [number for number, text in enumerate(path.read_text().splitlines(), 1) if f"{last}:" in text]
     assert f"{key} (theirs.yaml line {numbers[0]}): " in lines[0]
-    assert word in lines[0]
+    assert row["word"] in lines[0]
 
 
 def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

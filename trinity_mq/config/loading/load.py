@@ -252,17 +252,14 @@ def _override(data: DictConfig, word: str) -> None:
     try:
         value = load_yaml(text) if text else None
         OmegaConf.update(data, key, value, merge=False, force_add=True)
-    except DuplicateKeyError as error:
-        raise ConfigError(mask_passwords(f"override {word!r}: {error}")) from None
-    except yaml.YAMLError as error:
-        wrong = mask_passwords(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}")
-        raise ConfigError(wrong) from error
-    except (
-        ConfigIndexError,
-        TypeError,
-        ValueError,
-    ) as error:  # a missing item, or a word instead of a list position
-        raise ConfigError(mask_passwords(f"override {word!r}: {_missing_item(data, key)}")) from error
+    except (yaml.YAMLError, ConfigIndexError, TypeError, ValueError) as error:
+        if isinstance(error, DuplicateKeyError):
+            reason = str(error)
+        elif isinstance(error, yaml.YAMLError):
+            reason = f"value is not YAML: {' '.join(str(error).split())}"
+        else:  # a missing item, or a word instead of a list position
+            reason = _missing_item(data, key)
+        raise ConfigError(Secrets({key: text}).hide(f"override {word!r}: {reason}")) from error
 
 
 def _missing_item(data: DictConfig, key: str) -> str:

@@ -17,7 +17,6 @@ from trinity_mq.config.algorithm.rollout_correction import correction_pieces
 from trinity_mq.config.algorithm.translate import ADVANTAGES, ENTROPY_LOSSES, KL_KINDS
 from trinity_mq.config.algorithm.trinity_losses import POLICY_LOSSES, SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
-    LeftOut,
     SettingsTransfer,
     number,
     resolve_environment,
@@ -230,7 +229,7 @@ def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -
                 else "the loss of dpo itself holds the policy near its reference, without a term beside it"
             )
             value = move.peek(SECTION + "kl_loss_fn", "k2")
-            move.lost(LeftOut(SECTION + "kl_loss_fn", value, reason, matters=name is not None))
+            move.lost(SECTION + "kl_loss_fn", value, reason, matters=name is not None)
         move.take(SECTION + "kl_loss_fn")
         move.take(SECTION + "kl_loss_fn_args")
         if name == "k1":
@@ -260,12 +259,12 @@ def _correction(move: SettingsTransfer) -> None:
         return
     move.settings["algorithm"].pop("rollout_correction", None)
     if not isinstance(rules, Mapping):
-        move.lost(LeftOut(SECTION + "rollout_correction", rules, "wanted settings by name", matters=True))
+        move.lost(SECTION + "rollout_correction", rules, "wanted settings by name")
         return
     try:
         correction_pieces(_resolved(rules))
     except ValueError as error:
-        move.lost(LeftOut(SECTION + "rollout_correction", dict(rules), str(error), matters=True))
+        move.lost(SECTION + "rollout_correction", dict(rules), str(error))
         return
     move.put(
         SECTION + "rollout_correction", dict(rules),
@@ -326,7 +325,7 @@ def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, ke
         penalty = move.settings["algorithm"].pop("kl_penalty_fn")
         move.settings["algorithm"].pop("kl_penalty_fn_args", None)
         reason = f"the rewards of tokens have no part in {kind}; take kl_loss_fn: k2"
-        move.lost(LeftOut(SECTION + "kl_penalty_fn", penalty, reason, matters=True))
+        move.lost(SECTION + "kl_penalty_fn", penalty, reason)
 
 
 def _is_known(name: Any, names: frozenset[str]) -> bool:
@@ -491,13 +490,13 @@ def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
             "without reuse_cooldown_time no experience is trained on again; the queue only prefers new experiences, "
             "and here a step has them in the order of arrival"
         )
-        move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=True))
+        move.lost(REPLAY_BUFFER, dict(replay_buffer), reason)
         return
     is_own = priority not in PRIORITIES
     limit = 0 if is_own else whole(arguments.get("use_count_limit", PRIORITIES[priority])) or 0
     if limit == 1:
         reason = "use_count_limit 1 has every experience once, so that none is replayed"
-        move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=False))
+        move.lost(REPLAY_BUFFER, dict(replay_buffer), reason, matters=False)
         return
     move.put(
         REPLAY + "share", 0.5,

@@ -141,7 +141,7 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         return
     if not _answers_once(move):
         reason = f"a step has all experiences of a batch of {rolled_out} runs, which may be several for each run"
-        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=False))
+        move.lost("buffer.train_batch_size", shown, reason, matters=False)
     elif experiences > rolled_out and experiences % rolled_out == 0:
         batches = experiences // rolled_out
         move.put("trainer.batches_per_step", batches, comment, origin="buffer.train_batch_size")
@@ -151,7 +151,7 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         move.put("algorithm.mini_batches", rolled_out // experiences, comment, origin="buffer.train_batch_size")
     else:
         reason = f"a train step has the {rolled_out} experiences of a batch, whole batches or equal parts of one"
-        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=True))
+        move.lost("buffer.train_batch_size", shown, reason)
 
 
 def _answers_once(move: SettingsTransfer) -> bool:
@@ -202,7 +202,7 @@ def packs(move: SettingsTransfer) -> None:
         arguments.leave_out(name, "every record is a whole pack, and a run keeps its experiences", matters=False)
     if resolve_environment(arguments.take("inject_pack_seed", False)) is not True:
         reason = "the tasks of a pack always share a map here"
-        arguments.lost(LeftOut(f"{PACKS}cod_workflow_args.inject_pack_seed", False, reason, matters=True))
+        arguments.lost("inject_pack_seed", False, reason)
     arguments.leave_out("stable_pack_seed", "the map follows from the record", matters=False)
     kept = {
         PACK_ARGUMENTS.get(name, name): value
@@ -224,8 +224,8 @@ def _pack(move: SettingsTransfer, taskset: dict[str, Any], arguments: Mapping[st
     """Give a taskset the arguments of its packs, or refuse its workflow. One that is refused by name has none."""
     workflow = taskset.get("workflow")
     if workflow in PACK_WORKFLOWS:
-        if isinstance(own := taskset.get("workflow_args") or {}, Mapping):
-            taskset["workflow_args"] = {**own, **arguments}
+        if isinstance(kept := taskset.get("workflow_args") or {}, Mapping):
+            taskset["workflow_args"] = {**kept, **arguments}
     elif workflow is not None:
         world = f"packs of {workflow} are missing: packs of tasks here are those of {', '.join(PACK_WORKFLOWS)}"
         move.refuse("cod", workflow, world)
@@ -289,7 +289,7 @@ def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
     if row is None:
         item.put(NEW_KEYS[kind], value)
     elif row.refused:
-        item.lost(LeftOut(key, value, row.text, matters=True, is_purpose=True))
+        item.record(LeftOut(key, value, row.text, matters=True, is_purpose=True))
     elif row.new_name:
         item.put(NEW_KEYS[kind], row.new_name, f"was {value}: {row.text}")
     else:
@@ -343,7 +343,7 @@ def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
         if value is not None and key not in {"n", "logprobs"} and (key, number(value)) != ("top_k", -1.0)
     }
     if (runs := whole(rollout_args.get("n", 1))) != 1:
-        item.lost(LeftOut("rollout_args.n", runs, "runs of a task are `repeat_times`", matters=True))
+        item.lost("rollout_args.n", runs, "runs of a task are `repeat_times`")
     if arguments := {**shared, **arguments}:
         item.put("rollout_args", arguments)
 
@@ -448,7 +448,7 @@ def operators(move: SettingsTransfer) -> None:
         )
     if any(_name(operator) == PADDING for operator in chain):
         chain = [operator for operator in chain if _name(operator) != PADDING]
-        move.lost(LeftOut(old, PADDING, "a batch counts tasks: runs may differ in steps", matters=False))
+        move.lost(old, PADDING, "a batch counts tasks: runs may differ in steps", matters=False)
     if chain:
         move.put("operator.operators", chain, f"was {old}", origin=old)
     for section in (TASK_PIPELINE, "service.data_juicer"):

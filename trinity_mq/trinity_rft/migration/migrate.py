@@ -20,7 +20,6 @@ from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
 from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules, verl
 from trinity_mq.trinity_rft.migration.transfer import (
-    LeftOut,
     Migration,
     Path,
     SettingsTransfer,
@@ -88,7 +87,7 @@ def _run(source: Mapping[str, Any]) -> Migration:
             move.keep(key)
         else:
             reason = trinity_key_advice(key.split(".")) or "no counterpart here"
-            move.lost(LeftOut(key, value, reason, matters=True))
+            move.lost(key, value, reason)
     migration.settings = {
         key: _ordered(move.settings[key]) for key in Config.model_fields if move.settings.get(key) not in (None, {})
     }

@@ -8,7 +8,6 @@ from typing import Any
 
 from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
 from trinity_mq.trinity_rft.migration.transfer import (
-    LeftOut,
     SettingsTransfer,
     number,
     resolve_environment,
@@ -72,7 +71,7 @@ def mode(move: SettingsTransfer) -> None:
         move.put("mode", new_mode, *comments)
     elif old_mode is not None:
         reason = f"modes are {', '.join(sorted(set(MODES.values())))}"
-        move.lost(LeftOut("mode", old_mode, reason, matters=True))
+        move.lost("mode", old_mode, reason)
 
 
 def model(move: SettingsTransfer) -> None:
@@ -98,7 +97,7 @@ def _tinker(move: SettingsTransfer) -> None:
     names = [name for part, layers in LAYERS.items() if trained[part] for name in layers]
     item.put("target_modules", "all-linear" if trained["attn"] and trained["mlp"] else names)
     if trained["unembed"]:
-        item.lost(LeftOut("model.tinker.train_unembed", True, "the output layer gets no adapter", matters=True))
+        item.lost("train_unembed", True, "the output layer gets no adapter")
     item.leave_out("base_url", "no service takes part", matters=False)
     item.leave_out("seed", "it follows from the run's `seed`", matters=False)
     item.give_up()
@@ -240,7 +239,7 @@ def lora(move: SettingsTransfer) -> None:
     item.leave_out("path", "a run begins with fresh adapters; merge yours into the model first")
     item.give_up()
     for number_, adapter in enumerate(other_adapters, 1):
-        move.lost(LeftOut(f"model.lora_configs.{number_}", adapter, "a run trains one adapter", matters=True))
+        move.lost(f"model.lora_configs.{number_}", adapter, "a run trains one adapter")
 
 
 def explorer(move: SettingsTransfer) -> None:
@@ -269,7 +268,7 @@ def explorer(move: SettingsTransfer) -> None:
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
         move.keep(ENGINE + "tensor_parallel_size")
     else:
-        move.lost(LeftOut(ENGINE + "engine_type", kind, "engines are transformers and vllm", matters=True))
+        move.lost(ENGINE + "engine_type", kind, "engines are transformers and vllm")
         move.put(ENGINE + "engine", "transformers")
         move.leave_out(ENGINE + "tensor_parallel_size", "only the engine vllm splits a model")
 
@@ -424,7 +423,7 @@ def monitor(move: SettingsTransfer) -> None:
         move.put("monitor.trackers", [tracker], comment)
     elif kind not in (None, "tensorboard"):
         reason = "services are wandb, mlflow and swanlab"
-        move.lost(LeftOut("monitor.monitor_type", old_kind, reason, matters=True))
+        move.lost("monitor.monitor_type", old_kind, reason)
     level = resolve_environment(move.take("log.level"))
     if level is not None:
         move.put("monitor.log_level", str(level).lower(), "was log.level")

@@ -110,7 +110,7 @@ class SettingsTransfer:
         """
         value = self.take(key, {})
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self._prefix}{key}: wanted settings by name, got {value!r}")
+            raise ConfigError(f"{self.old_key(key)}: wanted settings by name, got {value!r}")
         return value
 
     def take_mappings(self, key: str) -> list[Mapping[str, Any]]:
@@ -121,10 +121,10 @@ class SettingsTransfer:
         """
         value = self.take(key, [])
         if not isinstance(value, list):
-            raise ConfigError(f"{self._prefix}{key}: wanted a list, got {value!r}")
+            raise ConfigError(f"{self.old_key(key)}: wanted a list, got {value!r}")
         for number, item in enumerate(value):
             if not isinstance(item, Mapping):
-                raise ConfigError(f"{self._prefix}{key}.{number}: wanted settings by name, got {item!r}")
+                raise ConfigError(f"{self.old_key(key)}.{number}: wanted settings by name, got {item!r}")
         return value
 
     def names(self) -> list[str]:
@@ -196,7 +196,7 @@ class SettingsTransfer:
         """Remove an old key, if it has a value, and record the reason why it is left out."""
         value = self.take(old)
         if value is not None:
-            self.lost(LeftOut(f"{self._prefix}{old}", value, reason, matters))
+            self.lost(old, value, reason, matters=matters)
 
     def refuse(self, old: str, value: Any, capability: str) -> None:
         """Remove an old key, and record that the run loses its purpose without it.
@@ -207,10 +207,14 @@ class SettingsTransfer:
             capability: What is missing here, for the message.
         """
         self.take(old)
-        self.lost(LeftOut(f"{self._prefix}{old}", value, capability, matters=True, is_purpose=True))
+        self.record(LeftOut(self.old_key(old), value, capability, matters=True, is_purpose=True))
 
-    def lost(self, setting: LeftOut) -> None:
-        """Record a setting that is left out."""
+    def lost(self, old: str, value: Any, reason: str, *, matters: bool = True) -> None:
+        """Record an old key that is left out."""
+        self.record(LeftOut(self.old_key(old), value, reason, matters))
+
+    def record(self, setting: LeftOut) -> None:
+        """Record a setting that is left out, by its whole old key."""
         self._migration.left_out.append(setting)
 
     def note(self, key: str, value: Any, text: str) -> None:
@@ -232,7 +236,7 @@ class SettingsTransfer:
     def give_up(self, reason: str = "no counterpart here") -> None:
         """Leave out all remaining settings."""
         for key, value in self.rest():
-            self.lost(LeftOut(self.old_key(key), value, reason, matters=True))
+            self.lost(key, value, reason)
 
     def item(self, source: Mapping[str, Any], new: Path, old: str) -> SettingsTransfer:
         """Return a transfer of a nested mapping, such as an item of a list."""
