@@ -45,12 +45,19 @@ def _finite(value: Any, where: str = "args") -> Any:
     return value
 
 
-def _expanded(value: str | None) -> str | None:
-    """Return the path of a file with the user's home filled in. An empty path is None."""
-    return str(Path(value).expanduser()) if value else None
+def expand_user(path: str) -> Path:
+    """Return a path with the home of ``~`` or ``~user`` filled in.
+
+    Raises:
+        ValueError: This machine does not know the user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r}: this machine knows no user of this name; write the whole path") from error
 
 
-UserFile = Annotated[str | None, AfterValidator(_expanded)]
+UserFile = Annotated[str | None, AfterValidator(lambda value: str(expand_user(value)) if value else None)]
 """Path of a file of the user, or None."""
 FiniteArgs = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keyword arguments for code of the user."""

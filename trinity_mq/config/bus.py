@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from trinity_mq.config.base import Section, UserFile
+from trinity_mq.config.base import Section, UserFile, expand_user
 
 PUBLISH_TIMEOUT = 300.0
 """Seconds after which an unconfirmed publish is an error: longer than a broker restarts or is short of disk for, and
@@ -131,7 +130,7 @@ class BrokerConfig(Section):
         if value is None:
             return None
         if "://" not in value:
-            path = Path(value).expanduser()
+            path = expand_user(value)
             if not path.is_absolute():
                 raise ValueError(
                     f"{value!r} is a relative path, which means a different folder in each working directory; give an "

@@ -10,7 +10,8 @@ from typing import Any
 
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.algorithm.resolve import canonical_name
-from trinity_mq.config.plugin_files import Registration, registered_paths
+from trinity_mq.config.base import expand_user
+from trinity_mq.config.plugin_files import Registration, find_registered
 
 ALGORITHM_DEFAULTS = {"policy_loss_fn": "ppo", "advantage_fn": "ppo", "kl_loss_fn": "k2"}
 """Functions of a registered algorithm whose ``default_config`` names none, as in Trinity-RFT."""
@@ -42,43 +43,29 @@ def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Several modules register a name, or a registered algorithm cannot be read.
     """
-    folders = data.get("plugin_dirs")
-    names = _Names(folders if isinstance(folders, list | tuple) else ())
+    names = data.get("plugin_dirs")
+    names = names if isinstance(names, list | tuple) else ()
+    paths = [expand_user(name) for name in names if isinstance(name, str)]
+    folders = [path for path in paths if path.is_dir()]  # a missing folder is an error when plug-ins are added
     result = dict(data)
     if isinstance(algorithm := data.get("algorithm"), Mapping):
-        result["algorithm"] = _algorithm(dict(algorithm), names)
+        result["algorithm"] = _algorithm(dict(algorithm), folders)
     for key, registry in NAMED_SETTINGS.items():
-        result = _with_paths(result, key.split("."), registry, names)
+        result = _with_paths(result, key.split("."), registry, folders)
     return result
 
 
-class _Names:
-    """The registered names in the folders of ``plugin_dirs``. A folder that does not exist has none: adding it to the
-    process is the error.
-    """
-
-    def __init__(self, folders: list[Any] | tuple[Any, ...]) -> None:
-        paths = [Path(folder).expanduser() for folder in folders if isinstance(folder, str)]
-        self._paths = registered_paths([path for path in paths if path.is_dir()])
-
-    def find(self, registry: str, name: Any) -> tuple[str, Registration | None] | None:
-        """Return dotted path and registration of a name: registered, or a dotted path itself. None: neither."""
-        if not isinstance(name, str):
-            return None
-        places = self._paths.get((registry, name), [])
-        if len(places) > 1:
-            raise ValueError(
-                f"{registry} {name!r} is registered by {' and by '.join(path for path, _ in places)}: rename one of "
-                "them"
-            )
-        if places:
-            return places[0]
-        return (name, None) if "." in name else None
+def _find(folders: Sequence[Path], registry: str, name: Any) -> tuple[str, Registration | None] | None:
+    """Return dotted path and registration of a name: registered, or a dotted path itself. None: neither."""
+    if not isinstance(name, str):
+        return None
+    place = find_registered(folders, [registry], registry, name)
+    return (name, None) if place is None and "." in name else place
 
 
-def _algorithm(section: dict[str, Any], names: _Names) -> dict[str, Any]:
-    section = _algorithm_type(section, names)
-    places = {key: names.find(registry, section.get(key)) for key, registry in FUNCTIONS.items()}
+def _algorithm(section: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+    section = _algorithm_type(section, folders)
+    places = {key: _find(folders, registry, section.get(key)) for key, registry in FUNCTIONS.items()}
     for key, place in places.items():
         if place is None:
             continue
@@ -106,9 +93,9 @@ def _loss(piece: dict[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     return {"policy_loss_fn": "ppo", "surrogate": piece, **{key: section.get(key, kept[key]) for key in kept}}
 
 
-def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
+def _algorithm_type(section: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     """Return the section with a registered algorithm replaced by its ``default_config``, below the user's settings."""
-    path, registration = names.find("ALGORITHM_TYPE", section.get("algorithm_type")) or ("", None)
+    path, registration = _find(folders, "ALGORITHM_TYPE", section.get("algorithm_type")) or ("", None)
     if registration is None:
         return section
     if not registration.defaults:
@@ -127,24 +114,24 @@ def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
     return result
 
 
-def _with_paths(section: Any, keys: Sequence[str], registry: str, names: _Names) -> Any:
-    """Return a section in which settings have the dotted paths of their registered names.
+def _with_paths(section: Any, keys: Sequence[str], registry: str, folders: Sequence[Path]) -> Any:
+    """Return a section whose settings have the dotted paths of their registered names.
 
     Args:
         section: A section, or a list of sections.
         keys: Keys that lead to the settings; ``*`` stands for each key.
         registry: Registry of the names.
-        names: The registered names.
+        folders: Folders of the modules that register the names.
     """
     if isinstance(section, list | tuple):
-        return [_with_paths(item, keys, registry, names) for item in section]
+        return [_with_paths(item, keys, registry, folders) for item in section]
     if not isinstance(section, Mapping):
         return section
     first, *rest = keys
     result = dict(section)
     for key in section if first == "*" else {first} & section.keys():
         if rest:
-            result[key] = _with_paths(section[key], rest, registry, names)
-        elif (place := names.find(registry, section[key])) is not None:
+            result[key] = _with_paths(section[key], rest, registry, folders)
+        elif (place := _find(folders, registry, section[key])) is not None:
             result[key] = place[0]
     return result

@@ -25,7 +25,7 @@ from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
 from trinity_mq.config.algorithm.translate import move_critic_settings
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, expand_user
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import PUBLISH_TIMEOUT, BrokerConfig
 from trinity_mq.config.devices import DevicesConfig, device_problems
@@ -159,7 +159,7 @@ class Config(Section):
     @field_validator("run_dir")
     @classmethod
     def _expand(cls, value: str) -> str:
-        return str(Path(value).expanduser()) if value else value
+        return str(expand_user(value)) if value else value
 
     @property
     def path(self) -> Path:

@@ -114,11 +114,12 @@ def _errors_of(place: str, subject: str = "code of your own", *explained: type[E
         subject: The user's code. The message of an error that does not explain itself names it and the line.
         explained: Classes of further errors that explain themselves.
     """
+    expected: tuple[type[Exception], ...] = (FatalError, *explained)
     try:
         yield
     except (ConfigError, TasksetError):
         raise
-    except (FatalError, *explained) as error:
+    except expected as error:
         raise ConfigError(f"{place}: {error}") from error
     except (Exception, SystemExit) as error:  # user code can raise any error
         raise ConfigError(f"{place}: {subject} cannot be used: {describe_error(error)}") from error
@@ -182,7 +183,9 @@ def check_tasksets(config: Config) -> list[str]:
     if config.mode == "train" and config.source.tap:
         return [_check_tapped(config)]
     if config.mode == "train":
-        return [_check_records(config.buffer.trainer_input.experience_buffer)]
+        data = config.buffer.trainer_input.experience_buffer
+        with _errors_of(f"training data {data.name!r}", f"storage {data.storage_type!r}"):
+            return [_check_records(data)]
     checks = (_check_reward, _check_taskset)
     return _collect(functools.partial(check, config, taskset) for taskset in tasksets(config) for check in checks)
 

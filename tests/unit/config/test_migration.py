@@ -293,7 +293,7 @@ def test_a_message_names_the_file_whose_value_counts(tmp_path: Path, capsys: pyt
 def test_secrets_are_in_no_message_and_keys_and_comments_are_read_as_the_user_meant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables = {"yes": "no", "12": "x", "a: b": "c", "#": "d", "WANDB_API_KEY": "wandb-secret"}
+    variables = {"yes": "no", "12": "x", "a: b": "c", "#": "d", "L" * 2000: "e", "WANDB_API_KEY": "wandb-secret"}
     source = {
         **LEAST,
         "name": "A\u2028mode: bench",
@@ -370,6 +370,18 @@ def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
     assert code == 0
     assert "mode explore: a trainer may read the queue" in lines[0]
     assert load_config(tmp_path / "explorer.ours").mode == "explore"
+
+
+def test_comments_of_an_auxiliary_model_stand_at_its_own_place() -> None:
+    """The model of another service that is evaluated becomes the first auxiliary model."""
+    settings = {
+        "mode": "bench", "model.external_model": {"enable": True, "model_name": "x"},
+        "explorer.auxiliary_models": [{"name": "Judge 1", "model_path": "j"}],
+    }  # fmt: skip
+    found = migrate(merged(LEAST, sections(settings)))
+    place = ("explorer", "auxiliary_models", 1)
+    assert found.comments[*place, "name"] == ["was Judge 1"]
+    assert found.origins[place] == "explorer.auxiliary_models.0"
 
 
 def test_the_file_of_verl_is_read_with_the_file_that_names_it(

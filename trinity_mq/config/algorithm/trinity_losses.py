@@ -76,14 +76,14 @@ def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
     return table[value]
 
 
-def refuse_unknown(section: str, names: Iterable[str], known: Sequence[str], of: str = "") -> None:
+def refuse_unknown(section: str, names: Iterable[str], accepted: Sequence[str], of: str = "") -> None:
     """Refuse arguments that are not known.
 
     Raises:
         ValueError: Names the first one.
     """
-    if unknown := sorted(set(names) - set(known), key=str):
-        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted one of {', '.join(known) or 'none'}")
+    if unknown := sorted(set(names) - set(accepted), key=str):
+        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted one of {', '.join(accepted) or 'none'}")
 
 
 def merged_piece(below: Any, above: Any) -> Any:

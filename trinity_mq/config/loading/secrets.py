@@ -11,7 +11,7 @@ from trinity_mq.telemetry.log import mask_passwords
 
 MASK = "***"
 WORDS = frozenset({"none", "null", "true", "false"})
-"""Texts that are no secrets."""
+"""Texts that do not count as secrets."""
 SHORTEST, SHORTEST_WORD = 4, 6
 """Minimum numbers of characters of a secret, and of a word of a secret, that are searched in texts."""
 VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")

@@ -477,7 +477,7 @@ UNLIMITED = 1_000_000
 
 def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
     """Move a priority queue. In Trinity-RFT it returns used experiences after ``reuse_cooldown_time`` seconds, if no
-    experience of a higher priority is there. The name of any other priority is that of the user's own class.
+    experience of a higher priority is there. Any other priority is a class of the user and keeps its name.
     """
     if not resolve_environment(replay_buffer.get("enable")):
         return

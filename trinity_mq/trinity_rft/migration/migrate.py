@@ -155,7 +155,7 @@ def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def replaced(value: Any, place: str, read: Callable[[], Any]) -> Any:
-        """Return a value without references; ``read`` returns what they refer to."""
+        """Return a value without references. ``read`` returns the value with all references resolved."""
         if isinstance(value, Mapping | list):
             config = read()
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -203,10 +203,10 @@ def _mapping(
         for comment in comments.get(here, ()):
             yield from comment_lines(comment, indent)
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{_value(key)}:"
+            yield _key(key, indent)
             yield from _mapping(value, comments, here, indent + "  ")
         elif _are_sections(value):
-            yield f"{indent}{_value(key)}:"
+            yield _key(key, indent)
             for number, item in enumerate(value):
                 lines = list(_mapping(item, comments, (*here, number), indent + "    "))
                 first = next(place for place, line in enumerate(lines) if not line.lstrip().startswith("#"))
@@ -214,11 +214,17 @@ def _mapping(
                 yield f"{indent}  - {lines[first].lstrip()}"
                 yield from lines[first + 1 :]
         else:
-            yield f"{indent}{_value(key)}: {_value(value)}"
+            yield f"{_key(key, indent)} {_value(value)}"
+
+
+def _key(key: str, indent: str) -> str:
+    """Return a key with its colon, which stands in the next line after a key that is too long for one line."""
+    name = _value(key)
+    return f"{indent}{name}:" if len(name) <= WIDTH else f"{indent}? {name}\n{indent}:"
 
 
 def comment_lines(text: str, indent: str = "") -> list[str]:
-    """Return a comment as lines of YAML. Whatever ends a line or is no character of YAML becomes a space."""
+    """Return a comment as lines of YAML. Ends of lines and control characters become spaces."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
 

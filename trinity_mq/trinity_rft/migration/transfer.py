@@ -89,7 +89,7 @@ class SettingsTransfer:
         return default if value is None else value
 
     def take_first(self, *keys: str) -> Any:
-        """Remove old keys and return the first value that one of them has."""
+        """Remove old keys and return the first value among them."""
         values = [self.take(key) for key in keys]
         return next((value for value in values if value is not None), None)
 
@@ -259,7 +259,7 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def value_at(settings: Any, key: str) -> Any:
-    """Return the value at a dotted key, whose numbers are positions in lists. None: there is no value."""
+    """Return the value at a dotted key, whose numbers are positions in lists; None without a value."""
     for part in key.split("."):
         if isinstance(settings, list) and part.isdecimal():
             settings = next(iter(settings[int(part) :]), None)
