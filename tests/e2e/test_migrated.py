@@ -12,7 +12,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from tests.trinity_configs import DPO, GSM8K
+from tests.trinity_configs import GSM8K
 from trinity_mq.cli.main import main
 from trinity_mq.testing.runs import LocalRun
 
@@ -64,12 +64,6 @@ def questions(path: Path) -> str:
     return str(path)
 
 
-def pairs(path: Path) -> str:
-    records = [{"prompt": f"{n} + 3?", "chosen": str(n + 3), "rejected": "no"} for n in range(4)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def migrated(source: Path) -> dict[str, Any]:
     """Return the configuration that ``trinity-mq migrate`` writes."""
     out = source.with_suffix(".ours.yaml")
@@ -97,34 +91,6 @@ async def test_rollouts_of_a_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert code == 0, output
     assert [step for step, _ in run.values("trainer/step")] == [1, 2]
     assert [step for step, _ in run.values("eval/gsm8k-eval/accuracy")] == [2] or "gsm8k-eval accuracy" in output
-
-
-async def test_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_TASKSET_PATH", pairs(tmp_path / "pairs.jsonl"))
-    source = tmp_path / "dpo.yaml"
-    source.write_text(yaml.safe_dump(DPO))
-    async with LocalRun(small(migrated(source), SMALL, tmp_path / "small.yaml"), tmp_path / "run") as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    assert [step for step, _ in run.values("actor/pair_margin")] == [1, 2]
-
-
-async def test_explorer_and_trainer_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRINITY_TASKSET_PATH", questions(tmp_path / "tasks.jsonl"))
-    both = {key: value for key, value in GSM8K.items() if key != "trainer"}
-    sync = {"sync_method": "checkpoint", "sync_interval": 1}
-    explorer = {**both, "mode": "explore", "synchronizer": sync}
-    buffer = {"train_batch_size": 768, "trainer_input": GSM8K["buffer"]["trainer_input"]}
-    trainer = {**explorer, "mode": "train", "buffer": buffer, "trainer": GSM8K["trainer"]}
-    for name, settings in (("explorer", explorer), ("trainer", trainer)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-    ours = migrated(tmp_path / "trainer.yaml")
-    assert ours == migrated(tmp_path / "explorer.yaml")
-    sizes = merged(merged(SMALL, ROLLOUTS), {"synchronizer": {"sync_method": "checkpoint"}})
-    async with LocalRun(small(ours, sizes, tmp_path / "small.yaml"), tmp_path / "run") as run:
-        code, output = await run.ended(200.0)
-    assert code == 0, output
-    assert [step for step, _ in run.values("trainer/step")] == [1, 2]
 
 
 async def answer(request: web.Request) -> web.Response:

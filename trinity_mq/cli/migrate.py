@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,18 @@ import yaml
 
 from trinity_mq.config import ConfigError, load_config, load_stages
 from trinity_mq.config.loading.load import STAGES, read_file
-from trinity_mq.config.loading.problems import KeyLines, keys_in, location_of
+from trinity_mq.config.loading.problems import KeyLines, Location, Problem, keys_in, location_of
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.errors import CommandError
 from trinity_mq.terminal import write_output
 from trinity_mq.trinity_rft.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
 from trinity_mq.trinity_rft.migration.imports import PluginSyntaxError, migrate_plugin
 from trinity_mq.trinity_rft.migration.pairs import half_mode, join_halves, other_half
+from trinity_mq.trinity_rft.migration.transfer import value_at
 from trinity_mq.trinity_rft.migration.verl import with_trainer_config
+
+SHOWN = 60
+"""Maximum number of characters of a value in a message."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,28 +54,37 @@ def migrate_file(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--plugin-dir: there is no folder {missing[0]!r}; relative folders start here")
     if source.suffix == ".py":
         return _migrate_plugin(source, out, force=arguments.force)
+    files: dict[Path, dict[str, Any]] = {}
+    overridden: list[LeftOut] = []
     try:
-        settings = with_trainer_config(source, read_file(source))
-        other = other_half(source, settings)
-        joined, overridden = (settings, []) if other is None else _joined(source, settings, *other)
+        settings = files[source] = with_trainer_config(source, read_file(source))
+        if (other := other_half(source, settings)) is not None:
+            files[other[0]] = with_trainer_config(*other)
+            settings, overridden = join_halves(*files.values())
         if arguments.plugin_dir:
-            joined = {**joined, "plugin_dirs": arguments.plugin_dir}
-        migration = migrate(joined)
+            settings = {**settings, "plugin_dirs": arguments.plugin_dir}
+        migration = migrate(settings)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    migration = replace(migration, left_out=[*overridden, *migration.left_out])
-    if other is None and _waits_for_other_half(source, settings):
+        raise ConfigError(Secrets(*files.values()).hide(f"{source}: {error}")) from None
+    migration.left_out[:0] = overridden
+    if other is not None:
+        _print_pair(*files)
+    elif _waits_for_other_half(source, settings):
         return 1
-    if out is not None and out.exists() and not arguments.force:
-        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
-    sources = [source] if other is None else [source, other[0]]
-    text = "".join(f"{line}\n" for line in _header(sources)) + "\n" + as_yaml(migration.settings, migration.comments)
-    text += "".join(f"{line}\n" for line in _footer(migration))
+    _check_free(out, force=arguments.force)
+    report = _Report(files, settings, migration)
+    text = report.document()
     if out is None:
         print(text, end="")
     else:
         write_output(out, text)
-    return _report(migration, yaml.safe_load(text), out, _Places(sources))
+    return report.print_problems(yaml.safe_load(text), out)
+
+
+def _check_free(out: Path | None, *, force: bool) -> None:
+    """Refuse to overwrite a file without ``--force``."""
+    if out is not None and out.exists() and not force:
+        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
 
 
 def _waits_for_other_half(source: Path, settings: dict[str, Any]) -> bool:
@@ -89,36 +103,13 @@ def _waits_for_other_half(source: Path, settings: dict[str, Any]) -> bool:
     return mode == "train"
 
 
-def _joined(
-    source: Path, settings: dict[str, Any], other: Path, rest: dict[str, Any]
-) -> tuple[dict[str, Any], list[LeftOut]]:
-    """Return the configuration of both agents of a run, and the settings of one file that the other overrides."""
-    is_explorer = settings.get("mode") == "explore"
+def _print_pair(source: Path, other: Path) -> None:
     print(
         f"{source.name} and {other.name} are the explorer and the trainer of one run: the result is the configuration "
         "of both. `trinity-mq run` starts all agents; `trinity-mq explorer`, `runner`, `operator` and `trainer` start "
         "one of them each, on any machine that reaches the broker",
         file=sys.stderr,
     )
-    return join_halves(settings, rest) if is_explorer else join_halves(rest, settings)
-
-
-class _Places:
-    """Places of settings in the files of Trinity-RFT.
-
-    Args:
-        sources: The files.
-    """
-
-    def __init__(self, sources: Sequence[Path]) -> None:
-        self._lines = {path.name: KeyLines(path.read_text(encoding="utf-8", errors="replace")) for path in sources}
-
-    def of(self, key: str) -> str:
-        """Return a dotted key with its file and its line, if a file has the key."""
-        for name, lines in self._lines.items():
-            if (line := lines.line_of_key(location_of(key))) is not None:
-                return f"{key} ({name} line {line})"
-        return key
 
 
 def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
@@ -131,8 +122,7 @@ def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
         raise CommandError(f"{source} cannot be read: {error.strerror}") from None
     except PluginSyntaxError as error:
         raise CommandError(f"{source}: {error}") from None
-    if out is not None and out.exists() and not force:
-        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
+    _check_free(out, force=force)
     if out is None:
         sys.stdout.buffer.write(plugin.source)
         sys.stdout.buffer.flush()
@@ -154,65 +144,115 @@ def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
     return 0
 
 
-def _header(sources: Sequence[Path]) -> Iterator[str]:
-    names, count = " and ".join(path.name for path in sources), len(sources)
-    kind = "a configuration" if count == 1 else "the explorer and the trainer of one run"
-    yield from comment_lines(f"Written by trinity-mq migrate from {names}, {kind} of Trinity-RFT.")
-    yield from comment_lines("Comments say what is called or set differently there; settings without one are the same.")
+class _Report:
+    """The migrated file, and the lines on what needs attention. Only the values of settings may show secrets.
 
-
-def _footer(migration: Migration) -> Iterator[str]:
-    for title, group in _groups(migration.left_out):
-        yield ""
-        yield from comment_lines(title)
-        for setting in group:
-            yield from comment_lines(f"  {setting.key}: {_short(setting.value)} - {setting.reason}")
-
-
-def _groups(left_out: Sequence[LeftOut]) -> Iterator[tuple[str, list[LeftOut]]]:
-    for matters, title in ((True, "Has no counterpart here:"), (False, "Is not needed here:")):
-        if group := [entry for entry in left_out if entry.matters == matters]:
-            yield title, group
-
-
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _report(migration: Migration, settings: dict[str, Any], out: Path | None, places: _Places) -> int:
-    """Print the settings that need attention. Return 1 if the run lost its purpose, or if the converted configuration
-    is not valid without an edit, else 0.
+    Args:
+        files: Settings of the files of Trinity-RFT by path.
+        settings: The settings of the run of these files.
+        migration: The migrated settings.
     """
-    name = str(out) if out is not None else "the result"
-    if lost := {entry.reason: entry for entry in reversed(migration.left_out) if entry.is_purpose}:
-        reasons = [f"{places.of(entry.key)}: {_short(entry.value)}: {entry.reason}" for entry in lost.values()]
-        print(f"{name} cannot replace the run: {'; '.join(reversed(reasons))}", file=sys.stderr)
-        return 1
-    for note in migration.notes:
-        print(f"note: {places.of(note.key)}: {_short(note.value)} - {note.reason}", file=sys.stderr)
-    for entry in migration.left_out:
-        if entry.matters:
-            print(f"no counterpart: {places.of(entry.key)}: {_short(entry.value)} - {entry.reason}", file=sys.stderr)
-    try:
-        load_stages(settings) if STAGES in settings else load_config(settings)
-    except ConfigError as error:
-        texts = [problem.text for problem in error.problems] or str(error).split("\n")
-        lines = [_with_origin(text.removeprefix("configuration: "), migration, places) for text in texts]
-        shown = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
-        print(f"{name} needs an edit:{shown}", file=sys.stderr)
-        if "plugin_dirs" in shown:
-            print("if a plug-in has this name: --plugin-dir FOLDER names the folder of plug-ins", file=sys.stderr)
-        return 1
-    following = (
-        f"trinity-mq validate {out}" if out is not None else "write it with -o FILE, then trinity-mq validate it"
-    )
-    print(f"{name} is valid; next: {following}", file=sys.stderr)
-    return 0
 
+    def __init__(
+        self, files: Mapping[Path, Mapping[str, Any]], settings: Mapping[str, Any], migration: Migration
+    ) -> None:
+        self._files = [
+            (path.name, KeyLines(path.read_text(encoding="utf-8", errors="replace")), content)
+            for path, content in files.items()
+        ]
+        self._settings = settings
+        self._migration = migration
+        self._secrets = Secrets(settings, *files.values())
 
-def _with_origin(text: str, migration: Migration, places: _Places) -> str:
-    """Return a message about keys of the result, with the keys of Trinity-RFT's file that they come from."""
-    origins = dict.fromkeys(migration.origin_of(location_of(key)) for key in keys_in(text))
-    named = ", ".join(places.of(origin) for origin in origins if origin)
-    return f"{text} [from {named}]" if named else text
+    def document(self) -> str:
+        """Return the migrated file."""
+        names, count = " and ".join(name for name, _, _ in self._files), len(self._files)
+        kind = "a configuration" if count == 1 else "the explorer and the trainer of one run"
+        comments = {
+            place: [self._secrets.hide(text) for text in texts] for place, texts in self._migration.comments.items()
+        }
+        lines = [
+            *comment_lines(f"Written by trinity-mq migrate from {names}, {kind} of Trinity-RFT."),
+            *comment_lines("Comments say what is called or set differently there; settings without one are the same."),
+            "",
+            as_yaml(self._migration.settings, comments).removesuffix("\n"),
+        ]
+        for matters, title in ((True, "Has no counterpart here:"), (False, "Is not needed here:")):
+            if group := [entry for entry in self._migration.left_out if entry.matters == matters]:
+                lines += ["", *comment_lines(title)]
+                for entry in group:
+                    line = self._secrets.hide(f"  {entry.key}: {self._shown(entry)} - {entry.reason}")
+                    lines += comment_lines(line)
+        return "".join(f"{line}\n" for line in lines)
+
+    def print_problems(self, settings: dict[str, Any], out: Path | None) -> int:
+        """Print the settings that need attention. Return 1 if the run lost its purpose, or if the converted
+        configuration is not valid without an edit, else 0.
+        """
+        name, left_out = str(out) if out is not None else "the result", self._migration.left_out
+        if lost := {entry.reason: entry for entry in reversed(left_out) if entry.is_purpose}:
+            reasons = [f"{self._place(entry)}: {self._shown(entry)}: {entry.reason}" for entry in lost.values()]
+            self._print(f"{name} cannot replace the run: {'; '.join(reversed(reasons))}")
+            return 1
+        lines = [("note", entry) for entry in self._migration.notes]
+        lines += [("no counterpart", entry) for entry in left_out if entry.matters]
+        for title, entry in lines:
+            self._print(f"{title}: {self._place(entry)}: {self._shown(entry)} - {entry.reason}")
+        try:
+            load_stages(settings) if STAGES in settings else load_config(settings)
+        except ConfigError as error:
+            problems = error.problems or [Problem((), text) for text in str(error).split("\n")]
+            texts = [self._with_origin(problem, error.within) for problem in problems]
+            self._print(f"{name} needs an edit:{f' {texts[0]}' if len(texts) == 1 else ''}")
+            for text in texts if len(texts) > 1 else ():
+                self._print(f"  {text}")
+            if any("plugin_dirs" in text for text in texts):
+                self._print("if a plug-in has this name: --plugin-dir FOLDER names the folder of plug-ins")
+            return 1
+        following = f"trinity-mq validate {out}" if out else "write it with -o FILE, then trinity-mq validate it"
+        self._print(f"{name} is valid; next: {following}")
+        return 0
+
+    def _print(self, line: str) -> None:
+        print("".join(letter if letter.isprintable() else " " for letter in self._secrets.hide(line)), file=sys.stderr)
+
+    def _shown(self, entry: LeftOut) -> str:
+        text = self._secrets.shown(entry.key, entry.value)
+        return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+    def _place(self, entry: LeftOut) -> str:
+        return self._place_of(entry.key, entry.value) or entry.key
+
+    def _with_origin(self, problem: Problem, within: Location) -> str:
+        """Return a problem of the result, with the keys of Trinity-RFT's files that the wrong settings come from."""
+        text = problem.text.removeprefix("configuration: ")
+        locations = [problem.location] if problem.location else [location_of(key) for key in keys_in(text)]
+        origins = dict.fromkeys(self._origin_of(location, within) for location in locations)
+        named = ", ".join(origin for origin in origins if origin)
+        return f"{text} [from {named}]" if named else text
+
+    def _origin_of(self, location: Location, within: Location) -> str:
+        """Return the old key, with its file and line, that a setting or the section around it was made of. Empty: a
+        default of Trinity-RFT.
+        """
+        for place in dict.fromkeys([(*within, *location), location]):
+            for length in range(len(place), 0, -1):
+                if (origin := self._migration.origins.get(place[:length])) is not None:
+                    ends = range(len(place), length - 1, -1)
+                    keys = (".".join([origin, *map(str, place[length:end])]) for end in ends)
+                    return next(filter(None, map(self._place_of, keys)), "")
+            if same := self._place_of(".".join(map(str, place))):
+                return same
+        return ""
+
+    def _place_of(self, key: str, value: Any = None) -> str:
+        """Return an old key with its file and line; of the file that gives the run its value, if several have the key.
+        Empty: no file has it.
+        """
+        wanted = value_at(self._settings, key) if value is None else value
+        places = [
+            (value_at(settings, key) == wanted, f"{key} ({name} line {line})")
+            for name, lines, settings in self._files
+            if (line := lines.line_of_key(location_of(key))) is not None
+        ]
+        return max(places, key=itemgetter(0))[1] if places else ""

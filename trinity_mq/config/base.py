@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Threads = Literal["auto"] | Annotated[int, Field(ge=1)]
 """A number of threads, or ``auto``: an equal share of the cores for each trainer process and each engine of the run."""
@@ -31,6 +33,34 @@ class NameIn:
         raise ValueError(
             f"unknown {self.kind} {name!r}; wanted {', '.join(self.names)} or the dotted path of your own, module.Name"
         )
+
+
+def _finite(value: Any, where: str = "args") -> Any:
+    """Return a value whose numbers are finite at any depth. Others raise ValueError."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, wanted a finite number")
+    if isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _finite(item, f"{where}.{key}")
+    return value
+
+
+def expand_user(path: str) -> Path:
+    """Return a path with the home of ``~`` or ``~user`` filled in.
+
+    Raises:
+        ValueError: This machine does not know the user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path!r}: this machine knows no user of this name; write the whole path") from error
+
+
+UserFile = Annotated[str | None, AfterValidator(lambda value: str(expand_user(value)) if value else None)]
+"""Path of a file of the user, or None."""
+FiniteArgs = Annotated[dict[str, Any], AfterValidator(_finite)]
+"""Keyword arguments for code of the user."""
 
 
 class Section(BaseModel):

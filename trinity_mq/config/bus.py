@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, UserFile, expand_user
 
 PUBLISH_TIMEOUT = 300.0
 """Seconds after which an unconfirmed publish is an error: longer than a broker restarts or is short of disk for, and
@@ -21,25 +20,20 @@ SLICE_RESERVE_BYTES = 8 * 1024
 class TlsConfig(Section):
     """Verification of ``amqps://``. All files are PEM. They are read again at each connect, so they may be rotated."""
 
-    ca_file: str | None = None
+    ca_file: UserFile = None
     """File with the certificates of the authorities that may sign the broker's certificate. None: the authorities that
     this system trusts."""
-    cert_file: str | None = None
+    cert_file: UserFile = None
     """Client certificate for a broker that requires one, with the chain up to its authority."""
-    key_file: str | None = None
+    key_file: UserFile = None
     """Key of ``cert_file``. None: ``cert_file`` also holds the key."""
-    key_password_file: str | None = None
+    key_password_file: UserFile = None
     """File with the password of an encrypted key. None: the environment variable ``TRINITY_MQ_BROKER_KEY_PASSWORD``."""
     server_name: str | None = None
     """Name that the broker's certificate must contain. None: the host in the URL."""
     verify: bool = True
     """``false``: anybody on the network path can read and change all messages, including passwords. Each start then
     logs a warning."""
-
-    @field_validator("ca_file", "cert_file", "key_file", "key_password_file")
-    @classmethod
-    def _expand(cls, value: str | None) -> str | None:
-        return str(Path(value).expanduser()) if value else None
 
     @model_validator(mode="after")
     def _check_certificate(self) -> TlsConfig:
@@ -59,9 +53,9 @@ class BrokerConfig(Section):
     separated by commas: each connect tries them in turn, starting with a random node. None: ``url_file``, else
     ``TRINITY_MQ_BROKER_URL``, else the file named by ``TRINITY_MQ_BROKER_URL_FILE``, else a private node, else Docker.
     """
-    url_file: str | None = None
+    url_file: UserFile = None
     """File with the value of ``url``, one URL in each line. It is read at each connect, so it may be rotated."""
-    password_file: str | None = None
+    password_file: UserFile = None
     """File with the password for URLs without a password. The whole content is the password. It is read at each
     connect. None: the file named by ``TRINITY_MQ_BROKER_PASSWORD_FILE``."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
@@ -123,11 +117,6 @@ class BrokerConfig(Section):
             return ",".join(value)
         return value
 
-    @field_validator("url_file", "password_file")
-    @classmethod
-    def _expand(cls, value: str | None) -> str | None:
-        return str(Path(value).expanduser()) if value else None
-
     @model_validator(mode="after")
     def _check_url_source(self) -> BrokerConfig:
         if self.url and self.url_file:
@@ -141,7 +130,7 @@ class BrokerConfig(Section):
         if value is None:
             return None
         if "://" not in value:
-            path = Path(value).expanduser()
+            path = expand_user(value)
             if not path.is_absolute():
                 raise ValueError(
                     f"{value!r} is a relative path, which means a different folder in each working directory; give an "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import FiniteArgs, Section
 
 Place = Literal["operator", "trainer"]
 """The agent that computes advantages."""
@@ -256,7 +255,7 @@ class EstimatorPlugin(EstimatorBase):
 
     kind: str = Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")
     """Dotted path of the function or class, ``package.module.function``."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: FiniteArgs = Field(default_factory=dict)
     """Keyword arguments of the function, checked against its signature at its first use, or of the class's constructor.
     """
     compares: bool = True
@@ -268,31 +267,6 @@ class EstimatorPlugin(EstimatorBase):
     @property
     def compares_runs(self) -> bool:
         return self.compares
-
-    @field_validator("args")
-    @classmethod
-    def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key, item in value.items():
-            if isinstance(item, float) and not math.isfinite(item):
-                raise ValueError(f"{key} is {item}, wanted a finite number")
-        return value
-
-
-FIELDS = {
-    estimator.model_fields["kind"].default: frozenset(estimator.model_fields)
-    for estimator in (
-        GroupEstimator,
-        DiscountedEstimator,
-        GigpoEstimator,
-        DotsEstimator,
-        DistillEstimator,
-        JsdEstimator,
-        GaeEstimator,
-        NoEstimator,
-    )
-}
-"""Field names of each built-in estimator, by its ``kind``."""
-KINDS = tuple(FIELDS)
 
 
 def _tag(value: Any) -> Any:
@@ -327,3 +301,10 @@ Estimator = Annotated[
     BeforeValidator(_checked_kind),
 ]
 """The section ``algorithm.estimator``; its ``kind`` decides which fields it has."""
+FIELDS = {
+    model.model_fields["kind"].default: frozenset(model.model_fields)
+    for model, _ in map(get_args, get_args(get_args(Estimator)[0]))
+    if model is not EstimatorPlugin
+}
+"""Field names of each built-in estimator, by its ``kind``."""
+KINDS = tuple(FIELDS)

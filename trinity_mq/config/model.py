@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, expand_user
 from trinity_mq.config.switches import ChatTemplateKwargs
 
 
@@ -144,6 +144,12 @@ class ModelConfig(Section):
         if self.custom_chat_template and self.chat_template_path:
             raise ValueError("custom_chat_template and chat_template_path are both given: remove one of them")
         return self
+
+    @field_validator("model_path")
+    @classmethod
+    def _check_home(cls, value: str | None) -> str | None:
+        expand_user(value or "")
+        return value
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -33,12 +33,12 @@ def plugin_files(folder: Path) -> Iterator[Path]:
     return (file for file in sorted(folder.glob("*.py")) if file.stem.isidentifier() and not file.stem.startswith("_"))
 
 
-def statements(file: Path) -> list[ast.stmt]:
-    """Return the top-level statements of a module; none if it is not valid Python, importing it gives the reason."""
+def module_tree(file: Path) -> ast.Module:
+    """Return a module; an empty one if it is not valid Python, importing it gives the reason."""
     try:
-        return ast.parse(file.read_bytes()).body
+        return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+        return ast.Module([], [])
 
 
 def registered_paths(folders: Sequence[Path]) -> dict[tuple[str, str], list[tuple[str, Registration]]]:
@@ -55,6 +55,22 @@ def registered_paths(folders: Sequence[Path]) -> dict[tuple[str, str], list[tupl
     return result
 
 
+def find_registered(
+    folders: Sequence[Path], registries: Sequence[str], kind: str, name: str
+) -> tuple[str, Registration] | None:
+    """Return the dotted path and the registration of a name, None if no module in ``folders`` registers it.
+
+    Raises:
+        ValueError: Several modules register the name; the message begins with ``kind``.
+    """
+    paths = registered_paths(folders)
+    places = [place for registry in registries for place in paths.get((registry, name), [])]
+    if len(places) > 1:
+        owners = " and by ".join(path for path, _ in places)
+        raise ValueError(f"{kind} {name!r} is registered by {owners}: rename one of them")
+    return places[0] if places else None
+
+
 @functools.lru_cache(maxsize=1024)
 def registrations(file: Path, _changed: int) -> list[Registration]:
     """Return the registrations in a module: by decorator, ``@WORKFLOWS.register_module("mine")``, or by a call,
@@ -64,7 +80,7 @@ def registrations(file: Path, _changed: int) -> list[Registration]:
         file: The module.
         _changed: Time of its last change, so that a changed file is read again.
     """
-    body = statements(file)
+    body = module_tree(file).body
     owners = {
         node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     }

@@ -4,12 +4,14 @@ become the dotted paths of the registered classes, or the pieces of an algorithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
-from trinity_mq.config.plugin_files import Registration, registered_paths
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.resolve import canonical_name
+from trinity_mq.config.base import expand_user
+from trinity_mq.config.plugin_files import Registration, find_registered
 
 ALGORITHM_DEFAULTS = {"policy_loss_fn": "ppo", "advantage_fn": "ppo", "kl_loss_fn": "k2"}
 """Functions of a registered algorithm whose ``default_config`` names none, as in Trinity-RFT."""
@@ -23,6 +25,16 @@ FUNCTIONS = {
 }
 """Registry by setting of the section ``algorithm``."""
 
+NAMED_SETTINGS = {
+    "buffer.taskset.data_selector.selector_type": "SELECTORS",
+    "buffer.tasksets.data_selector.selector_type": "SELECTORS",
+    "buffer.eval_tasksets.data_selector.selector_type": "SELECTORS",
+    "buffer.trainer_input.experience_buffer.schema_type": "FORMATTER",
+    "buffer.trainer_input.auxiliary_buffers.*.schema_type": "FORMATTER",
+    "buffer.trainer_input.replay.priority_fn": "PRIORITY_FUNC",
+}
+"""Registry by setting whose value becomes a dotted path."""
+
 
 def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with registered names replaced. A registered name takes precedence over a built-in name,
@@ -31,43 +43,29 @@ def take_registered_names(data: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: Several modules register a name, or a registered algorithm cannot be read.
     """
-    folders = data.get("plugin_dirs")
-    names = _Names(folders if isinstance(folders, list | tuple) else ())
+    names = data.get("plugin_dirs")
+    names = names if isinstance(names, list | tuple) else ()
+    paths = [expand_user(name) for name in names if isinstance(name, str)]
+    folders = [path for path in paths if path.is_dir()]  # a missing folder is an error when plug-ins are added
     result = dict(data)
     if isinstance(algorithm := data.get("algorithm"), Mapping):
-        result["algorithm"] = _algorithm(dict(algorithm), names)
-    if isinstance(buffer := data.get("buffer"), Mapping):
-        result["buffer"] = _buffer(buffer, names)
+        result["algorithm"] = _algorithm(dict(algorithm), folders)
+    for key, registry in NAMED_SETTINGS.items():
+        result = _with_paths(result, key.split("."), registry, folders)
     return result
 
 
-class _Names:
-    """The registered names in the folders of ``plugin_dirs``. A folder that does not exist has none: adding it to the
-    process is the error.
-    """
-
-    def __init__(self, folders: list[Any] | tuple[Any, ...]) -> None:
-        paths = [Path(folder).expanduser() for folder in folders if isinstance(folder, str)]
-        self._paths = registered_paths([path for path in paths if path.is_dir()])
-
-    def find(self, registry: str, name: Any) -> tuple[str, Registration | None] | None:
-        """Return dotted path and registration of a name: registered, or a dotted path itself. None: neither."""
-        if not isinstance(name, str):
-            return None
-        places = self._paths.get((registry, name), [])
-        if len(places) > 1:
-            raise ValueError(
-                f"{registry} {name!r} is registered by {' and by '.join(path for path, _ in places)}: rename one of "
-                "them"
-            )
-        if places:
-            return places[0]
-        return (name, None) if "." in name else None
+def _find(folders: Sequence[Path], registry: str, name: Any) -> tuple[str, Registration | None] | None:
+    """Return dotted path and registration of a name: registered, or a dotted path itself. None: neither."""
+    if not isinstance(name, str):
+        return None
+    place = find_registered(folders, [registry], registry, name)
+    return (name, None) if place is None and "." in name else place
 
 
-def _algorithm(section: dict[str, Any], names: _Names) -> dict[str, Any]:
-    section = _algorithm_type(section, names)
-    places = {key: names.find(registry, section.get(key)) for key, registry in FUNCTIONS.items()}
+def _algorithm(section: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
+    section = _algorithm_type(section, folders)
+    places = {key: _find(folders, registry, section.get(key)) for key, registry in FUNCTIONS.items()}
     for key, place in places.items():
         if place is None:
             continue
@@ -90,15 +88,14 @@ def _algorithm(section: dict[str, Any], names: _Names) -> dict[str, Any]:
 
 def _loss(piece: dict[str, Any], section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pieces of a section with a registered loss; the preset's loss is replaced, except ``KEPT_PIECES``."""
-    name = str(section.get("algorithm_type", "grpo"))
-    preset = PRESETS.get(ALIASES.get(name, name))
+    preset = PRESETS.get(canonical_name(section.get("algorithm_type", "grpo")))
     kept = {} if preset is None else {key: preset.loss[key] for key in KEPT_PIECES if key in preset.loss}
     return {"policy_loss_fn": "ppo", "surrogate": piece, **{key: section.get(key, kept[key]) for key in kept}}
 
 
-def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
+def _algorithm_type(section: dict[str, Any], folders: Sequence[Path]) -> dict[str, Any]:
     """Return the section with a registered algorithm replaced by its ``default_config``, below the user's settings."""
-    path, registration = names.find("ALGORITHM_TYPE", section.get("algorithm_type")) or ("", None)
+    path, registration = _find(folders, "ALGORITHM_TYPE", section.get("algorithm_type")) or ("", None)
     if registration is None:
         return section
     if not registration.defaults:
@@ -110,50 +107,31 @@ def _algorithm_type(section: dict[str, Any], names: _Names) -> dict[str, Any]:
     base = schema if schema in {"sft", "dpo", "cpt"} else "grpo"
     defaults = (ALGORITHM_DEFAULTS if base == "grpo" else {}) | dict(registration.defaults)
     result = defaults | section | {"algorithm_type": base}
-    if result.get("sample_strategy") in {"default", "warmup", "staleness_control"}:
+    if result.get("sample_strategy") in ("default", "warmup", "staleness_control"):
         del result["sample_strategy"]
-    if result.get("entropy_loss_fn") in {"default", "none", "mix"} and "entropy_loss_fn" not in section:
+    if result.get("entropy_loss_fn") in ("default", "none", "mix") and "entropy_loss_fn" not in section:
         del result["entropy_loss_fn"]
     return result
 
 
-def _buffer(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
-    result = dict(section)
-    for key in ("taskset", "tasksets", "eval_tasksets"):
-        value = result.get(key)
-        if isinstance(value, list | tuple):
-            result[key] = [_taskset(item, names) for item in value]
-        elif value is not None:
-            result[key] = _taskset(value, names)
-    source = result.get("trainer_input")
-    if isinstance(source, Mapping):
-        result["trainer_input"] = _trainer_input(source, names)
-    return result
+def _with_paths(section: Any, keys: Sequence[str], registry: str, folders: Sequence[Path]) -> Any:
+    """Return a section whose settings have the dotted paths of their registered names.
 
-
-def _taskset(section: Any, names: _Names) -> Any:
-    selector = section.get("data_selector") if isinstance(section, Mapping) else None
-    if not isinstance(selector, Mapping):
+    Args:
+        section: A section, or a list of sections.
+        keys: Keys that lead to the settings; ``*`` stands for each key.
+        registry: Registry of the names.
+        folders: Folders of the modules that register the names.
+    """
+    if isinstance(section, list | tuple):
+        return [_with_paths(item, keys, registry, folders) for item in section]
+    if not isinstance(section, Mapping):
         return section
-    return {**section, "data_selector": _with_path(selector, "selector_type", "SELECTORS", names)}
-
-
-def _trainer_input(section: Mapping[str, Any], names: _Names) -> dict[str, Any]:
+    first, *rest = keys
     result = dict(section)
-    for key, setting, registry in (
-        ("experience_buffer", "schema_type", "FORMATTER"),
-        ("replay", "priority_fn", "PRIORITY_FUNC"),
-    ):
-        if isinstance(item := result.get(key), Mapping):
-            result[key] = _with_path(item, setting, registry, names)
-    if isinstance(sources := result.get("auxiliary_buffers"), Mapping):
-        result["auxiliary_buffers"] = {
-            name: _with_path(item, "schema_type", "FORMATTER", names) if isinstance(item, Mapping) else item
-            for name, item in sources.items()
-        }
+    for key in section if first == "*" else {first} & section.keys():
+        if rest:
+            result[key] = _with_paths(section[key], rest, registry, folders)
+        elif (place := _find(folders, registry, section[key])) is not None:
+            result[key] = place[0]
     return result
-
-
-def _with_path(section: Mapping[str, Any], key: str, registry: str, names: _Names) -> dict[str, Any]:
-    place = names.find(registry, section.get(key))
-    return dict(section) if place is None else {**section, key: place[0]}

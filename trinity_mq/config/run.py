@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
 from trinity_mq.config.algorithm.translate import move_critic_settings
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, expand_user
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import PUBLISH_TIMEOUT, BrokerConfig
 from trinity_mq.config.devices import DevicesConfig, device_problems
@@ -86,7 +86,7 @@ def slice_hold_seconds(slice_timeout: float) -> float:
     return slice_timeout + STOP_SECONDS + 2 * PUBLISH_TIMEOUT
 
 
-_SECTION_CHECKS: list[Callable[[Config], Config]] = []
+_SECTION_CHECKS: list[Callable[[Config], Iterator[str]]] = []
 """Checks between the sections of a configuration, in order."""
 
 
@@ -94,8 +94,8 @@ SLEEPING_ENGINES = ("transformers", "vllm")
 """Engines that can free the memory of their card while a trainer uses it."""
 
 
-def _section_check(check: Callable[[Config], Config]) -> Callable[[Config], Config]:
-    """Register a check that raises ValueError if sections do not fit together."""
+def _section_check(check: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[str]]:
+    """Register a check that yields the problems of sections that do not fit together."""
     _SECTION_CHECKS.append(check)
     return check
 
@@ -149,12 +149,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_sections(self, info: ValidationInfo) -> Config:
         """Run all checks between sections. If the context has a list ``problems``, it takes them and none is raised."""
-        problems = []
-        for check in _SECTION_CHECKS:
-            try:
-                check(self)
-            except ValueError as error:
-                problems.append(str(error))
+        problems = [problem for check in _SECTION_CHECKS for problem in check(self)]
         if problems and info.context is None:
             raise ValueError("\n".join(problems))
         if info.context is not None:
@@ -164,7 +159,7 @@ class Config(Section):
     @field_validator("run_dir")
     @classmethod
     def _expand(cls, value: str) -> str:
-        return str(Path(value).expanduser()) if value else value
+        return str(expand_user(value)) if value else value
 
     @property
     def path(self) -> Path:
@@ -180,7 +175,7 @@ class Config(Section):
         }
 
     @_section_check
-    def _check_hold_times(self) -> Config:
+    def _check_hold_times(self) -> Iterator[str]:
         explorer, publish = self.explorer, f"{self.broker.publish_timeout:g} s to publish"
         sums = {
             "slice": f"explorer.max_timeout {explorer.max_timeout:g} s x {explorer.max_retry_times + 1} tries, "
@@ -190,213 +185,194 @@ class Config(Section):
         }
         for kind, seconds in self.hold_seconds.items():
             if seconds >= self.broker.consumer_timeout:
-                raise ValueError(
+                yield (
                     f"an agent may hold a {kind} for {seconds:g} s ({sums[kind]}), and broker.consumer_timeout is "
                     f"{self.broker.consumer_timeout:g} s, after which the broker takes it back: raise that, or lower "
                     "the others"
                 )
-        return self
 
     @_section_check
-    def _reviews(self) -> Config:
+    def _reviews(self) -> Iterator[str]:
         waits, limit = self.operator.review_seconds, self.explorer.stall_timeout
         if waits >= limit:
-            raise ValueError(
+            yield (
                 f"human_review may wait {waits:g} s for people, and explorer.stall_timeout ends a run in which nothing "
                 f"has moved for {limit:g} s: raise that, or lower seconds"
             )
-        return self
 
     @_section_check
-    def _manifest(self) -> Config:
+    def _manifest(self) -> Iterator[str]:
         tasks, runs, limit = self.largest_batch, self.algorithm.repeat_times, self.broker.max_message_bytes
         slices = tasks * math.ceil(runs / (self.explorer.max_repeat_times_per_runner or runs))
         if (size := manifest_bytes(slices, tasks * runs) + MANIFEST_RESERVE_BYTES) > limit:
             refill = f" with explorer.refill.max {self.explorer.refill.max:g}" if self.max_refill else ""
-            raise ValueError(
+            yield (
                 f"buffer.batch_size {self.buffer.batch_size}{refill} makes batches of {slices} slices, whose manifest "
                 f"takes up to {size} bytes; broker.max_message_bytes is {limit}. Lower batch_size, raise "
                 "explorer.max_repeat_times_per_runner, or raise max_message_bytes (RabbitMQ 4 takes 16 MiB)"
             )
-        return self
 
     @_section_check
-    def _trainer_input(self) -> Config:
+    def _trainer_input(self) -> Iterator[str]:
         if self.mode == "bench":  # the evaluated run may have been trained in any mode
-            return self
+            return
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
         if self.mode == "train" and not data.storage.holds_records and not self.source.tap:
-            raise ValueError(
+            yield (
                 f"mode is train and {where}.storage_type stream, to which no agent would write: set it to file, "
                 "huggingface or synthetic, with a path; or mode to both; or source.tap to the run to train on"
             )
+            return
         if self.mode != "train" and data.storage.holds_records:
-            raise ValueError(
+            yield (
                 f"{where}.storage_type is {data.storage_type} and mode {self.mode}, in which the trainer trains on "
                 "rollouts: set mode to train, or leave the section out"
             )
         if self.mode == "train" and self.trainer.batches_per_step != 1:
-            raise ValueError(
+            yield (
                 f"trainer.batches_per_step is {self.trainer.batches_per_step} in mode train, where a batch is as large "
                 "as buffer.batch_size says: raise that instead"
             )
         experts = self.buffer.trainer_input.auxiliary_buffers
         if experts and self.mode not in {"both", "serve"}:
-            raise ValueError(
+            yield (
                 f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts "
                 "are added to rollouts that are trained on: set mode to both, or leave them out"
             )
         if experts and "ce" not in components(self.algorithm):
-            raise ValueError(
+            yield (
                 f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)}, and algorithm_type "
                 f"{self.algorithm.algorithm_type} imitates nothing: take mix or mix_chord, or give "
                 "algorithm.weights.ce a weight"
             )
         if self.mode == "explore" and self.trainer.nproc > 1:
-            raise ValueError(
-                f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
-            )
+            yield f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
         needed_components = SCHEMAS.get(data.schema_type, {"ce", "pair"})
         if self.mode == "train" and not needed_components & components(self.algorithm):
-            raise ValueError(
+            yield (
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(needed_components))}. Fitting presets: "
                 f"{', '.join(FITTING.get(data.schema_type, FITTING['sft']))}"
             )
-        return self
 
     @_section_check
-    def _source(self) -> Config:
+    def _source(self) -> Iterator[str]:
         tapped, loss, data = self.source.tap, self.algorithm, self.buffer.trainer_input.experience_buffer
         if not tapped or self.mode == "bench":
-            return self
+            return
         if self.mode != "train":
-            raise ValueError(
+            yield (
                 f"source.tap is {tapped!r} in mode {self.mode}, which makes its own rollouts: set mode to train, or "
                 "leave source.tap out"
             )
         if data.storage.holds_records:
-            raise ValueError(
+            yield (
                 f"source.tap is {tapped!r} and buffer.trainer_input.experience_buffer.storage_type "
                 f"{data.storage_type}: a run trains on one of the two, leave the other out"
             )
         if tapped == self.name:
-            raise ValueError(f"source.tap is {tapped!r}, the name of this run itself: give this run another name")
+            yield f"source.tap is {tapped!r}, the name of this run itself: give this run another name"
         if "rl" in components(loss) and not _compares_with_sampler(loss):
-            raise ValueError(
+            yield (
                 f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} does not compare the policy with "
                 "the policy that sampled: answers of another policy would count as its own. Take an algorithm with a "
                 "ratio to the sampler, such as grpo, or set algorithm.correction, for example [{kind: weight}]"
             )
         if "staleness" in needs(loss, dict.fromkeys(components(loss), 1.0)):
-            raise ValueError(
+            yield (
                 f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} weighs tokens by their age in "
                 "train steps, which is not known for tokens of another run: take algorithm.anchor mu or old, and no "
                 "correction of kind staleness"
             )
         if self.trainer.guard.max_mismatch is not None:
-            raise ValueError(
+            yield (
                 f"source.tap is {tapped!r}, and trainer.guard.max_mismatch {self.trainer.guard.max_mismatch:g}: the "
                 "sampler is another policy, so any mismatch is normal. Leave trainer.guard.max_mismatch out"
             )
-        return self
 
     @_section_check
-    def _replay(self) -> Config:
+    def _replay(self) -> Iterator[str]:
         replay, loss = self.buffer.trainer_input.replay, self.algorithm
         if not replay.share:
-            return self
+            return
         where = f"buffer.trainer_input.replay.share is {replay.share:g}"
         if self.mode not in {"both", "serve"}:
-            raise ValueError(f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed")
+            yield f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed"
         if not _compares_with_sampler(loss):
-            raise ValueError(
+            yield (
                 f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the policy that "
                 f"sampled: groups up to {replay.max_age} train steps old would count as fresh. Take an algorithm with "
                 "a ratio, such as grpo, or add algorithm.correction"
             )
-        return self
 
     @_section_check
-    def _bench(self) -> Config:
+    def _bench(self) -> Iterator[str]:
         if self.mode != "bench":
-            return self
+            return
         if not self.buffer.eval_tasksets:
-            raise ValueError(
-                "mode is bench and buffer.eval_tasksets is empty: name at least one taskset to evaluate on"
-            )
+            yield "mode is bench and buffer.eval_tasksets is empty: name at least one taskset to evaluate on"
         if self.trainer.nproc > 1:
-            raise ValueError(
-                f"trainer.nproc is {self.trainer.nproc} in mode bench, which trains nothing: leave it at 1"
-            )
-        return self
+            yield f"trainer.nproc is {self.trainer.nproc} in mode bench, which trains nothing: leave it at 1"
 
     @_section_check
-    def _serve(self) -> Config:
+    def _serve(self) -> Iterator[str]:
         if self.mode != "serve":
-            return self
+            return
         gateway, broker = self.gateway, self.broker
         if 4 * gateway.max_kept_bytes > broker.sessions_max_bytes:
-            raise ValueError(
+            yield (
                 f"gateway.max_kept_bytes is {gateway.max_kept_bytes}, more than a quarter of broker.sessions_max_bytes "
                 f"{broker.sessions_max_bytes}: sessions that wait would be lost with the stream's beginning. Lower the "
                 "first or raise the second"
             )
         if self.accepts_any_age and not _compares_with_sampler(self.algorithm):
-            raise ValueError(
+            yield (
                 f"mode is serve, and algorithm_type {self.algorithm.algorithm_type} does not compare the policy with "
                 "the policy that sampled: sessions whose rewards are late would count as fresh. Take an algorithm "
                 "with a ratio, such as grpo, add algorithm.correction, or set synchronizer.max_staleness"
             )
         compares, size = self.algorithm.estimator.compares_runs, gateway.group_size
         if size is not None and not compares:
-            raise ValueError(
+            yield (
                 f"gateway.group_size is {size}, and algorithm_type {self.algorithm.algorithm_type} compares no "
                 "sessions with each other: leave it out, or take an algorithm that does, such as grpo"
             )
         if size is not None and size < self.algorithm.effective_min_group_runs:
-            raise ValueError(
+            yield (
                 f"gateway.group_size is {size}, less than algorithm.min_group_runs "
                 f"{self.algorithm.effective_min_group_runs}: every group would be dropped"
             )
-        return self
 
     @_section_check
-    def _check_batches_per_step(self) -> Config:
+    def _check_batches_per_step(self) -> Iterator[str]:
         together, sync = self.trainer.batches_per_step, self.synchronizer
         if sync.sync_style == "fixed" and sync.sync_interval % together:
-            raise ValueError(
+            yield (
                 f"trainer.batches_per_step is {together}, which does not divide synchronizer.sync_interval "
                 f"{sync.sync_interval}: weights would be due in the middle of a step. Choose one that divides it"
             )
         if sync.sync_style != "fixed" and together > sync.pipeline_depth + 1:
-            raise ValueError(
+            yield (
                 f"trainer.batches_per_step is {together}, but the explorer is at most synchronizer.pipeline_depth + 1 "
                 f"= {sync.pipeline_depth + 1} batches ahead: no step would ever begin. Raise pipeline_depth to "
                 f"{together - 1}"
             )
-        return self
 
     @_section_check
-    def _ranks(self) -> Config:
+    def _ranks(self) -> Iterator[str]:
         if self.trainer.nproc > 1 and (reason := self.sharding_obstacle):
-            raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {reason}")
-        return self
+            yield f"trainer.nproc is {self.trainer.nproc}, but {reason}"
 
     @_section_check
-    def _devices(self) -> Config:
+    def _devices(self) -> Iterator[str]:
         on_gpus = self.model.device != "cpu"
-        problems = list(device_problems(self.devices, self.trainer, self.explorer, computes_on_gpus=on_gpus))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+        yield from device_problems(self.devices, self.trainer, self.explorer, computes_on_gpus=on_gpus)
 
     @_section_check
-    def _colocated(self) -> Config:
+    def _colocated(self) -> Iterator[str]:
         if self.synchronizer.colocated and (reason := self._colocation_obstacle):
-            raise ValueError(f"synchronizer.colocated is true, but {reason}")
-        return self
+            yield f"synchronizer.colocated is true, but {reason}"
 
     @property
     def _colocation_obstacle(self) -> str | None:
@@ -429,32 +405,31 @@ class Config(Section):
         return None
 
     @_section_check
-    def _lora(self) -> Config:
+    def _lora(self) -> Iterator[str]:
         lora, engine = self.model.lora, self.explorer.rollout_model.engine
         if lora is None:
-            return self
+            return
         if lora.sync == "adapter" and not engine_row(engine).takes_adapters:
-            raise ValueError(
+            yield (
                 f"model.lora.sync is adapter, and explorer.rollout_model.engine is {engine}: only vllm takes an "
                 "adapter in addition to its model. Set model.lora.sync to merged, or the engine to vllm"
             )
         if lora.quantization and lora.sync == "adapter":
-            raise ValueError(
+            yield (
                 f"model.lora.quantization is {lora.quantization} and model.lora.sync is adapter: the engine would "
                 "apply the adapter to weights that are not quantized, which is a different model. Set model.lora.sync "
                 "to merged"
             )
         if lora.quantization and self.trainer.nproc > 1:
-            raise ValueError(
+            yield (
                 f"model.lora.quantization is {lora.quantization} and trainer.nproc {self.trainer.nproc}: quantized "
                 "weights cannot be sharded here. Take one process, or leave quantization out"
             )
         if (update := self.algorithm.reference.update) != "never":
-            raise ValueError(
+            yield (
                 f"algorithm.reference.update is {update}, and with model.lora the reference is the model without its "
                 "adapters, which does not move: set algorithm.reference.update to never"
             )
-        return self
 
     @property
     def agent_counts(self) -> dict[str, int]:
@@ -493,23 +468,22 @@ class Config(Section):
         return None
 
     @_section_check
-    def _sampling(self) -> Config:
+    def _sampling(self) -> Iterator[str]:
         if self.mode in {"train", "bench"}:
-            return self
+            return
         used = sorted(
             {name for taskset in self.buffer.training_tasksets for name in TRUNCATING & set(taskset.rollout_args)}
         )
         if self.explorer.rollout_model.top_p < 1:
             used.append("explorer.rollout_model.top_p")
         if used and not self.algorithm.allow_truncated_sampling:
-            raise ValueError(
+            yield (
                 f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled "
                 "distribution. Remove it, or set algorithm.allow_truncated_sampling=true if that is what you want"
             )
-        return self
 
     @_section_check
-    def _answer_lengths(self) -> Config:
+    def _answer_lengths(self) -> Iterator[str]:
         default = self.explorer.rollout_model.min_response_tokens
         places = [("explorer.rollout_model.min_response_tokens", default, self.model.max_response_tokens)]
         for taskset in (*self.buffer.training_tasksets, *self.buffer.eval_tasksets):
@@ -517,49 +491,43 @@ class Config(Section):
             places.append((f"min_tokens of taskset {taskset.name!r}", sampling["min_tokens"], sampling["max_tokens"]))
         for name, least, most in places:
             if isinstance(least, int) and isinstance(most, int) and least > most:
-                raise ValueError(f"{name} is {least}, more than the {most} tokens that an answer may have; lower it")
-        return self
+                yield f"{name} is {least}, more than the {most} tokens that an answer may have; lower it"
 
     @_section_check
-    def _algorithm(self) -> Config:
+    def _algorithm(self) -> Iterator[str]:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
         replay = self.buffer.trainer_input.replay
         staleness = max(staleness, replay.max_age) if replay.share else staleness
         if self.source.tap and self.mode == "train":
             staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is the policy of another run
-        problems = list(algorithm_problems(self.algorithm, staleness, longest))
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+        yield from algorithm_problems(self.algorithm, staleness, longest)
 
     @_section_check
-    def _check_model_names(self) -> Config:
+    def _check_model_names(self) -> Iterator[str]:
         names = [model.name for model in self.explorer.auxiliary_models]
         if any("model" in taskset.rollout_args for taskset in self.buffer.training_tasksets):
-            raise ValueError(
+            yield (
                 "buffer.taskset.rollout_args.model: training tasks are answered by the policy that is trained; "
                 "remove it. Only evaluation tasksets may name an auxiliary model"
             )
         for taskset in self.buffer.eval_tasksets:
             name = taskset.rollout_args.get("model")
             if name is not None and name not in names:
-                raise ValueError(
+                yield (
                     f"eval taskset {taskset.name!r}: rollout_args.model is {name!r}, wanted one of "
                     f"explorer.auxiliary_models: {', '.join(names) or 'there are none'}"
                 )
-        return self
 
     @_section_check
-    def _retention(self) -> Config:
+    def _retention(self) -> Iterator[str]:
         held = (self.trainer.save_interval + self.explorer.max_open_batches) * self.estimated_batch_bytes
         if held > self.broker.ready_max_bytes:
-            raise ValueError(
+            yield (
                 f"trainer.save_interval {self.trainer.save_interval} + explorer.max_open_batches "
-                f"{self.explorer.max_open_batches} batches may be {held / 2**20:.0f} MiB, over broker.ready_max_bytes "
-                f"{self.broker.ready_max_bytes / 2**20:.0f} MiB: a restarted trainer would not find them all. "
+                f"{self.explorer.max_open_batches} batches may be {held // 2**20} MiB, over broker.ready_max_bytes "
+                f"{self.broker.ready_max_bytes // 2**20} MiB: a restarted trainer would not find them all. "
                 "Save more often or keep more"
             )
-        return self
 
     @property
     def accepts_any_age(self) -> bool:

@@ -98,7 +98,7 @@ def tables(
     for name, field in model.model_fields.items():
         if name in NAMING and len(get_args(field.annotation)) == 1:
             continue  # a discriminator with a single value is not a choice
-        section, key = _section(field.annotation), f"{prefix}{name}"
+        section, key = next(iter(sections_of(field.annotation)), None), f"{prefix}{name}"
         if kinds := _kinds(field.annotation):
             per_item = " each" if get_origin(field.annotation) is tuple else ""
             meaning = _plain(meanings.get(name, ""))
@@ -197,15 +197,6 @@ def _kinds(annotation: Any) -> list[type[BaseModel]]:
     """
     models = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
     return models if len(models) > 1 else []
-
-
-def _section(annotation: Any) -> type[BaseModel] | None:
-    models = [
-        candidate
-        for candidate in (annotation, *get_args(annotation))
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
-    ]
-    return models[0] if models else None
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:

@@ -15,42 +15,16 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 """Levels of ``reasoning_effort`` in the APIs of OpenAI and Anthropic, the lowest first."""
 
-RESERVED = frozenset(
-    {
-        # arguments of the template call
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "conversations",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-        # parts of messages, and tools that the reader of calls would not see
-        "builtin_tools",
-        "content",
-        "custom_tools",
-        "system_message",
-        # functions and objects that templates find in their environment
-        "cycler",
-        "dict",
-        "joiner",
-        "lipsum",
-        "namespace",
-        "raise_exception",
-        "range",
-        "strftime_now",
-    }
-)
+RESERVED = frozenset({
+    # arguments of the template call
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    # parts of messages, and tools that the reader of calls would not see
+    "builtin_tools", "content", "custom_tools", "system_message",
+    # functions and objects that templates find in their environment
+    "cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now",
+})  # fmt: skip
 """Names that the rendering itself sets. Names that end with ``_token``, the special tokens, are reserved too."""
 MAX_SWITCHES = 32
 MAX_SWITCHES_CHARACTERS = 4096

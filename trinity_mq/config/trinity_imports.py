@@ -5,11 +5,11 @@ package ``trinity_mq.trinity_rft``, for the error about such an import and for `
 from __future__ import annotations
 
 import ast
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+
+from trinity_mq.config.trinity_names import table_rows
 
 TRINITY = "trinity"
 """Top-level package of Trinity-RFT."""
@@ -42,15 +42,14 @@ class Rewritten:
     node: ast.ImportFrom | ast.Import
     lines: tuple[str, ...]
     """Statements with the same effect. Names without a counterpart keep their import."""
-    missing: tuple[tuple[str, str], ...]
-    """Names without a counterpart, each with the reason."""
+    missing: tuple[tuple[int, str, str], ...]
+    """Names without a counterpart, each with its line and the reason."""
 
 
 @cache
 def trinity_imports() -> Sequence[OldImport]:
     """Return the rows of the table."""
-    path = Path(__file__).parents[1] / "trinity_rft" / "imports.csv"
-    return tuple(OldImport(**row) for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    return table_rows("trinity_mq.trinity_rft", "imports.csv", OldImport)
 
 
 @cache
@@ -108,11 +107,11 @@ def rewritten(node: ast.ImportFrom | ast.Import) -> Rewritten:
     if isinstance(node, ast.Import):
         return _rewritten_modules(node)
     names_by_module: dict[str, list[str]] = {}
-    missing: list[tuple[str, str]] = []
+    missing: list[tuple[int, str, str]] = []
     for alias in node.names:
         row = counterpart(str(node.module), alias.name)
         if not row.new_module:
-            missing.append((f"{node.module}.{alias.name}", row.comment))
+            missing.append((alias.lineno, f"{node.module}.{alias.name}", row.comment))
             names_by_module.setdefault(str(node.module), []).append(_with_alias(alias.name, alias.asname))
             continue
         bound = alias.asname or alias.name
@@ -138,7 +137,8 @@ def _rewritten_modules(node: ast.Import) -> Rewritten:
             continue
         kept.append(_with_alias(module, alias.asname))
         if module.partition(".")[0] == TRINITY:
-            missing.append((module, "a module as a whole; import the names that are used, `from module import name`"))
+            reason = "a module as a whole; import the names that are used, `from module import name`"
+            missing.append((alias.lineno, module, reason))
     return Rewritten(node, (f"import {', '.join(kept)}",), tuple(missing))
 
 

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ACCEPTED = "accepted"
 """Rule of the keys that the loader accepts."""
@@ -47,11 +50,16 @@ class OldKey:
         return f"{self.comment}; leave it out" if self.comment else ""
 
 
+def table_rows(package: str, name: str, kind: type[T]) -> tuple[T, ...]:
+    """Return the rows of a CSV file in a package as objects of ``kind``, whose arguments are the columns."""
+    text = files(package).joinpath(name).read_text(encoding="utf-8")
+    return tuple(kind(**row) for row in csv.DictReader(text.splitlines()))
+
+
 @cache
 def trinity_names() -> Sequence[OldKey]:
     """Return the rows of the table; ``migrate`` applies them in this order."""
-    text = files("trinity_mq.config").joinpath("trinity_names.csv").read_text(encoding="utf-8")
-    return tuple(OldKey(**row) for row in csv.DictReader(text.splitlines()))
+    return table_rows("trinity_mq.config", "trinity_names.csv", OldKey)
 
 
 @cache

@@ -151,7 +151,7 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
         model = AutoModelForCausalLM.from_config(architecture, **remote, **arguments)
         model.tie_weights()  # not done where the weights are not initialised
         return model
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a wrong config.json raises errors of many classes
         raise ModelError(f"model {config.model_path}: {' '.join(str(error).split())}") from error
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
 from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.config.sync import GLOO
@@ -39,7 +40,7 @@ from trinity_mq.models.model_folder import (
 from trinity_mq.operations.memory import estimate_memory
 from trinity_mq.operations.plan import RunPlan
 from trinity_mq.renamed import changed_meanings
-from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
+from trinity_mq.rewards import RewardError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.gpus import PRETEND_VARIABLE, Gpu, GpuReport
 from trinity_mq.runtime.placement import place_run, run_needs
@@ -105,17 +106,23 @@ def _collect(checks: Iterable[Callable[[], list[str]]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _user_code_errors(subject: str, *explained: type[Exception]) -> Iterator[None]:
-    """Turn an error of user code in the ``with`` block into a ConfigError that names the code and the line. Errors that
-    explain themselves, such as those in ``explained``, pass unchanged.
+def _errors_of(place: str, subject: str = "code of your own", *explained: type[Exception]) -> Iterator[None]:
+    """Turn an error in the ``with`` block into a ConfigError.
+
+    Args:
+        place: Place in the configuration, which begins the message.
+        subject: The user's code. The message of an error that does not explain itself names it and the line.
+        explained: Classes of further errors that explain themselves.
     """
-    stays: tuple[type[Exception], ...] = (ConfigError, TasksetError, FatalError, *explained)
+    expected: tuple[type[Exception], ...] = (FatalError, *explained)
     try:
         yield
-    except stays:
+    except (ConfigError, TasksetError):
         raise
+    except expected as error:
+        raise ConfigError(f"{place}: {error}") from error
     except (Exception, SystemExit) as error:  # user code can raise any error
-        raise ConfigError(f"{subject} cannot be used: {describe_error(error)}") from error
+        raise ConfigError(f"{place}: {subject} cannot be used: {describe_error(error)}") from error
 
 
 def imports_torch(config: Config) -> bool:
@@ -176,18 +183,17 @@ def check_tasksets(config: Config) -> list[str]:
     if config.mode == "train" and config.source.tap:
         return [_check_tapped(config)]
     if config.mode == "train":
-        return [_check_records(config.buffer.trainer_input.experience_buffer)]
+        data = config.buffer.trainer_input.experience_buffer
+        with _errors_of(f"training data {data.name!r}", f"storage {data.storage_type!r}"):
+            return [_check_records(data)]
     checks = (_check_reward, _check_taskset)
     return _collect(functools.partial(check, config, taskset) for taskset in tasksets(config) for check in checks)
 
 
 def _check_reward(_config: Config, taskset: TasksetConfig) -> list[str]:
-    try:
-        for name in filter(None, taskset.reward_fns):  # if empty, the workflow brings its own reward function
-            with _user_code_errors(f"taskset {taskset.name!r}: reward function {name!r}", RewardError):
-                create_reward(name, taskset.reward_fn_args)
-    except (UnknownNameError, RewardError) as error:
-        raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+    for name in filter(None, taskset.reward_fns):  # if empty, the workflow brings its own reward function
+        with _errors_of(f"taskset {taskset.name!r}", f"reward function {name!r}", RewardError):
+            create_reward(name, taskset.reward_fn_args)
     return []
 
 
@@ -195,7 +201,7 @@ def _check_taskset(config: Config, taskset: TasksetConfig) -> list[str]:
     if not taskset.storage.holds_records:
         return [f"taskset {taskset.name!r}: tasks submitted from outside"]
     kind = taskset.effective_selector.selector_type
-    with _user_code_errors(f"taskset {taskset.name!r}: selector {kind!r}"):
+    with _errors_of(f"taskset {taskset.name!r}", f"selector {kind!r}"):
         tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
     selector = "" if kind == taskset.selector else f", chosen by {kind}"
     return [f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}"]
@@ -274,16 +280,13 @@ def _check_workflow(config: Config, taskset: TasksetConfig, name: str) -> list[s
     from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
     from trinity_mq.workflows.builtin.tools import Toolbox
 
-    try:
-        with _user_code_errors(f"taskset {taskset.name!r}: workflow {name!r}", TaskError):
-            kind = load_workflow(name)
-            takes = kind.arguments_kind or (SimpleArguments if name in WORKFLOWS else None)
-            if takes is not None:
-                check_arguments(taskset.workflow_args, takes)
-            if takes is not None and issubclass(takes, ToolAgentArguments):
-                Toolbox(taskset.workflow_args.get("tools", ()))
-    except (UnknownNameError, TaskError) as error:
-        raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+    with _errors_of(f"taskset {taskset.name!r}", f"workflow {name!r}", TaskError):
+        kind = load_workflow(name)
+        takes = kind.arguments_kind or (SimpleArguments if name in WORKFLOWS else None)
+        if takes is not None:
+            check_arguments(taskset.workflow_args, takes)
+        if takes is not None and issubclass(takes, ToolAgentArguments):
+            Toolbox(taskset.workflow_args.get("tools", ()))
     if kind.needs_history and not config.explorer.rollout_model.enable_history:
         raise ConfigError(
             f"taskset {taskset.name!r}: workflow {name!r} makes its experiences from recorded calls; "
@@ -315,7 +318,7 @@ def check_outsiders(config: Config) -> list[str]:
         ConfigError: A workflow or reward function is not known or cannot be imported.
     """
     outsiders = config.outsiders
-    try:
+    with _errors_of("outsiders"):
         if outsiders.workflows:
             from trinity_mq.workflows import load_workflow
 
@@ -323,8 +326,6 @@ def check_outsiders(config: Config) -> list[str]:
                 load_workflow(name)
         for name in outsiders.rewards:
             find_reward(name)
-    except UnknownNameError as error:
-        raise ConfigError(f"outsiders: {error}") from error
     return []
 
 
@@ -339,11 +340,10 @@ def check_operators(config: Config) -> list[str]:
     from trinity_mq.operators import OperatorConfigError, create_operators  # imports torch
 
     for operator in config.operator.operators:
-        try:
-            with _user_code_errors(f"operator.operators: operator {operator.name!r} with args {operator.args!r}"):
-                create_operators([operator])
-        except (UnknownNameError, OperatorConfigError) as error:
-            raise ConfigError(f"operator.operators: {error}") from error
+        args = Secrets(operator.args).hide(repr(operator.args))
+        subject = f"operator {operator.name!r} with args {args}"
+        with _errors_of("operator.operators", subject, OperatorConfigError):
+            create_operators([operator])
     return [f"operators, before the advantage: {', '.join(operator.name for operator in config.operator.operators)}"]
 
 
@@ -360,13 +360,11 @@ def check_algorithm(config: Config) -> list[str]:
     from trinity_mq.algorithms.estimators.plugin import check_plugin
     from trinity_mq.algorithms.plugins import load_plugins
 
-    try:
+    with _errors_of("algorithm"):
         load_plugins(config.algorithm)
         load_classes(config.algorithm)
         if isinstance(config.algorithm.estimator, EstimatorPlugin):
             check_plugin(config.algorithm.estimator)
-    except FatalError as error:
-        raise ConfigError(f"algorithm: {error}") from error
     return [f"algorithm: your own {piece.kind}" for piece in pieces]
 
 
@@ -427,10 +425,8 @@ def check_switches(config: Config) -> list[str]:
 
 
 def _family(model: ModelConfig, template: str) -> Family:
-    try:
+    with _errors_of(f"family of model {model.model_path}"):
         return family_of(template) if model.family is None else find_family(model.family)
-    except UnknownNameError as error:
-        raise ConfigError(f"family of model {model.model_path}: {error}") from error
 
 
 def _chat_template(model: ModelConfig) -> str:
@@ -567,12 +563,10 @@ def check_blob_store(config: Config) -> list[str]:
     store = open_store(config.broker, config.name)
     if store is None:
         return []
-    try:
+    with _errors_of("broker.blob_store", f"store {store.url}", StoreUnavailable, DecodeError):
         reference = store.put(f"check/{uuid.uuid4().hex}", b"x")
         store.get(reference)
         store.delete("check")
-    except (StoreUnavailable, DecodeError) as error:
-        raise ConfigError(f"broker.blob_store: {error}") from error
     return [f"blob store {store.url}: can be written and read"]
 
 

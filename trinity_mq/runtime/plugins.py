@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
-from trinity_mq.config.plugin_files import plugin_files, registered_paths, statements
+from trinity_mq.config.plugin_files import find_registered, module_tree, plugin_files, registered_paths
 from trinity_mq.config.trinity_imports import TRINITY, is_old_line, old_imports, required_imports, rewritten
 from trinity_mq.errors import suggest
 from trinity_mq.runtime.errors import FatalError, describe_error, display_path
@@ -76,7 +76,7 @@ def plugin_names() -> list[str]:
         f"{file.stem}.{node.name}"
         for folder in _added
         for file in plugin_files(folder)
-        for node in statements(file)
+        for node in module_tree(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
 
@@ -153,17 +153,7 @@ class Registry(Mapping[str, str]):
     def register_module(
         self,
         name: str | None = None,
-        *,
-        module_cls: T,
-        module_name: str | None = None,
-        force: bool = False,
-        lazy: bool = False,
-    ) -> T: ...
-    @overload
-    def register_module(
-        self,
-        name: str | None,
-        module_cls: T,
+        module_cls: T = ...,
         *,
         module_name: str | None = None,
         force: bool = False,
@@ -212,10 +202,11 @@ class Registry(Mapping[str, str]):
         """
         if name in self._added:
             return self._added[name]
-        places = registered_plugins(self.names).get(name, [])
-        if len(places) > 1:
-            raise UnknownNameError(f"{kind} {name!r} is registered by {' and by '.join(places)}: rename one of them")
-        return _at_path(kind, places[0]) if places else None
+        try:
+            place = find_registered(list(_added), self.names, kind, name)
+        except ValueError as error:
+            raise UnknownNameError(str(error)) from None
+        return None if place is None else _at_path(kind, place[0])
 
     def added(self) -> list[str]:
         """Return the names that decorators add."""
@@ -346,7 +337,7 @@ def _check_imports(kind: str, name: str, module: str) -> None:
     if module in sys.modules:
         return
     for file in (folder / f"{module}.py" for folder in _added):
-        for node in required_imports(ast.Module(statements(file), [])) if file.is_file() else ():
+        for node in required_imports(module_tree(file)) if file.is_file() else ():
             raise _old_import(kind, name, file, node)
 
 
@@ -355,7 +346,7 @@ def _failed_import(kind: str, name: str, error: BaseException) -> UnknownNameErr
     if not isinstance(error, ModuleNotFoundError) or (error.name or "").partition(".")[0] != TRINITY:
         return None
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    for node in old_imports(ast.Module(statements(Path(frame.filename)), [])):
+    for node in old_imports(module_tree(Path(frame.filename))):
         if node.lineno == frame.lineno:
             return _old_import(kind, name, Path(frame.filename), node)
     return None
@@ -365,7 +356,7 @@ def _old_import(kind: str, name: str, file: Path, node: ast.ImportFrom | ast.Imp
     result, place = rewritten(node), display_path(str(file))
     lines = "; ".join(line for line in result.lines if not is_old_line(line))
     advice = [f"write `{lines}`"] if lines else []
-    advice += [f"{old} has no counterpart: {reason}" for old, reason in result.missing]
+    advice += [f"{old} has no counterpart: {reason}" for _, old, reason in result.missing]
     return UnknownNameError(
         f"{kind} {name!r}: {place}:{node.lineno} has an import of Trinity-RFT, `{ast.unparse(node)}`: "
         f"{'; '.join(advice)}. `trinity-mq migrate {place} -o new.py` rewrites all such lines"

@@ -74,32 +74,25 @@ class StoredPlacement:
     """Stand-in for a placement and for the other descriptions in a file; its attributes are theirs."""
 
     dim: int
+    """Dimension on which a ``Shard`` divides the tensor."""
 
-    def __new__(cls, *arguments: Any) -> Self:
-        """Return an object without attributes, whatever the class that it stands for takes."""
-        return super().__new__(cls)
+    def __new__(cls, dim: Any = None, *_: Any) -> Self:
+        """Return an object whose ``dim`` is an argument or follows as an attribute."""
+        placement = super().__new__(cls)
+        if isinstance(dim, int):
+            placement.dim = dim
+        return placement
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *_: Any) -> None:
         """Set nothing."""
 
 
 class ShardPlacement(StoredPlacement):
     """Stand-in for ``Shard``: the tensor is divided on ``dim``."""
 
-    def __new__(cls, *arguments: Any) -> Self:
-        """Return the placement; ``dim`` is an argument or follows as an attribute."""
-        placement = super().__new__(cls)
-        if arguments:
-            placement.dim = int(arguments[0])
-        return placement
-
 
 class ReplicatePlacement(StoredPlacement):
     """Stand-in for ``Replicate``: each rank has the whole tensor."""
-
-
-class Other(StoredPlacement):
-    """Stand-in for everything else that describes shards."""
 
 
 _MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
@@ -109,7 +102,7 @@ _STAND_INS: list[Any] = [
     *((ReplicatePlacement, f"{module}.Replicate") for module in _MODULES),
 ]
 _DESCRIPTIONS_MODULE = "torch.distributed."
-"""Other names in this package describe shards: :class:`Other` stands for each of them."""
+"""Other names in this package describe shards: :class:`StoredPlacement` stands for each of them."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +157,8 @@ def actor_folder(folder: Path) -> Path:
 
 def _holds_weights(folder: Path) -> bool:
     names = (folder, folder / HUGGINGFACE) if folder.is_dir() else ()
-    return bool(_rank_files(folder)) or any((place / WEIGHTS).is_file() or _index(place) for place in names)
-
-
-def _index(folder: Path) -> bool:
-    return (folder / f"{WEIGHTS}.index.json").is_file()
+    files = [place / name for place in names for name in (WEIGHTS, f"{WEIGHTS}.index.json")]
+    return bool(_rank_files(folder)) or any(file.is_file() for file in files)
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
@@ -270,7 +260,7 @@ def _stand_ins(path: Path) -> Iterator[None]:
         for name in get_unsafe_globals_in_checkpoint(path):
             if not name.startswith(_DESCRIPTIONS_MODULE):
                 raise CommandError(f"{path} refers to {name[:100]}, which weights do not need; no code was executed")
-            add_safe_globals([(Other, name)])
+            add_safe_globals([(StoredPlacement, name)])
         yield
     finally:
         clear_safe_globals()
@@ -357,16 +347,21 @@ def _without_adapters(stored: LateTensors, folder: Path) -> tuple[LateTensors, i
     for name in list(names):
         if match := _LORA.fullmatch(name):
             adapters.setdefault(f"{match[1]}.weight", {})[match[2]] = names.pop(name)
+    shapes = {new: stored.shapes[old] for new, old in names.items()}
     if not adapters:
         if (folder / "adapter_config.json").is_file():
             raise CommandError(
                 f"{folder} has adapters, and the weights next to it have none, so they may be merged or not; convert a "
                 "full checkpoint of the run (trainer.save_interval), which has model_world_size_*_rank_*.pt"
             )
-        return LateTensors({new: stored.shapes[old] for new, old in names.items()}, lambda name: stored[names[name]]), 0
+        return LateTensors(shapes, lambda name: stored[names[name]]), 0
     if broken := [name for name, sides in adapters.items() if set(sides) != {"A", "B"} or name not in names]:
         raise CommandError(f"the adapter of {broken[0]} is not complete")
     scale = _adapter_scale(folder / "adapter_config.json")
+    for name, sides in adapters.items():
+        low, high, shape = (stored.shapes[part].shape for part in (sides["A"], sides["B"], names[name]))
+        if len(low) != 2 or len(high) != 2 or (low[0], high[0], low[1]) != (high[1], *shape):
+            raise CommandError(f"the adapter of {name} has shapes {[*low]} and {[*high]}, and the weight {[*shape]}")
 
     def read(name: str) -> Tensor:
         weight = stored[names[name]]
@@ -375,7 +370,7 @@ def _without_adapters(stored: LateTensors, folder: Path) -> tuple[LateTensors, i
         low, high = (stored[adapters[name][side]].float() for side in "AB")
         return (weight.float() + scale * (high @ low)).to(weight.dtype)
 
-    return LateTensors({new: stored.shapes[old] for new, old in names.items()}, read), len(adapters)
+    return LateTensors(shapes, read), len(adapters)
 
 
 def _adapter_scale(path: Path) -> float:
@@ -384,10 +379,11 @@ def _adapter_scale(path: Path) -> float:
         settings = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         special = [key for key in ("rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out") if settings.get(key)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, ArithmeticError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CommandError(f"the weights have adapters, and {path} cannot be read: {error}") from error
-    if special or rank < 1:
-        raise CommandError(f"{path} sets {', '.join(special) or f'r to {rank}'}, which this command does not merge")
+    if special or rank < 1 or not math.isfinite(alpha):
+        wrong = ", ".join(special) or f"r to {rank} and lora_alpha to {alpha}"
+        raise CommandError(f"{path} sets {wrong}, which this command does not merge")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -403,11 +399,7 @@ def _write(weights: LateTensors, described: Path, out: Path) -> None:
 
     out.mkdir(parents=True)
     for path in described.iterdir():
-        if (
-            path.is_file()
-            and path.suffix in {".json", ".jinja", ".txt", ".model"}
-            and not path.name.startswith("model.")
-        ):
+        if path.is_file() and path.suffix in DESCRIPTIONS and not path.name.startswith("model."):
             shutil.copyfile(path, out / path.name)
     try:
         with torch.device("meta"):

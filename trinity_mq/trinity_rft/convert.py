@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,6 +18,7 @@ from trinity_mq.runtime.process import write_atomic
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
 
+Compression = Literal["none", "zstd"]
 SUFFIX = ".tmqx"
 DATABASE_MAGIC = b"SQLite format 3\0"
 PER_FILE = 1000
@@ -70,7 +71,7 @@ def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> li
     return result
 
 
-def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"], *, strict: bool) -> Outcome:
+def convert_file(source: Path, target: Path, compression: Compression, *, strict: bool) -> Outcome:
     """Convert the experiences of one file to another file.
 
     Args:
@@ -86,17 +87,29 @@ def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"
 
     outcome, good = _read(source)
     try:
-        body = encode(good, compression=compression)
-        # a file without experiences becomes an empty body; a file whose experiences were all skipped is not written
-        if outcome.skipped and (strict or not good):
-            return outcome
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, body)
+        return _write(target, outcome, good, lambda: encode(good, compression=compression), strict=strict)
     except EncodeError as error:
         raise SkippedError(f"its experiences do not go into one body: {error}") from error
     except OSError as error:
         raise SkippedError(f"{target} cannot be written: {error.strerror or error}") from error
-    outcome.written = len(good)
+
+
+def _write(
+    path: Path, outcome: Outcome, parts: Sequence[Any], content: Callable[[], bytes], *, strict: bool
+) -> Outcome:
+    """Write a file of converted parts. Without any it becomes empty; if all were skipped, it is not written.
+
+    Args:
+        path: The file.
+        outcome: Outcome of the conversion, whose number of written parts is set.
+        parts: The parts that were converted.
+        content: Returns the bytes of these parts.
+        strict: Write no file if a part was skipped.
+    """
+    if not (outcome.skipped and (strict or not parts)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content())
+        outcome.written = len(parts)
     return outcome
 
 
@@ -145,7 +158,7 @@ def is_database(source: Path) -> bool:
 
 
 def convert_database(
-    source: Path, folder: Path, compression: Literal["none", "zstd"], *, strict: bool, per_file: int = PER_FILE
+    source: Path, folder: Path, compression: Compression, *, strict: bool, per_file: int = PER_FILE
 ) -> Iterator[tuple[Path, Outcome]]:
     """Convert the buffers in a database; yield each written file and its outcome.
 
@@ -210,27 +223,18 @@ class _Buffer:
         return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.name)
 
     def convert(
-        self,
-        database: sqlite3.Connection,
-        start: Path,
-        compression: Literal["none", "zstd"],
-        *,
-        strict: bool,
-        per_file: int,
+        self, database: sqlite3.Connection, start: Path, compression: Compression, *, strict: bool, per_file: int
     ) -> Iterator[tuple[Path, Outcome]]:
         """Write the files of the buffer, whose names begin with the name of ``start``; yield each with its outcome."""
-        folder = start.parent
         target = f"{start.name}-{self.file_name}"
-        folder.mkdir(parents=True, exist_ok=True)
         if keys := {column: key for column, key in RECORDS.items() if column in self.columns}:
-            yield _write_records(
-                folder / f"{target}.jsonl", self._rows(database, list(keys)), list(keys.values()), strict
-            )
+            rows = self._rows(database, list(keys))
+            yield _write_records(start.with_name(f"{target}.jsonl"), rows, list(keys.values()), strict)
         if self.blobs:
             stored = [column for column in _STORED if column in self.columns]
             rows = self._rows(database, [self.blobs, *stored])
             for number, part in enumerate(iter(lambda: list(islice(rows, per_file)), []), start=1):
-                path = folder / f"{target}-{number:05}{SUFFIX}"
+                path = start.with_name(f"{target}-{number:05}{SUFFIX}")
                 yield _write_rows(path, part, stored, compression, strict)
 
     def _rows(self, database: sqlite3.Connection, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -269,17 +273,14 @@ def _write_records(
             lines.append(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
         except (ValueError, TypeError, RecursionError) as error:  # UTF-8 cannot encode half a surrogate pair
             outcome.skipped.append(f"row {number}: its JSON cannot be read: {error}")
-    if not (outcome.skipped and (strict or not lines)):
-        write_atomic(path, b"".join(lines))
-        outcome.written = len(lines)
-    return path, outcome
+    return path, _write(path, outcome, lines, lambda: b"".join(lines), strict=strict)
 
 
 def _write_rows(
     path: Path,
     rows: Sequence[tuple[Any, ...]],
     stored: Sequence[str],
-    compression: Literal["none", "zstd"],
+    compression: Compression,
     strict: bool,
 ) -> tuple[Path, Outcome]:
     """Write a body of the experiences in some rows."""
@@ -292,10 +293,7 @@ def _write_rows(
         except DecodeError as error:
             results.append(DecodeError(f"row {number}: {error}"))
     outcome, good = _good_ones(results)
-    if not (outcome.skipped and (strict or not good)):
-        write_atomic(path, encode(good, compression=compression))
-        outcome.written = len(good)
-    return path, outcome
+    return path, _write(path, outcome, good, lambda: encode(good, compression=compression), strict=strict)
 
 
 def _stored_experience(blob: Any, values: dict[str, Any]) -> Experience:

@@ -12,13 +12,11 @@ from trinity_mq.config import AlgorithmConfig, load_config
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
-from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
+from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.algorithm.reference import RewardKL
-from trinity_mq.config.algorithm.resolve import preset_of
 from trinity_mq.config.estimators import (
     KINDS,
     DiscountedEstimator,
-    DistillEstimator,
     Estimator,
     EstimatorBase,
     EstimatorPlugin,
@@ -65,30 +63,6 @@ def test_a_field_keeps_the_others_of_the_presets_piece_and_another_kind_does_not
 def test_what_was_resolved_resolves_to_itself() -> None:
     config = AlgorithmConfig.model_validate({"clip_range_high": 0.3, "repeat_times": 4})
     assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-def test_names_of_trinity() -> None:
-    assert loss_of(clip_range=0.1, clip_ratio_c=5.0).surrogate == Clip(low=0.1, high=0.1, dual=5.0)
-    assert loss_of(policy_loss_fn_args={"clip_range_high": 0.4}).surrogate == Clip(high=0.4)
-    assert loss_of(loss_agg_mode="seq-mean-token-mean").reduction.kind == "sequence"
-    kl = loss_of(kl_loss_fn="low_var_kl", kl_loss_fn_args={"kl_coef": 0.01}).kl
-    assert kl is not None
-    assert (kl.kind, kl.coef) == ("k3_clamped", 0.01)
-    assert loss_of(algorithm_type="ppo", kl_loss_fn="none").kl is None
-    assert loss_of(algorithm_type="ppo", kl_loss_fn_args={"kl_coef": 0.01}).kl == ReferenceKL(kind="k2", coef=0.01)
-    distill = loss_of(algorithm_type="on_policy_distill", kl_coef=0.5).estimator
-    assert distill == DistillEstimator(kl_coef=0.5)
-    assert loss_of(std_level="batch").estimator == GroupEstimator(scale="batch", epsilon=1e-4)
-    assert loss_of(algorithm_type="ppo", std_level=None).estimator == loss_of(algorithm_type="ppo").estimator
-    with pytest.raises(ValidationError, match="std_level has no meaning for the estimator 'gae': remove it"):
-        loss_of(algorithm_type="ppo", std_level="batch")
-    rec = loss_of(algorithm_type="rec", advantage_fn_args={"std_normalize": True}).estimator
-    assert rec == GroupEstimator(scale="population")
-    mixed = loss_of(advantage_fn="rloo", policy_loss_fn="sapo", policy_loss_fn_args={"loss_agg_mode": "token-mean"})
-    assert mixed.estimator == GroupEstimator(baseline="leave_one_out", scale="none")
-    assert (mixed.surrogate.kind, mixed.reduction.kind) == ("gate", "token")
-    assert loss_of(algorithm_type="grpo_verl").algorithm_type == "grpo"
-    assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
 
 
 ADAPTIVE = {"adaptive": True, "kl_coef": 0.01, "target_kl": 0.1, "horizon": 100}

@@ -44,6 +44,7 @@ def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(row: dict[st
     ("text", "lines"),
     [
         ("model: {tiny: {}}\nbuffer: {batch_size: 0, total_step: 3}\n", 2),
+        ("model: {tiny: {}}\nbuffer: {batch_size: 1" + "0" * 400 + "}\n", 1),
         (None, 1),
         ("a: [", 1),
         ("- 1\n", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,6 @@ def important(found: Migration) -> set[str]:
     return {one.key for one in found.left_out if one.matters}
 
 
-def test_a_model_is_not_split_by_another_engine() -> None:
-    engine = {"rollout_model": {"engine_type": "sglang", "tensor_parallel_size": 4}}
-    found, config = checked({**LEAST, "explorer": engine})
-    assert config.explorer.rollout_model.tensor_parallel_size == 1
-    assert {f"explorer.rollout_model.{key}" for key in engine["rollout_model"]} <= important(found)
-
-
 def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_TASKSET_PATH", raising=False)
     monkeypatch.setenv("TRINITY_MODEL_PATH", "my/model")
@@ -96,25 +90,6 @@ def test_gsm8k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "/data/train.jsonl")
     taskset = checked(GSM8K)[1].buffer.taskset
     assert (taskset.storage_type, taskset.path) == ("file", "/data/train.jsonl"), "a file of a known kind is a file"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ours", "is_lost"),
-    [("bfloat16", "bfloat16", False), ("float", "float32", False), ("half", "float32", True)],
-)
-def test_the_engines_data_type(dtype: str, ours: str, is_lost: bool) -> None:
-    found, config = checked({**LEAST, "explorer": {"rollout_model": {"dtype": dtype}}})
-    assert config.model.dtype == ours
-    assert important(found) == ({"explorer.rollout_model.dtype"} if is_lost else set())
-
-
-def test_engine_options_of_a_model_that_is_served_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("U", "http://judge/v1")
-    outside = {"enable": True, "base_url_env": "U", "model_name": "judge"}
-    judge = {"name": "j", "model_path": "m", "dtype": "bfloat16", "seed": 1, "external_model_config": outside}
-    found, config = checked({**LEAST, "explorer": {"auxiliary_models": [judge]}})
-    assert config.explorer.auxiliary_models[0].engine == "external"
-    assert not important(found)
 
 
 def test_references_to_numbers_of_the_environment_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +153,7 @@ def test_each_rule(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
         assert left.reason
     else:
         assert {key: at(found.settings, key) for key in rule["wanted"]} == rule["wanted"]
+    assert rule.get("lost", {}).items() <= {(left.key, left.matters) for left in found.left_out}
 
 
 def test_nothing_of_a_file_is_lost_without_a_word() -> None:
@@ -218,16 +194,36 @@ def test_rubbish_is_refused_with_its_place(source: dict[str, Any], words: str) -
         migrate(source)
 
 
+REPLAY = "buffer.trainer_input.experience_buffer.replay_buffer"
+REPLAYED = {"enable": True, "reuse_cooldown_time": 1, "priority_fn": "linear_decay", "priority_fn_args": {"decay": 1}}
+
+
+ROWS = [row.old.removesuffix(".*") for row in trinity_names()]
+
+
 @pytest.mark.parametrize("value", [float("nan"), 10**400, []], ids=["nan", "huge", "list"])
-def test_no_value_stops_a_migration(value: Any) -> None:
+def test_no_value_of_a_row_stops_a_migration(value: Any) -> None:
     """A value of the wrong type or size is refused with its place, or left for `validate`."""
-    for row in trinity_names():
-        keys = row.old.removesuffix(".*").split(".")
-        rubbish: Any = value
-        for key in reversed(keys):
-            rubbish = {key: rubbish}
+    for source in (merged(LEAST, sections({key: value})) for key in ROWS):
         with contextlib.suppress(ConfigError):
-            migrate(merged(LEAST, rubbish))
+            migrate(source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), [{"a": 1}, "x"], {"a.b": {"c": 1}}], ids=["nan", "list", "dots"])
+def test_no_value_of_a_file_stops_a_migration_and_all_are_read_as_they_are_meant(value: Any) -> None:
+    for source in replaced(merged(merged(GSM8K, PACKS), sections({REPLAY: REPLAYED})), value):
+        with contextlib.suppress(ConfigError):
+            found = migrate(source)
+            assert repr(yaml.safe_load(as_yaml(found.settings, found.comments))) == repr(found.settings)
+
+
+def replaced(section: Any, value: Any) -> Iterator[Any]:
+    """Yield a configuration with each of its values and sections replaced by another value."""
+    for key, inner in list(section.items() if isinstance(section, dict) else enumerate(section)):
+        for new in (value, *(replaced(inner, value) if isinstance(inner, dict | list) else ())):
+            copy = section.copy()
+            copy[key] = new
+            yield copy
 
 
 def test_a_key_that_is_nothing_is_refused() -> None:
@@ -235,73 +231,8 @@ def test_a_key_that_is_nothing_is_refused() -> None:
         migrate({**LEAST, "log": {None: 1}})
 
 
-REFUSED = {
-    "megatron": ({"trainer": {"trainer_strategy": "megatron"}}, "trainer.trainer_strategy", "no Megatron"),
-    "megatron-of-verl": (
-        {"trainer": {"trainer_config": {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}}},
-        "trainer.trainer_config.actor_rollout_ref.actor.strategy", "no Megatron",
-    ),
-    "first-form": ({"data": {"total_epoch": 1}}, "data", "before 0.2"),
-    "repeated-packs": ({"cod": {"packing_strategy": "ralph_full"}}, "cod.packing_strategy", "ralph"),
-    "world-of-packs": (
-        {
-            "cod": {"task_pack_size": 4},
-            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "cod_terminal_workflow"}},
-        },
-        "buffer.explorer_input.default_workflow_type", "the world of terminals is missing",
-    ),
-    "other-packs": (
-        {
-            "cod": {"task_pack_size": 4},
-            "buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "math_workflow"}},
-        },
-        "cod", "packs of math_workflow are missing",
-    ),
-    "external-policy": (
-        {"model": {"model_path": "m", "external_model": {"enable": True, "model_name": "x"}}},
-        "model.external_model.enable", "cannot be trained",
-    ),
-    "workflow": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "p"}, "default_workflow_type": "simple_mm_workflow"}}},
-        "buffer.explorer_input.default_workflow_type", "text only",
-    ),
-    "reward": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "p", "default_reward_fn_type": "rm_gallery_reward"}}}},
-        "buffer.explorer_input.taskset.default_reward_fn_type", "RM-Gallery",
-    ),
-    "task-pipeline": (
-        {"data_processor": {"task_pipeline": {"operators": [{"name": "a_filter"}]}}},
-        "data_processor.task_pipeline.operators", "not prepared by Data-Juicer",
-    ),
-    "images": (
-        {"buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": {"image_key": "images"}}}}},
-        "buffer.explorer_input.taskset.format.image_key", "read text only",
-    ),
-    "images-to-imitate": (
-        {
-            "mode": "train", "algorithm": {"algorithm_type": "sft"},
-            "buffer": {"trainer_input": {"experience_buffer": {
-                "path": "t.jsonl", "storage_type": "file", "format": {"image_key": "images"},
-            }}},
-        },
-        "buffer.trainer_input.experience_buffer.format.image_key", "read text only",
-    ),
-    "described-pipeline": (
-        {"data_processor": {"task_pipeline": {"dj_process_desc": "score them"}}},
-        "data_processor.task_pipeline.dj_process_desc", "Data-Juicer",
-    ),
-    "judge-in-arguments": (
-        {"buffer": {"explorer_input": {"taskset": {
-            "path": "t.jsonl", "workflow_args": {"reward_fn_type": "trajectory_accuracy_grader_reward"},
-        }}}},
-        "buffer.explorer_input.taskset.workflow_args.reward_fn_type", "OpenJudge",
-    ),
-    "experience-pipeline": (
-        {"data_processor": {"experience_pipeline": {"operators": [{"name": "data_juicer"}]}}},
-        "data_processor.experience_pipeline.operators", "Data-Juicer server",
-    ),
-}  # fmt: skip
-"""Settings without which a run would lose its purpose, their key and a word of the reason."""
+REFUSED = json.loads(Path(__file__).with_name("migration_refused.json").read_text(encoding="utf-8"))
+"""Settings of Trinity-RFT without which a run would lose its purpose, their key and a word of the reason."""
 
 
 def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
@@ -310,40 +241,19 @@ def migrated(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[
     return code, capsys.readouterr().err.splitlines()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["key"])
 def test_a_run_that_would_lose_its_purpose_is_refused_in_a_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings, key, word = REFUSED[name]
+    key = row["key"]
     path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump({**LEAST, **settings}))
+    path.write_text(yaml.safe_dump({**LEAST, **row["settings"]}))
     code, lines = migrated(path, capsys)
     assert (code, len(lines)) == (1, 1), lines
     last = key.split(".")[-1]
     numbers = [number for number, text in enumerate(path.read_text().splitlines(), 1) if f"{last}:" in text]
     assert f"{key} (theirs.yaml line {numbers[0]}): " in lines[0]
-    assert word in lines[0]
-
-
-def test_names_in_records_need_a_list_of_what_is_allowed() -> None:
-    format_ = {"workflow_key": "wf", "reward_fn_key": "rf"}
-    found, config = checked(
-        {**LEAST, "buffer": {"explorer_input": {"taskset": {"path": "t.jsonl", "format": format_}}}}
-    )
-    assert important(found) == {f"buffer.explorer_input.taskset.format.{name}" for name in format_}
-    assert all("of the taskset lists" in left.reason for left in found.left_out if left.matters)
-    assert config.buffer.taskset is not None
-    assert (config.buffer.taskset.format.workflow_key, config.buffer.taskset.format.reward_fn_key) == ("wf", "rf")
-
-
-def test_what_records_to_imitate_keep_of_their_format() -> None:
-    format_ = {"prompt_type": "messages", "messages_key": "m", "chat_template": "x", "enable_thinking": False}
-    data = {"path": "t.jsonl", "storage_type": "file", "format": format_}
-    buffer = {"trainer_input": {"experience_buffer": data}}
-    found, config = checked({**LEAST, "mode": "train", "algorithm": {"algorithm_type": "sft"}, "buffer": buffer})
-    kept = config.buffer.trainer_input.experience_buffer.format
-    assert (kept.messages_key, kept.chat_template, kept.enable_thinking) == ("m", "x", False)
-    assert not important(found)
+    assert row["word"] in lines[0]
 
 
 def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -354,6 +264,7 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
         "explorer:\n  rollout_model:\n    gpu_memory_utilization: 7\n    dtype: float16\n"
         "buffer:\n  explorer_input:\n    eval_tasksets:\n"
         "    - name: held_out\n      path: p\n      repeat_times: none\n"
+        "seed: -1\n"
     )
     code, lines = migrated(path, capsys)
     assert code == 1
@@ -363,8 +274,52 @@ def test_messages_name_the_place_in_the_users_file(tmp_path: Path, capsys: pytes
         ("explorer.rollout_model.gpu_memory_utilization", 9),
         ("explorer.rollout_model.dtype", 10),
         ("buffer.explorer_input.eval_tasksets.0.repeat_times", 16),
+        ("seed", 17),
     ):
         assert f"{key} (theirs.yaml line {line})" in text, (key, text)
+    path.write_text("model: {model_path: m}\nstages:\n  - stage_name: a\n  - stage_name: b\n    trainer: {nproc: x}\n")
+    assert "[from stages.1.trainer.nproc (theirs.yaml line 5)]" in migrated(path, capsys)[1][-1]
+
+
+def test_a_message_names_the_file_whose_value_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({**EXPLORER, "algorithm": {"optimizer": {"lr": 1e-6}}}))
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({**TRAINER, "algorithm": {"optimizer": {"lr": "fast"}}}))
+    code, lines = migrated(tmp_path / "a.yaml", capsys)
+    assert code == 1
+    assert lines[-1].endswith("got 'fast' [from algorithm.optimizer.lr (b.yaml line 3)]")
+    assert any("no counterpart: algorithm.optimizer.lr (a.yaml line 3): 1e-06" in line for line in lines)
+
+
+def test_secrets_are_in_no_message_and_keys_and_comments_are_read_as_the_user_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"yes": "no", "12": "x", "a: b": "c", "#": "d", "L" * 2000: "e", "WANDB_API_KEY": "wandb-secret"}
+    source = {
+        **LEAST,
+        "name": "A\u2028mode: bench",
+        "explorer": {
+            "env_vars": variables,
+            "rollout_model": {"api_key": "k1", "extra_engine_args": {"api-key": "key-2"}},
+        },
+        "monitor": {"monitor_type": "none", "monitor_args": {"entity": "wandb-secret", "password": 12345}},
+        "trainer": {"save_interval": {"password": "hunter2"}, "unknown": "https://u:password@host/?token=abcdef-1"},
+        "buffer": {"total_steps": "\\${literal}"},
+    }
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(source))
+    code, lines = migrated(path, capsys)
+    text = path.with_suffix(".ours").read_text()
+    lines += [line for line in text.splitlines() if line.lstrip().startswith("#")]
+    assert code == 1
+    for secret in ("k1", "key-2", "wandb-secret", "12345", "hunter2", ":password", "abcdef-1"):
+        assert not [line for line in lines if secret in line], secret
+    written = yaml.safe_load(text)
+    assert written["runner"]["env"] == variables
+    assert (written["name"], "mode" in written) == ("a-mode-bench", False)
+    assert written["buffer"]["total_steps"] == "\\${literal}"
+    path.write_text("model:\n  model_path: m\n  token: abcdefg: h\n")
+    assert main(["migrate", str(path)]) == 2
+    assert "abcdefg" not in capsys.readouterr().err
 
 
 EXPLORER: dict[str, Any] = {
@@ -417,9 +372,16 @@ def test_the_files_of_explorer_and_trainer_become_the_configuration_of_both(
     assert load_config(tmp_path / "explorer.ours").mode == "explore"
 
 
-def test_an_explorer_without_a_trainer_stays_an_explorer() -> None:
-    config = checked(EXPLORER)[1]
-    assert (config.mode, config.buffer.batch_size) == ("explore", 16)
+def test_comments_of_an_auxiliary_model_stand_at_its_own_place() -> None:
+    """The model of another service that is evaluated becomes the first auxiliary model."""
+    settings = {
+        "mode": "bench", "model.external_model": {"enable": True, "model_name": "x"},
+        "explorer.auxiliary_models": [{"name": "Judge 1", "model_path": "j"}],
+    }  # fmt: skip
+    found = migrate(merged(LEAST, sections(settings)))
+    place = ("explorer", "auxiliary_models", 1)
+    assert found.comments[*place, "name"] == ["was Judge 1"]
+    assert found.origins[place] == "explorer.auxiliary_models.0"
 
 
 def test_the_file_of_verl_is_read_with_the_file_that_names_it(
@@ -483,14 +445,6 @@ def test_a_workflow_has_its_name_here_and_a_note_of_what_it_needs(
     assert [held_out.workflow for held_out in buffer.eval_tasksets] == ["webshop_workflow"] * 2
 
 
-def test_runs_of_unlike_length_need_no_padding() -> None:
-    operators = [{"name": "multi_step_padding", "args": {"max_steps": 10}}, {"name": "reward_filter"}]
-    found, config = checked({**LEAST, "data_processor": {"experience_pipeline": {"operators": operators}}})
-    assert [operator.name for operator in config.operator.operators] == ["reward_filter"]
-    lost = [setting for setting in found.left_out if setting.value == "multi_step_padding"]
-    assert [setting.matters for setting in lost] == [False]
-
-
 def test_what_is_refused_by_name_is_not_here() -> None:
     """A row that refuses a name goes when the name is registered here."""
     tables = {"workflow": WORKFLOWS, "reward": REWARD_FUNCTIONS}
@@ -506,20 +460,33 @@ def test_names_that_plugins_register_stay_as_they_are(tmp_path: Path) -> None:
         '@POLICY_LOSS_FN.register_module("mine")\nclass Loss: ...\n'
         '@ENTROPY_LOSS_FN.register_module("mine")\nclass Entropy: ...\n'
         '@SELECTORS.register_module("mine")\nclass Selector: ...\n'
+        '@PRIORITY_FUNC.register_module("mine")\nclass Priority: ...\n'
     )
+    replay = {"enable": True, "reuse_cooldown_time": 1, "priority_fn": "mine", "priority_fn_args": {"limit": 3}}
     taskset = {"storage_type": "file", "path": "x", "data_selector": {"selector_type": "mine"}}
     source = {
         **LEAST,
         "algorithm": {"algorithm_type": "grpo", "policy_loss_fn": "mine", "entropy_loss_fn": "mine"},
-        "buffer": {"explorer_input": {"taskset": taskset}},
+        "buffer": {
+            "explorer_input": {"taskset": taskset},
+            "trainer_input": {"experience_buffer": {"replay_buffer": replay}},
+        },
     }
-    _, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    found, config = checked({**source, "plugin_dirs": [str(tmp_path)]})
+    assert not important(found)
+    kept = config.buffer.trainer_input.replay
+    assert (kept.priority_fn, kept.priority_fn_args, kept.share) == (
+        "migrated_names_plugin.Priority",
+        {"limit": 3},
+        0.5,
+    )
     assert config.algorithm.surrogate.kind == "migrated_names_plugin.Loss"
     assert config.algorithm.entropy_loss is not None
     assert config.algorithm.entropy_loss.kind == "migrated_names_plugin.Entropy"
     assert config.buffer.taskset.effective_selector.selector_type == "migrated_names_plugin.Selector"
     message = r"policy_loss_fn is 'mine', wanted one of .*, or a name that a module in plugin_dirs registers(?s:.*)"
-    with pytest.raises(ConfigError, match=message + "selector_type is not one of .* nor a name that a module"):
+    message += "selector_type is not one of .* nor a name that a module(?s:.*)"
+    with pytest.raises(ConfigError, match=message + "priority_fn is 'mine', wanted .* or a name that a module"):
         checked(source)
 
 
@@ -538,29 +505,31 @@ def test_the_folder_of_plugins_of_trinitys_command_is_written(
     assert "--plugin-dir: there is no folder" in capsys.readouterr().err
 
 
-def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
-    taskset = {
-        "path": "grids", "default_workflow_type": "cod_grid_navigation_workflow",
-        "workflow_args": {"len_zero_penalty": 900, "min_rounds": 4},
-    }  # fmt: skip
-    pack_args = {
-        "activated_cod_methods": ["iterative_hint_e2e"], "hint_penalty_coef": 0.1, "len_zero_penalty": 100,
-        "len_max_penalty": 200, "inject_pack_seed": True, "log_dir": "logs",
-    }  # fmt: skip
-    explorer_input = {"tasksets": [taskset], "eval_tasksets": [{**taskset, "name": "held_out"}]}
-    source = {
-        **LEAST,
-        "cod": {"task_pack_size": 4, "eval_task_pack_size": 8, "cod_workflow_args": pack_args},
-        "algorithm": {
-            "algorithm_type": "multi_step_grpo", "advantage_fn": "cod", "repeat_times": 8,
-            "advantage_fn_args": {
-                "std_cal_level": "none", "iterative_hint_e2e_causal": True, "red_weight_adaptive_temp": True,
-                "red_weight_adaptive_version": "bisection", "e2e_causal_returns_window": -1,
-            },
+PACK_SET: dict[str, Any] = {
+    "path": "grids", "default_workflow_type": "cod_grid_navigation_workflow",
+    "workflow_args": {"len_zero_penalty": 900, "min_rounds": 4},
+}  # fmt: skip
+PACK_ARGS = {
+    "activated_cod_methods": ["iterative_hint_e2e"], "hint_penalty_coef": 0.1, "len_zero_penalty": 100,
+    "len_max_penalty": 200, "inject_pack_seed": True, "log_dir": "logs",
+}  # fmt: skip
+PACK_INPUT = {"tasksets": [PACK_SET], "eval_tasksets": [{**PACK_SET, "name": "held_out"}]}
+PACKS: dict[str, Any] = {
+    **LEAST,
+    "cod": {"task_pack_size": 4, "eval_task_pack_size": 8, "cod_workflow_args": PACK_ARGS},
+    "algorithm": {
+        "algorithm_type": "multi_step_grpo", "advantage_fn": "cod", "repeat_times": 8,
+        "advantage_fn_args": {
+            "std_cal_level": "none", "iterative_hint_e2e_causal": True, "red_weight_adaptive_temp": True,
+            "red_weight_adaptive_version": "bisection", "e2e_causal_returns_window": -1,
         },
-        "buffer": {"batch_size": 32, "explorer_input": explorer_input},
-    }  # fmt: skip
-    found, config = checked(source)
+    },
+    "buffer": {"batch_size": 32, "explorer_input": PACK_INPUT},
+}  # fmt: skip
+
+
+def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
+    found, config = checked(PACKS)
     assert not [key for key in important(found) if key.startswith(("cod", "algorithm"))]
     shared = {"len_zero_penalty": 900, "min_rounds": 4, "hint_penalty_coef": 0.1}
     shared |= {"hint_len_zero_penalty": 100, "hint_len_max_penalty": 200}
@@ -569,9 +538,10 @@ def test_packs_of_tasks_are_arguments_of_their_workflow() -> None:
     assert held_out.workflow_args == {**shared, "pack_size": 8}
     assert config.buffer.batch_size == 8
     assert config.algorithm.estimator == DotsEstimator(adaptive=True)
-    source["algorithm"]["advantage_fn_args"] = {"std_cal_level": "none", "iterative_hint_e2e_causal": False}
-    compared = checked(source)[1].algorithm.estimator
+    arguments = {"std_cal_level": "none", "iterative_hint_e2e_causal": False}
+    changed = {**PACKS, "algorithm": {**PACKS["algorithm"], "advantage_fn_args": arguments}}
+    compared = checked(changed)[1].algorithm.estimator
     assert (compared.kind, compared.scale) == ("group", "none"), "without it runs are compared, as step_wise_grpo does"
-    source["algorithm"]["advantage_fn_args"] = {"iterative_hint_e2e_causal": True, "e2e_causal_baseline": "none"}
+    changed["algorithm"]["advantage_fn_args"] = {"iterative_hint_e2e_causal": True, "e2e_causal_baseline": "none"}
     with pytest.raises(ConfigError, match="e2e_causal_baseline is 'none', wanted 'group-mean'"):
-        checked(source)
+        checked(changed)

@@ -68,33 +68,6 @@ def test_a_key_that_the_command_line_sets_names_no_line(bad: Path) -> None:
     assert texts["13"].startswith("trainer.batches_per_step is 5")  # the other key of the problem
 
 
-def test_problems_of_a_stage_have_the_lines_of_the_stage(tmp_path: Path) -> None:
-    path = tmp_path / "stages.yaml"
-    path.write_text(
-        "model: {tiny: {}}\nstages:\n  - stage_name: first\n  - stage_name: second\n    trainer:\n      nprok: 2\n"
-    )
-    with pytest.raises(ConfigError) as caught:
-        load_stages(path)
-    assert str(caught.value) == f"{path}:6: stage second: trainer.nprok: unknown key; did you mean 'nproc'?"
-
-
-def test_merged_keys_are_looked_up_where_they_stand(tmp_path: Path) -> None:
-    path = tmp_path / "merged.yaml"
-    path.write_text(
-        "model: {tiny: {}}\n"
-        "buffer:\n"
-        "  taskset: &base\n"
-        "    path: x\n"
-        "    limitt: 3\n"
-        "  eval_tasksets:\n"
-        "    - <<: *base\n"
-        "      name: y\n"
-    )
-    assert {place: text.split(":")[0] for place, text in problems(path).items()} == {
-        "5": "buffer.eval_tasksets.0.limitt"
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "overrides", "lines"),
     [
@@ -129,15 +102,26 @@ def test_the_line_is_the_one_that_sets_the_value(
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("overrides", "line"), [([], "3"), (["stages.0.buffer.batch_size=a"], "")])
-def test_a_problem_outside_of_the_stages_has_the_line_outside(tmp_path: Path, overrides: list[str], line: str) -> None:
+@pytest.mark.parametrize(
+    ("second", "overrides", "problem"),
+    [
+        ("nprok: 2", [], ":9: stage second: trainer.nprok: unknown key; did you mean 'nproc'?"),
+        ("nproc: 2", ["buffer.batch_size=x"], ": stage first: buffer.batch_size: "),
+        ("nproc: 1}\nbuffer: {batch_size: x", [], ":10: stage first: buffer.batch_size: "),
+        ("nproc: 1", ["stages.0.buffer.batch_size=a"], ": stage first: buffer.batch_size: "),
+    ],
+)
+def test_a_problem_of_a_stage_has_the_line_inside_or_outside(
+    tmp_path: Path, second: str, overrides: list[str], problem: str
+) -> None:
     path = tmp_path / "stages.yaml"
     path.write_text(
-        "model: {tiny: {}}\nbuffer:\n  batch_size: x\nstages:\n  - stage_name: first\n    buffer: {total_steps: 3}\n"
+        "model: {tiny: {}}\nstages:\n  - stage_name: first\n    buffer:\n      total_steps: 3\n"
+        f"  - stage_name: second\n    buffer:\n      total_steps: 3\n    trainer: {{{second}}}\n"
     )
     with pytest.raises(ConfigError) as caught:
         load_stages(path, overrides)
-    assert str(caught.value).startswith(f"{path}:{line}: stage first: buffer.batch_size: ".replace("::", ":"))
+    assert str(caught.value).startswith(f"{path}{problem}")
 
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))

@@ -108,6 +108,18 @@ def of_loss(name: str, **arguments: Any) -> Section:
          {"entropy_coef": 0.1}),
         ({"entropy_loss_fn": "none", "entropy_loss_fn_args": {"entropy_coef": 0.1}}, {"entropy_coef": 0.0}),
         ({"entropy_coef": 0.2, "entropy_loss_fn_args": {"entropy_coef": 0.1}}, {"entropy_coef": 0.2}),
+        ({"clip_range": 0.1, "clip_ratio_c": 5.0},
+         {"surrogate.low": 0.1, "surrogate.high": 0.1, "surrogate.dual": 5.0}),
+        ({"loss_agg_mode": "seq-mean-token-mean"}, {"reduction.kind": "sequence"}),
+        ({"kl_loss_fn": "low_var_kl"}, {"kl.kind": "k3_clamped", "kl.coef": 0.001}),
+        ({"algorithm_type": "ppo", "kl_loss_fn": "none"}, {"kl": None}),
+        ({"algorithm_type": "on_policy_distill", "kl_coef": 0.5}, {"estimator.kl_coef": 0.5}),
+        ({"std_level": "batch"}, {"estimator.scale": "batch", "estimator.epsilon": 1e-4}),
+        ({"algorithm_type": "ppo", "std_level": None}, {"estimator.kind": "gae"}),
+        ({"algorithm_type": "rec", "advantage_fn_args": {"std_normalize": True}}, {"estimator.scale": "population"}),
+        ({"advantage_fn": "rloo", **of_loss("sapo", loss_agg_mode="token-mean")},
+         {"estimator.baseline": "leave_one_out", "surrogate.kind": "gate", "reduction.kind": "token"}),
+        ({"algorithm_type": "grpo_verl"}, {"algorithm_type": "grpo"}),
         ({"bypass_old_logprobs": False}, {"anchor": "old"}),
         ({"algorithm_type": "decoupled", "bypass_old_logprobs": True}, {"anchor": "mu"}),
     ],
@@ -140,9 +152,10 @@ def test_each_argument(section: Section, wanted: Section) -> None:
         ({"advantage_fn_args": {"duplicate_experiences": True}}, "wanted False: a step is not filled up with copies"),
         ({"advantage_fn": "gigpo", "advantage_fn_args": {"step_reward_key": "r"}}, "wanted 'step_reward'"),
         ({"advantage_fn": "jsd", "advantage_fn_args": {"temperature": 2.0}}, "temperature is 2.0, wanted 1.0"),
+        ({"algorithm_type": "ppo", "std_level": "batch"}, "no meaning for the estimator 'gae': remove it"),
         ({"kl_loss_fn_args": {"coef": 0.1}}, "kl_loss_fn_args.coef is not known, wanted one of kl_coef"),
         ({"entropy_loss_fn": "max"}, "entropy_loss_fn is 'max', wanted one of none, default, mix"),
-        ({"entropy_loss_fn_args": {"coef": 0.1}}, "entropy_loss_fn_args.coef is not known, wanted entropy_coef"),
+        ({"entropy_loss_fn_args": {"coef": 0.1}}, "entropy_loss_fn_args.coef is not known, wanted one of entropy_coef"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_an_error(section: Section, words: str) -> None:
@@ -303,58 +316,10 @@ def test_the_rest_of_a_section_has_trinitys_defaults(algorithm: Section, wanted:
     assert {place: at(config, place) for place in wanted} == pytest.approx(wanted)
 
 
-def test_recomputed_logprobs_of_old_data_get_a_weight() -> None:
-    _, config = migrated({"algorithm_type": "grpo", "bypass_old_logprobs": False}, synchronizer={"sync_interval": 4})
-    assert [rule.kind for rule in config.correction] == ["weight"]
-    _, config = migrated({"algorithm_type": "grpo", "bypass_old_logprobs": False}, synchronizer={"sync_interval": 1})
-    assert config.correction == ()
-
-
-def test_verls_own_rollout_correction_is_moved() -> None:
-    rules = {"bypass_mode": False, "rollout_is": "token"}
-    trainer = {"trainer_config": {"algorithm": {"rollout_correction": rules}}}
-    found, config = migrated({"algorithm_type": "grpo"}, trainer=trainer)
-    assert (config.anchor, [rule.kind for rule in config.correction]) == ("old", ["weight"])
-    assert found.comments["algorithm", "rollout_correction"]
-    trainer["trainer_config"]["algorithm"]["rollout_correction"] = {"rollout_token_veto_threshold": 1e-4}
-    found, config = migrated({"algorithm_type": "grpo"}, trainer=trainer)
-    assert [(one.key, "veto" in one.reason) for one in found.left_out if one.matters] == [
-        ("algorithm.rollout_correction", True)
-    ]
-    assert config.anchor == "mu"
-
-
-@pytest.mark.parametrize("kl_loss_fn", ["k2", "k3"])
-def test_the_kl_beside_dpo_is_named(kl_loss_fn: str) -> None:
-    found, config = migrated({"algorithm_type": "dpo", "kl_loss_fn": kl_loss_fn})
-    assert config.kl is None
-    assert [one.key for one in found.left_out if one.matters] == ["algorithm.kl_loss_fn"]
-
-
-def test_a_kl_in_the_rewards_that_trinity_does_not_read_is_not_needed() -> None:
-    found, config = migrated({"algorithm_type": "grpo", "kl_penalty_fn": "k3"})
-    assert config.reward_kl is None
-    assert [(one.key, one.matters) for one in found.left_out] == [("algorithm.kl_penalty_fn", False)]
-    found, config = migrated({"algorithm_type": "rloo", "kl_penalty_fn": "k3"})
-    assert [(one.key, one.matters) for one in found.left_out] == [("algorithm.kl_penalty_fn", True)]
-    assert config.reward_kl is None
-    _, config = migrated({"algorithm_type": "ppo", "kl_penalty_fn": "k3", "kl_penalty_fn_args": {"kl_coef": 0.1}})
-    assert config.reward_kl is not None
-    assert (config.reward_kl.kind, config.reward_kl.coef) == ("k3", 0.1)
-
-
 def test_intended_differences_are_comments() -> None:
     for name in ("dpo", "sapo", "jsd", "ppo", "gigpo", "mix", "mix_chord"):
         found, _ = migrated({"algorithm_type": name})
         assert "Trinity-RFT" in found.comments["algorithm", "algorithm_type"][0]
-
-
-def test_the_share_of_experts_has_trinitys_default() -> None:
-    found, _ = migrated({"algorithm_type": "mix"})
-    assert found.settings["buffer"]["trainer_input"]["expert_data_ratio"] == 0.5
-    sampled = {"algorithm_type": "mix", "sample_strategy_args": {"expert_data_ratio": 0.25, "sft_dataset_name": "x"}}
-    found, _ = migrated(sampled)
-    assert found.settings["buffer"]["trainer_input"]["expert_data_ratio"] == 0.25
 
 
 @pytest.mark.parametrize("name", ["reclip", "opmd_reweight_adv"])
@@ -381,11 +346,3 @@ def test_a_function_of_the_user_stays_beside_trinitys_defaults(
     assert {name: section[name] for name in functions} == functions
     assert kept <= section.keys()
     assert not absent & section.keys()
-
-
-def test_copies_of_groups_are_named() -> None:
-    found, config = migrated({"algorithm_type": "grpo", "advantage_fn_args": {"duplicate_experiences": True}})
-    assert [(one.key, one.matters) for one in found.left_out] == [
-        ("algorithm.advantage_fn_args.duplicate_experiences", True)
-    ]
-    assert config.estimator.model_dump()["epsilon"] == 1e-6

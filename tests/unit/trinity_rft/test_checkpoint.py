@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -270,24 +271,30 @@ def test_a_weight_that_its_file_does_not_hold_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("placement", "shape", "words"),
+    ("placement", "shape", "device", "words"),
     [
-        (Shard(9), (2, 3), "divided on a dimension that it does not have"),
-        (Shard(0), (2, 4), "has shape (2, 3), and a part of it (2, 4)"),
-        (Shard(0), (2,), "has shape (2, 3), and a part of it (2,)"),
-        (Shard(0), None, "is not stored with all of its values"),
+        (Shard(9), (2, 3), "cpu", "divided on a dimension that it does not have"),
+        (Shard(0), (2, 4), "cpu", "has shape (2, 3), and a part of it (2, 4)"),
+        (Shard(0), (2,), "cpu", "has shape (2, 3), and a part of it (2,)"),
+        (Shard(0), (2, 3), "meta", "is not stored with all of its values"),
     ],
 )
 def test_shards_that_do_not_fit_are_refused(
-    actor: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: Shard, shape: Any, words: str
+    actor: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    placement: Shard,
+    shape: tuple[int, ...],
+    device: str,
+    words: str,
 ) -> None:
     made(actor / "huggingface")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-        stored: Any = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)], run_check=False)
-        stored._spec.placements = (placement,)
-        stored._local_tensor = None if shape is None else torch.zeros(shape)
+        whole: dict[str, Any] = {"shape": torch.Size((2, 3)), "stride": (3, 1)}
+        part = torch.zeros(shape, device=device)
+        stored = DTensor.from_local(part, mesh, [placement], run_check=False, **whole)
         torch.save({"w": stored}, actor / "model_world_size_1_rank_0.pt")
     finally:
         dist.destroy_process_group()
@@ -295,3 +302,41 @@ def test_shards_that_do_not_fit_are_refused(
     assert convert(actor, tmp_path / "out") == 2
 
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "settings", "words"),
+    [
+        ((4, 10), (12, 5), {"r": 4, "lora_alpha": 6}, "has shapes [4, 10] and [12, 5], and the weight [12, 10]"),
+        ((4, 10), (12, 4), {"r": math.inf, "lora_alpha": 6}, "cannot be read"),
+        ((4, 10), (12, 4), {"r": 4, "lora_alpha": math.nan}, "lora_alpha to nan, which this command does not merge"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    actor: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    low: tuple[int, int],
+    high: tuple[int, int],
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    state = dict(made(actor / "huggingface").state_dict())
+    layer = "model.layers.1.self_attn.q_proj"
+    state |= {f"{layer}.lora_A.weight": torch.ones(low), f"{layer}.lora_B.weight": torch.ones(high)}
+    torch.save(state, actor / "model_world_size_1_rank_0.pt")
+    (actor / "lora_adapter").mkdir()
+    (actor / "lora_adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    assert convert(actor, tmp_path / "out") == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": {}}, {"head_dim": -1}, {"model_type": []}, {"dtype": {}}])
+def test_a_configuration_that_describes_no_model_is_refused(
+    actor: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
+) -> None:
+    save_file(dict(made(actor / "huggingface").state_dict()), actor / "model.safetensors")
+    path = actor / "huggingface" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    assert convert(actor, tmp_path / "out") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

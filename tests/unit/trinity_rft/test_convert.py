@@ -180,68 +180,32 @@ def test_a_file_is_written_that_says_what_it_changed_and_lacks(source: Path, tmp
         "`model.dtype`, float32 or bfloat16, in which the trainer computes too",
         f"{out} is valid; next: trinity-mq validate {out}",
     ]
-
-
-def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: Capture) -> None:
-    out = tmp_path / "ours.yaml"
-    out.write_text("mine")
     assert main(["migrate", str(source), "-o", str(out)]) == 2
     assert f"{out} already exists; give another name, or --force to overwrite it" in capsys.readouterr().err
-    assert out.read_text() == "mine"
+    assert out.read_text() == text
     assert main(["migrate", str(source), "-o", str(out), "--force"]) == 0
-    assert "qwen2-5-1-5b-gsm8k" in out.read_text()
     capsys.readouterr()
     assert main(["migrate", str(source)]) == 0
     said = capsys.readouterr()
-    assert load_config(yaml.safe_load(said.out)).name == "qwen2-5-1-5b-gsm8k"
+    assert said.out == text
     assert "the result is valid; next: write it with -o FILE" in said.err
+    for words, reason in (
+        ([str(source), "-o", str(tmp_path / "none" / "x.yaml")], "x.yaml cannot be written: No such file"),
+        ([str(tmp_path / "none.yaml")], "none.yaml: cannot be read"),
+    ):
+        assert main(["migrate", *words]) == 2
+        assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["gsm8k.yaml", "-o", "none/x.yaml"], "x.yaml cannot be written: No such file or directory; give another file"),
-        (["none.yaml"], "none.yaml: cannot be read"),
-    ],
-)
-def test_files_that_are_not_there(
-    source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
-) -> None:
-    monkeypatch.chdir(source.parent)
-    assert main(["migrate", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_what_is_not_valid_as_it_stands_is_said(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_valid_as_it_stands_is_said(source: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_TASKSET_PATH", raising=False)
-    source = tmp_path / "dpo.yaml"
     source.write_text(yaml.safe_dump(DPO))
-    out = tmp_path / "ours.yaml"
+    out = source.with_name("ours.yaml")
     assert main(["migrate", str(source), "-o", str(out)]) == 1
     said = capsys.readouterr().err
     assert f"{out} needs an edit: buffer.trainer_input.experience_buffer.path: environment variable" in said
     monkeypatch.setenv("TRINITY_TASKSET_PATH", "pairs.jsonl")
     assert load_config(out).algorithm.algorithm_type == "dpo"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- a\n", "holds a list, wanted sections"),
-        ("a: [", "is not YAML"),
-        ("name: x\n", "is not a configuration of Trinity-RFT"),
-        ("model: {}\nstages: 3\n", "stages: wanted a list"),
-        ("model: 5\n", "is not a configuration of Trinity-RFT"),
-        ("model: {}\nbuffer: [1]\n", "model"),
-    ],
-)
-def test_rubbish_is_an_error_and_no_crash(text: str, words: str, tmp_path: Path, capsys: Capture) -> None:
-    source = tmp_path / "bad.yaml"
-    source.write_text(text)
-    assert main(["migrate", str(source)]) in {1, 2}
-    assert words in capsys.readouterr().err
 
 
 def database(path: Path, *, split: bool = True, rows: int = 3, name: str = "explorer_output") -> str:

@@ -151,10 +151,12 @@ def test_a_file_that_is_not_python_is_refused(text: bytes) -> None:
 
 def test_whole_modules_and_stars_are_named() -> None:
     text = b"import trinity.utils.log as log\nfrom trinity.common.rewards import *\n"
-    text += b"import trinity_mq, trinity.plugins.a as b\n"
+    text += b"import trinity_mq, trinity.plugins.a as b\nfrom trinity.common.constants import (\n    SyncMethod,\n)\n"
     plugin = migrate_plugin(text)
     assert plugin.source == text.replace(b"trinity_mq, trinity.plugins.a as b", b"trinity_mq, a as b")
-    assert [name for _, name, _ in plugin.missing] == ["trinity.utils.log", "trinity.common.rewards.*"]
+    assert [(line, name) for line, name, _ in plugin.missing] == [
+        (1, "trinity.utils.log"), (2, "trinity.common.rewards.*"), (5, "trinity.common.constants.SyncMethod"),
+    ]  # fmt: skip
 
 
 def test_the_command_writes_the_file_and_exits_1_for_a_missing_name(

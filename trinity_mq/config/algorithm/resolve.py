@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS, Preset
 from trinity_mq.config.algorithm.translate import take_trinity_names
-from trinity_mq.config.algorithm.trinity_losses import OF_PLUGINS
+from trinity_mq.config.algorithm.trinity_losses import OF_PLUGINS, merged_piece
 
 
 def preset_of(name: Any) -> Preset:
@@ -49,18 +49,10 @@ def resolve_algorithm(data: Mapping[str, Any]) -> dict[str, Any]:
     loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in user_settings}
     for layer in (estimator, loss, take_trinity_names(user_settings, canonical_name(name), preset), user_settings):
         for key, value in layer.items():
-            result[key] = _merged(result.get(key), value)
+            result[key] = merged_piece(result.get(key), value)
     return {**result, "algorithm_type": canonical_name(name)}
 
 
 def _plain(key: str, value: Any) -> Any:
     """Return a section as a mapping; ``optimizer`` without unset fields, so that the preset's learning rate stays."""
     return value.model_dump(exclude_unset=key == "optimizer") if isinstance(value, BaseModel) else value
-
-
-def _merged(below: Any, above: Any) -> Any:
-    """Return ``above`` merged over ``below``: field by field if both are pieces of one kind, otherwise ``above``."""
-    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
-        return above
-    same = above.get("kind", below.get("kind")) == below.get("kind")
-    return {**below, **above} if same else above

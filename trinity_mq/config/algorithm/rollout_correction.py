@@ -11,8 +11,8 @@ KEYS = (
     "rollout_rs_threshold", "rollout_rs_threshold_lower",
 )  # fmt: skip
 """Settings of the section."""
-LEVELS = {"token": "token", "sequence": "sequence"}
-"""Levels of ``kind: weight`` by ``rollout_is``."""
+LEVELS = ("token", "sequence")
+"""Values of ``rollout_is``, which are the levels of ``kind: weight``."""
 OLDER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 """Names of ``rollout_rs`` in verl 0.6."""
 UNITS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
@@ -38,7 +38,7 @@ def correction_pieces(settings: Mapping[str, Any]) -> dict[str, Any]:
         reason = "; a veto of a whole answer by one token has no counterpart" if "veto" in unknown[0] else ""
         raise ValueError(f"rollout_correction.{unknown[0]} is not known, wanted one of {', '.join(KEYS)}{reason}")
     bypass, loss = bool(rules.get("bypass_mode", False)), rules.get("loss_type", "ppo_clip")
-    if loss not in {"ppo_clip", "reinforce"}:
+    if loss not in ("ppo_clip", "reinforce"):
         raise ValueError(f"rollout_correction.loss_type is {loss!r}, wanted ppo_clip or reinforce")
     pieces: dict[str, Any] = {"anchor": "mu" if bypass else "old"}
     corrections = list(_rejections(rules))
@@ -55,7 +55,7 @@ def _weights(rules: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     if level not in LEVELS:
         raise ValueError(f"rollout_correction.rollout_is is {level!r}, wanted one of {', '.join(LEVELS)}")
-    rule: dict[str, Any] = {"kind": "weight", "level": LEVELS[level]}
+    rule: dict[str, Any] = {"kind": "weight", "level": level}
     low, high = _bounds("rollout_is_threshold", rules.get("rollout_is_threshold", 2.0))
     rule |= {"high": high} if low is None else {"low": low, "high": high, "beyond": "mask"}
     if rules.get("rollout_is_batch_normalize"):

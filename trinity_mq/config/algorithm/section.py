@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from trinity_mq.config.algorithm.critic import CriticConfig
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.reference import ReferenceConfig, RewardKL
 from trinity_mq.config.algorithm.resolve import resolve_algorithm
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import FiniteArgs, Section
 from trinity_mq.config.estimators import Estimator, GroupEstimator, Place
 
 
@@ -143,22 +142,5 @@ class OperatorConfig(Section):
 
     name: str
     """Registered name or dotted path."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: FiniteArgs = Field(default_factory=dict)
     """Keyword arguments of its constructor, checked against its annotations when the operator is created."""
-
-    @field_validator("args")
-    @classmethod
-    def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
-        _refuse_infinite("args", value)
-        return value
-
-
-def _refuse_infinite(where: str, value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{where} is {value}, wanted a finite number")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _refuse_infinite(f"{where}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            _refuse_infinite(f"{where}[{number}]", item)

@@ -9,7 +9,6 @@ from trinity_mq.config.algorithm.presets import CLIP, K2, PRESETS, Preset
 from trinity_mq.config.algorithm.rollout_correction import correction_pieces
 from trinity_mq.config.algorithm.trinity_losses import (
     BY_SURROGATE,
-    CLIPPED,
     POLICY_LOSSES,
     REDUCTIONS,
     argument_pieces,
@@ -17,6 +16,7 @@ from trinity_mq.config.algorithm.trinity_losses import (
     merged,
     number_of,
     policy_loss_of,
+    refuse_unknown,
 )
 from trinity_mq.config.estimators import FIELDS
 from trinity_mq.config.trinity_names import trinity_names
@@ -145,7 +145,7 @@ def _loss(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str,
     if kind is not None and kind != _kind_of(base.get("surrogate", CLIP)):
         if clips and kind != "clip":
             raise ValueError(f"a clip range has no meaning for the surrogate {kind!r}; set the fields of surrogate")
-        function = BY_SURROGATE.get(kind, "")
+        function = BY_SURROGATE.get(str(kind), "")
     result = dict(base) if named is not None else {}
     if any(value is not None for value in arguments.values()):
         if not function:
@@ -154,7 +154,7 @@ def _loss(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[str,
                 "surrogate"
             )
         pieces = {piece: base[piece] for piece in ("surrogate", "imitation", "pair") if piece in base}
-        if function in CLIPPED and kind is None:
+        if POLICY_LOSSES[function].has_range and kind is None:
             pieces = {"surrogate": {"kind": "clip"}} | pieces
         changes = argument_pieces(function, arguments)
         if "correction" in changes and function != "m2po":
@@ -211,11 +211,10 @@ def _dots(settings: Mapping[str, Any], estimator: dict[str, Any]) -> tuple[dict[
     for name, only in DOTS_FIXED.items():
         if settings.get(name) not in (None, only):
             raise ValueError(f"advantage_fn_args.{name} is {settings[name]!r}, wanted {only!r}")
-    names = {*DOTS_KEYS, *DOTS_FIXED, "iterative_hint_e2e_causal", "mask_format_issue_exp"}
+    names = sorted({*DOTS_KEYS, *DOTS_FIXED, "iterative_hint_e2e_causal", "mask_format_issue_exp"})
     if not settings.get("iterative_hint_e2e_causal"):
         return estimator, {name: value for name, value in settings.items() if name not in names}
-    if unknown := settings.keys() - names - DOTS_UNUSED:
-        raise ValueError(f"advantage_fn_args.{min(unknown)} is not known, wanted one of {', '.join(sorted(names))}")
+    refuse_unknown("advantage_fn_args", settings.keys() - DOTS_UNUSED, names)
     fields = {DOTS_KEYS[name]: value for name, value in settings.items() if name in DOTS_KEYS and value is not None}
     if fields.get("returns") != "sliding_window_mean":
         fields.pop("window", None)  # -1 where it has no effect
@@ -228,8 +227,7 @@ def _entropy(user_settings: dict[str, Any]) -> dict[str, Any]:
     if named is not None:
         choice("entropy_loss_fn", named, _same(*ENTROPY_LOSSES))
     arguments = _arguments(user_settings, "entropy_loss_fn_args")
-    if unknown := arguments.keys() - {"entropy_coef"}:
-        raise ValueError(f"entropy_loss_fn_args.{min(unknown)} is not known, wanted entropy_coef")
+    refuse_unknown("entropy_loss_fn_args", arguments, ("entropy_coef",))
     coef = 0.0 if named == "none" else arguments.get("entropy_coef")
     return {} if coef is None else {"entropy_coef": coef}
 
@@ -238,8 +236,7 @@ def _kl_terms(user_settings: dict[str, Any], name: str, preset: Preset) -> dict[
     """Remove the KL to a reference from ``user_settings``, and return the ``kl`` and ``reward_kl`` that it sets."""
     result: dict[str, Any] = {}
     args = _arguments(user_settings, "kl_loss_fn_args")
-    if unknown := args.keys() - set(KL_ARGUMENTS):
-        raise ValueError(f"kl_loss_fn_args.{min(unknown)} is not known, wanted one of {', '.join(KL_ARGUMENTS)}")
+    refuse_unknown("kl_loss_fn_args", args, KL_ARGUMENTS)
     coef = args.get("kl_coef")
     if (kind := user_settings.pop("kl_loss_fn", None)) is not None:
         term = {"kind": choice("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": 0.001 if coef is None else coef}
@@ -269,10 +266,7 @@ def _with_whole_weights(result: dict[str, Any], user_settings: dict[str, Any], p
 def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return ``reward_kl`` from ``kl_penalty_fn`` and its arguments, None if its weight is 0."""
     adaptive = bool(args.get("adaptive"))
-    if unknown := args.keys() - REWARD_KL_KEYS.keys() - {"adaptive"}:
-        raise ValueError(
-            f"kl_penalty_fn_args.{min(unknown)} is not known, wanted one of adaptive, {', '.join(REWARD_KL_KEYS)}"
-        )
+    refuse_unknown("kl_penalty_fn_args", args, ("adaptive", *REWARD_KL_KEYS))
     if adaptive and None in (args.get("target_kl"), args.get("horizon")):
         raise ValueError(
             "kl_penalty_fn_args.adaptive is true without target_kl or horizon, wanted both: the KL in nats a token to "
@@ -288,6 +282,7 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
     """Return settings of an advantage function as fields of the estimator; with a ``kind`` for another estimator."""
     kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
     result: dict[str, Any] = {}
+    refuse_unknown("advantage_fn_args", settings.keys() - FIXED.keys() - {"std_normalize"}, [*ESTIMATOR_KEYS])
     for name, value in settings.items():
         if name == "std_normalize":
             result["scale"] = "population" if value else "none"
@@ -295,8 +290,6 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
             only, reason = FIXED[name]
             if only is not None and value not in (None, only):
                 raise ValueError(f"advantage_fn_args.{name} is {value!r}, wanted {only!r}: {reason}")
-        elif name not in ESTIMATOR_KEYS:
-            raise ValueError(f"advantage_fn_args.{name} is not known, wanted one of {', '.join(ESTIMATOR_KEYS)}")
         elif name == "kl_coef" and kind not in {"distill", "jsd"}:
             raise ValueError(
                 f"kl_coef has no meaning for the estimator {kind!r}; for a KL term set kl: {{kind: k2, coef: {value}}}"
@@ -334,7 +327,8 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
         ValueError: ``trainer.trainer_config`` contains other settings.
     """
     trainer, algorithm = data.get("trainer"), data.get("algorithm") or {}
-    if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
+    user_critic = algorithm.get("critic") or {} if isinstance(algorithm, Mapping) else None
+    if not isinstance(trainer, Mapping) or not isinstance(user_critic, Mapping):
         return data
     keys = {row.old: row.new.removeprefix(CRITIC) for row in trinity_names() if row.new.startswith(CRITIC)}
     flat = _flat({key: trainer[key] for key in ("critic_warmup", "trainer_config") if trainer.get(key) is not None})
@@ -344,7 +338,7 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
             f"{min(unknown)} is not supported: of trainer_config only {valid} are read; remove it "
             "(docs/settings.md lists the settings of trinity-mq)"
         )
-    critic = {keys[f"trainer.{key}"]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
+    critic = {keys[f"trainer.{key}"]: value for key, value in flat.items()} | dict(user_critic)
     remaining = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
     return data | {"trainer": remaining} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,15 +76,33 @@ def choice(name: str, value: Any, table: Mapping[str, str]) -> str:
     return table[value]
 
 
+def refuse_unknown(section: str, names: Iterable[str], accepted: Sequence[str], of: str = "") -> None:
+    """Refuse arguments that are not known.
+
+    Raises:
+        ValueError: Names the first one.
+    """
+    if unknown := sorted(set(names) - set(accepted), key=str):
+        raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted one of {', '.join(accepted) or 'none'}")
+
+
+def merged_piece(below: Any, above: Any) -> Any:
+    """Return ``above`` merged over ``below``: field by field if both are pieces of one kind, otherwise ``above``."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    is_same = above.get("kind", below.get("kind")) == below.get("kind")
+    return {**below, **above} if is_same else above
+
+
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Pieces:
-    """Return ``below`` with the pieces of ``above``. A piece without a kind keeps its other fields."""
-    result = dict(below)
-    for name, piece in above.items():
-        old, new = result.get(name), piece
-        if isinstance(old, Mapping) and isinstance(piece, Mapping):
-            new = {**old, **piece} if piece.get("kind", old.get("kind")) == old.get("kind") else piece
-        result[name] = new
-    return result
+    """Return ``below`` with the pieces of ``above``."""
+    return {**below, **{name: merged_piece(below.get(name), piece) for name, piece in above.items()}}
+
+
+def _taken(arguments: Arguments, name: str, default: float | None = None) -> float | None:
+    """Remove an argument and return it as a number, ``default`` if it is missing."""
+    value = arguments.pop(name, None)
+    return default if value is None else number_of(name, value)
 
 
 def _rec(arguments: Arguments) -> Pieces:
@@ -118,45 +136,41 @@ def _rec(arguments: Arguments) -> Pieces:
             )
         # log mu - log pi, added to an advantage, has the gradient of (log pi - log mu)^2 / 2
         terms.append({"kind": "square", "coef": 0.5})
-    regulariser, coef = arguments.pop("regularizer", None), arguments.pop("regularizer_coef", None)
+    regulariser, coef = arguments.pop("regularizer", None), _taken(arguments, "regularizer_coef")
     if regulariser is not None and regulariser != "none":
         kind = choice("policy_loss_fn_args.regularizer", regulariser, {"none": "", **REC_REGULARISERS})
-        if share := number_of("regularizer_coef", 0.0 if coef is None else coef):
-            terms.append({"kind": kind, "coef": share})
+        if coef:
+            terms.append({"kind": kind, "coef": coef})
     return pieces | ({"regularisers": terms} if terms else {})
 
 
 def _opmd(arguments: Arguments) -> Pieces:
     """Return ``-A log pi / (1 + tau)`` (arXiv 2505.17826)."""
-    tau = arguments.pop("tau", None)
-    return {} if tau is None else {"surrogate": {"divisor": 1 + number_of("tau", tau)}}
+    tau = _taken(arguments, "tau")
+    return {} if tau is None else {"surrogate": {"divisor": 1 + tau}}
 
 
 def _cispo(arguments: Arguments) -> Pieces:
     """Return the bounds of the weight, ``1 - low`` and ``1 + high`` (arXiv 2506.13585), and of the mask."""
     surrogate: Pieces = {}
-    if (low := arguments.pop("clip_range_low", None)) is not None:
-        surrogate["floor"] = max(0.0, 1 - number_of("clip_range_low", low))
-    if (high := arguments.pop("clip_range_high", None)) is not None:
-        surrogate["cap"] = 1 + number_of("clip_range_high", high)
+    if (low := _taken(arguments, "clip_range_low")) is not None:
+        surrogate["floor"] = max(0.0, 1 - low)
+    if (high := _taken(arguments, "clip_range_high")) is not None:
+        surrogate["cap"] = 1 + high
     has_mask = arguments.pop("enable_mask_clip", False)
-    low, high = arguments.pop("mask_clip_range_low", None), arguments.pop("mask_clip_range_high", None)
+    low, high = _taken(arguments, "mask_clip_range_low"), _taken(arguments, "mask_clip_range_high", 0.28)
     if has_mask:
-        low = number_of("mask_clip_range_low", 1.0 if low is None else low)
-        high = number_of("mask_clip_range_high", 0.28 if high is None else high)
-        surrogate |= {"mask_low": low if low < 1 else None, "mask_high": high}  # no ratio is below 1 - 1
+        is_bound = low is not None and low < 1  # no ratio is below 1 - 1
+        surrogate |= {"mask_low": low if is_bound else None, "mask_high": high}
     return {"surrogate": surrogate}
 
 
 def _ppo(arguments: Arguments) -> Pieces:
     """Return the sequence mask (arXiv 2512.02556) and the gradient without a ratio."""
-    masks, bound = arguments.pop("enable_sequence_masking", False), arguments.pop("delta_sequence_masking", None)
+    masks, bound = arguments.pop("enable_sequence_masking", False), _taken(arguments, "delta_sequence_masking", 0.1)
     if arguments.pop("fallback_to_policy_gradient", False):
         return {"ratio": {"kind": "self"}}  # a ratio of 1 has no divergence to mask
-    if not masks:
-        return {}
-    bound = number_of("delta_sequence_masking", 0.1 if bound is None else bound)
-    return {"correction": [{"kind": "sequence_mask", "bound": bound, "against": "anchor"}]}
+    return {"correction": [{"kind": "sequence_mask", "bound": bound, "against": "anchor"}]} if masks else {}
 
 
 def _mixed_reductions(arguments: Arguments) -> Pieces:
@@ -179,8 +193,7 @@ def _mixed_reductions(arguments: Arguments) -> Pieces:
 def _mix(arguments: Arguments) -> Pieces:
     """Return ``(1 - mu) loss of sampled answers + mu loss of expert answers`` (arXiv 2505.17826)."""
     pieces = _mixed_reductions(arguments)
-    if (share := arguments.pop("mu", None)) is not None:
-        share = number_of("mu", share)
+    if (share := _taken(arguments, "mu")) is not None:
         pieces["weights"] = {"rl": 1 - share, "ce": share}
     return pieces
 
@@ -207,12 +220,11 @@ def _mix_chord(arguments: Arguments) -> Pieces:
 
 def _m2po(arguments: Arguments) -> Pieces:
     """Return the bound of the second moment (arXiv 2510.01161). Log ratios are always limited to +-20."""
-    limit = arguments.pop("log_ratio_clip", None)
-    if limit is not None and number_of("log_ratio_clip", limit) != 20:
+    if (limit := _taken(arguments, "log_ratio_clip", 20)) != 20:
         raise ValueError(
-            f"policy_loss_fn_args.log_ratio_clip is {limit!r}, wanted 20: the limit of log ratios is fixed"
+            f"policy_loss_fn_args.log_ratio_clip is {limit:g}, wanted 20: the limit of log ratios is fixed"
         )
-    bound = arguments.pop("m2_threshold", None)
+    bound = _taken(arguments, "m2_threshold")
     return {} if bound is None else {"correction": [{"kind": "second_moment", "bound": bound}]}
 
 
@@ -238,9 +250,14 @@ class PolicyLoss:
     """Whether it has the argument ``loss_agg_mode``."""
 
     @property
+    def has_range(self) -> bool:
+        """Whether it has a clip range."""
+        return "clip_range_low" in self.fields
+
+    @property
     def known_arguments(self) -> tuple[str, ...]:
         """Names of all arguments."""
-        ranges = ("clip_range",) if "clip_range_low" in self.fields else ()
+        ranges = ("clip_range",) if self.has_range else ()
         reductions = ("loss_agg_mode",) if self.has_reduction else ()
         return (*dict.fromkeys((*ranges, *self.fields, *self.arguments, *reductions, *self.ignored)),)
 
@@ -296,8 +313,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }  # fmt: skip
 """Policy losses by ``policy_loss_fn`` of Trinity-RFT, and ``m2po``, which its main branch adds."""
 
-CLIPPED = frozenset({"ppo", "gspo", "mix", "mix_chord"})
-"""Policy losses with a clip range."""
 BY_SURROGATE = {
     "clip": "ppo",
     "truncate": "cispo",
@@ -329,12 +344,8 @@ def argument_pieces(name: str, arguments: Mapping[str, Any]) -> Pieces:
         ValueError: The loss has no such argument, or not with this value.
     """
     loss, rest = POLICY_LOSSES[name], {key: value for key, value in arguments.items() if value is not None}
-    if unknown := [key for key in rest if key not in loss.known_arguments]:
-        raise ValueError(
-            f"policy_loss_fn_args.{unknown[0]} is not known for the loss {name}, wanted one of "
-            f"{', '.join(loss.known_arguments) or 'none'}"
-        )
-    if "clip_range_low" in loss.fields and (both := rest.pop("clip_range", None)) is not None:
+    refuse_unknown("policy_loss_fn_args", rest, loss.known_arguments, f" for the loss {name}")
+    if loss.has_range and (both := rest.pop("clip_range", None)) is not None:
         rest = {"clip_range_low": both, "clip_range_high": both} | rest
     pieces: Pieces = {}
     for key, place in loss.fields.items():

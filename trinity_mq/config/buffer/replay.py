@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from trinity_mq.config.base import Section
 
@@ -35,7 +36,7 @@ class ReplayConfig(Section):
     max_age: int = Field(default=16, ge=1)
     """Maximum number of train steps since a group was fresh. ``synchronizer.max_staleness`` applies only to fresh
     groups."""
-    priority_fn: str | None = Field(default=None, pattern=r"^\w+(\.\w+)+$")
+    priority_fn: str | None = None
     """Priority of your own: the dotted path of a class in Trinity-RFT's form (``PriorityFunction``), or the name under
     which a module in ``plugin_dirs`` registers it with ``PRIORITY_FUNC``. It replaces ``decay``; ``sigma`` and the
     limits hold for it too. None: the priority above."""
@@ -45,3 +46,13 @@ class ReplayConfig(Section):
     """Maximum number of groups to choose from. The groups with the lowest priority are removed. 256 MiB of groups are
     kept in memory; the others are read again from the broker's stream, whose retention (``broker.ready_max_bytes``)
     limits their age."""
+
+    @field_validator("priority_fn")
+    @classmethod
+    def _path(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\w+(\.\w+)+", value):
+            raise ValueError(
+                f"priority_fn is {value!r}, wanted the dotted path of a class, or a name that a module in plugin_dirs "
+                "registers"
+            )
+        return value

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
 from trinity_mq.config.loading.problems import MERGE, KeyLines, Location, Problem, collect_problems
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
 
@@ -39,6 +40,8 @@ class ConfigError(ValueError):
     """The configuration without the keys that have errors, if it is valid."""
     problems: Sequence[Problem] = ()
     """The problems of keys and between keys that the message lists."""
+    within: Location = ()
+    """Location of these keys in the file, such as ``("stages", 1)``."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -132,6 +135,8 @@ def validate_settings(settings: Mapping[str, Any], where: str, source: SettingsS
     problems += [Problem((), line) for line in removed]
     if config is not None and not problems:
         return config
+    secrets = Secrets(settings)
+    problems = [problem._replace(text=secrets.hide(problem.text)) for problem in problems]
     source = source or SettingsSource({})
     numbered = sorted(
         zip(source.lines_of(problems), problems, strict=True), key=lambda pair: (pair[0] is None, pair[0])
@@ -139,8 +144,8 @@ def validate_settings(settings: Mapping[str, Any], where: str, source: SettingsS
     path = str(source.path)
     titles = [where if line is None else where.replace(path, f"{path}:{line}", 1) for line, _ in numbered]
     lines = [f"{title}: {problem.text}" for title, (_, problem) in zip(titles, numbered, strict=True)]
-    error = ConfigError(mask_passwords("\n".join(lines)))
-    error.remaining, error.problems = config, problems
+    error = ConfigError("\n".join(lines))
+    error.remaining, error.problems, error.within = config, problems, source.within
     raise error
 
 
@@ -216,7 +221,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {_TOO_LARGE}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or an impossible date
-        detail = mask_passwords(" ".join(str(error).split()))  # the error quotes the line, which may contain a URL
+        detail = " ".join(str(error).split())  # it quotes the line, which may hold a URL or a key
+        detail = Secrets(detail).hide(detail)
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
@@ -246,17 +252,14 @@ def _override(data: DictConfig, word: str) -> None:
     try:
         value = load_yaml(text) if text else None
         OmegaConf.update(data, key, value, merge=False, force_add=True)
-    except DuplicateKeyError as error:
-        raise ConfigError(mask_passwords(f"override {word!r}: {error}")) from None
-    except yaml.YAMLError as error:
-        wrong = mask_passwords(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}")
-        raise ConfigError(wrong) from error
-    except (
-        ConfigIndexError,
-        TypeError,
-        ValueError,
-    ) as error:  # a missing item, or a word instead of a list position
-        raise ConfigError(mask_passwords(f"override {word!r}: {_missing_item(data, key)}")) from error
+    except (yaml.YAMLError, ConfigIndexError, TypeError, ValueError) as error:
+        if isinstance(error, DuplicateKeyError):
+            reason = str(error)
+        elif isinstance(error, yaml.YAMLError):
+            reason = f"value is not YAML: {' '.join(str(error).split())}"
+        else:  # a missing item, or a word instead of a list position
+            reason = _missing_item(data, key)
+        raise ConfigError(Secrets({key: text}).hide(f"override {word!r}: {reason}")) from error
 
 
 def _missing_item(data: DictConfig, key: str) -> str:

@@ -185,6 +185,8 @@ def _validate(settings: Mapping[str, Any]) -> tuple[Config | None, list[Problem]
         config = Config.model_validate(settings, context={"problems": between})
     except ValidationError as error:
         return None, [problem for finding in error.errors() for problem in _explain(Config, finding)]
+    except OverflowError as error:
+        return None, [Problem((), f"a number is too large: {error}")]
     return config, [Problem((), line) for text in between for line in text.split("\n")]
 
 

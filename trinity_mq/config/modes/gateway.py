@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, UserFile
 from trinity_mq.config.hosts import is_loopback
 
 Merge = Literal["prefix", "per_call", "renderer"]
@@ -31,11 +30,11 @@ class GatewayConfig(Section):
     """Additional host names by which clients may call the gateway if ``key_file`` is not set. Loopback names, ``host``
     and the host of ``public_url`` are always allowed. A request for another name is refused, since it may come from a
     web page whose own host name resolves to this machine (DNS rebinding)."""
-    key_file: str | None = None
+    key_file: UserFile = None
     """File with the keys that may create sessions and see all of them, one key in each line. None: no key is needed."""
-    cert_file: str | None = None
+    cert_file: UserFile = None
     """PEM file with the TLS certificate, followed by its chain."""
-    cert_key_file: str | None = None
+    cert_key_file: UserFile = None
     """Key of ``cert_file``. None: ``cert_file`` also holds the key."""
     tls_elsewhere: bool = False
     """A load balancer in front of the gateway terminates TLS, so the gateway may listen without TLS on an address other
@@ -98,11 +97,6 @@ class GatewayConfig(Section):
     """Seconds for which a call waits for an engine with weights."""
     request_timeout: float = Field(default=600.0, gt=0)
     """Seconds for one answer of an engine."""
-
-    @field_validator("key_file", "cert_file", "cert_key_file")
-    @classmethod
-    def _expand(cls, value: str | None) -> str | None:
-        return str(Path(value).expanduser()) if value else None
 
     @property
     def is_local(self) -> bool:

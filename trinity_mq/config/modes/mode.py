@@ -4,12 +4,11 @@ mode.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, expand_user
 
 Mode = Literal["both", "train", "explore", "bench", "serve"]
 """``explore``: the trainer writes the experiences instead of training on them, and sends the weights to engines.
@@ -45,7 +44,7 @@ def with_bench_folder(settings: dict[str, Any]) -> dict[str, Any]:
     if settings.get("mode") != "bench" or not isinstance(bench, dict) or bench.get("run"):
         return settings
     name = str(settings.get("name") or "run")
-    folder = str(Path(str(settings.get("run_dir") or f"runs/{name}")).expanduser())
+    folder = str(expand_user(str(settings.get("run_dir") or f"runs/{name}")))
     return {
         **settings,
         "name": f"{name[: MAX_NAME - len(BENCH_SUFFIX)]}{BENCH_SUFFIX}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from trinity_mq.config.algorithm.rollout_correction import correction_pieces
 from trinity_mq.config.algorithm.translate import ADVANTAGES, ENTROPY_LOSSES, KL_KINDS
 from trinity_mq.config.algorithm.trinity_losses import POLICY_LOSSES, SIZES
 from trinity_mq.trinity_rft.migration.transfer import (
-    LeftOut,
     SettingsTransfer,
     number,
     resolve_environment,
@@ -77,14 +77,8 @@ POLICY_LOSS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sppo": {"epsilon": 0.3, **_TOKENS},
     "opmd": {"tau": 1.0, **_TOKENS},
     "rec": {
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "epsilon_low_prime": 0.6,
-        "epsilon_high_prime": 2.0,
-        "clip_mode": "none",
-        "weight": "none",
-        "regularizer": "none",
-        "temp": 1.0,
+        "epsilon_low": 0.2, "epsilon_high": 0.2, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0,
+        "clip_mode": "none", "weight": "none", "regularizer": "none", "temp": 1.0,
     },
     "importance_sampling": _TOKENS,
     "m2po": {"m2_threshold": 0.04, **_TOKENS},
@@ -93,27 +87,17 @@ POLICY_LOSS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sft_phi": {"cutoff_prob": 1.0, **_TOKENS},
     "mix": {"mu": 0.1, "clip_range": 0.2, **_TOKENS},
     "mix_chord": {
-        "mu_warmup_steps": 0,
-        "mu_decay_steps": 0,
-        "mu_peak": 0.1,
-        "mu_valley": 0.1,
-        "enable_phi_function": True,
-        "clip_range": 0.2,
-        **_TOKENS,
+        "mu_warmup_steps": 0, "mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1, "enable_phi_function": True,
+        "clip_range": 0.2, **_TOKENS,
     },
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
-}
+}  # fmt: skip
 """Arguments of policy losses if a configuration has none."""
 ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"gamma": 1.0, "lam": 1.0},
     "grpo": {"epsilon": 1e-6, "std_threshold": None, "rank_penalty": None, "std_cal_level": "group"},
     "grpo_verl": {"epsilon": 1e-6},
-    "step_wise_grpo": {
-        "epsilon": 1e-6,
-        "enable_step_norm": False,
-        "std_threshold": None,
-        "std_cal_level": "group",
-    },
+    "step_wise_grpo": {"epsilon": 1e-6, "enable_step_norm": False, "std_threshold": None, "std_cal_level": "group"},
     "gigpo": {"omega": 1.0, "gamma": 1.0, "fnorm": "none", "epsilon": 1e-6},
     "reinforceplusplus": {"gamma": 1.0},
     "opmd": {"opmd_baseline": "mean", "tau": 1.0},
@@ -145,6 +129,8 @@ DIFFERENCES = {
     ),
 }
 """Intended differences of an algorithm from Trinity-RFT."""
+WITHOUT_GROUPS = frozenset({"", "ppo", "reinforceplusplus", "reinforce", "on_policy_distill", "jsd"})
+"""Advantage functions that do not compare the runs of a task."""
 STRATEGIES = {"step_wise_grpo": "multi_step_grpo"}
 """Algorithms by ``add_strategy``, a key of Trinity-RFT 0.3."""
 LEARNING_RATE = 1e-6
@@ -179,14 +165,19 @@ PIECES_OF = {
 VERL_CORRECTION = "trainer.trainer_config.algorithm.rollout_correction"
 
 
+def algorithm_type(move: SettingsTransfer) -> str:
+    """Return the name of the algorithm, which is moved, with its environment variables filled in."""
+    return str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+
+
 def losses(move: SettingsTransfer) -> None:
     """Move the algorithm and its losses. Defaults that differ from those here are written as pieces."""
-    if move.resolved(SECTION + "add_strategy") in STRATEGIES:
-        strategy = move.take(SECTION + "add_strategy")
+    if (renamed := STRATEGIES.get(strategy := str(move.resolved(SECTION + "add_strategy")))) is not None:
+        move.take(SECTION + "add_strategy")
         move.take(SECTION + "algorithm_type")
-        move.put(SECTION + "algorithm_type", STRATEGIES[strategy], f"was algorithm.add_strategy {strategy}")
+        move.put(SECTION + "algorithm_type", renamed, f"was algorithm.add_strategy {strategy}")
     move.keep_or_default(SECTION + "algorithm_type", "ppo", "Trinity-RFT's default; here it is grpo")
-    kind = str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+    kind = algorithm_type(move)
     if kind in DIFFERENCES:
         move.put(SECTION + "algorithm_type", move.settings["algorithm"]["algorithm_type"], DIFFERENCES[kind])
     algorithm = ALGORITHMS.get(kind)
@@ -238,7 +229,7 @@ def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -
                 else "the loss of dpo itself holds the policy near its reference, without a term beside it"
             )
             value = move.peek(SECTION + "kl_loss_fn", "k2")
-            move.lost(LeftOut(SECTION + "kl_loss_fn", value, reason, matters=name is not None))
+            move.lost(SECTION + "kl_loss_fn", value, reason, matters=name is not None)
         move.take(SECTION + "kl_loss_fn")
         move.take(SECTION + "kl_loss_fn_args")
         if name == "k1":
@@ -268,12 +259,12 @@ def _correction(move: SettingsTransfer) -> None:
         return
     move.settings["algorithm"].pop("rollout_correction", None)
     if not isinstance(rules, Mapping):
-        move.lost(LeftOut(SECTION + "rollout_correction", rules, "wanted settings by name", matters=True))
+        move.lost(SECTION + "rollout_correction", rules, "wanted settings by name")
         return
     try:
-        correction_pieces({key: resolve_environment(value) for key, value in rules.items()})
+        correction_pieces(_resolved(rules))
     except ValueError as error:
-        move.lost(LeftOut(SECTION + "rollout_correction", dict(rules), str(error), matters=True))
+        move.lost(SECTION + "rollout_correction", dict(rules), str(error))
         return
     move.put(
         SECTION + "rollout_correction", dict(rules),
@@ -286,14 +277,7 @@ def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) ->
     if move.resolved("mode") == "train":
         move.leave_out(SECTION + "repeat_times", "mode train rolls nothing out", matters=False)
     elif move.peek(SECTION + "repeat_times") is None and algorithm is not None:
-        compares = algorithm.advantage_fn not in {
-            "",
-            "ppo",
-            "reinforceplusplus",
-            "reinforce",
-            "on_policy_distill",
-            "jsd",
-        }
+        compares = algorithm.advantage_fn not in WITHOUT_GROUPS
         comment = "Trinity-RFT's default" + (
             " of the algorithm; its 0.6 runs a task once without this key, and runs cannot be compared then"
             if compares
@@ -341,7 +325,7 @@ def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, ke
         penalty = move.settings["algorithm"].pop("kl_penalty_fn")
         move.settings["algorithm"].pop("kl_penalty_fn_args", None)
         reason = f"the rewards of tokens have no part in {kind}; take kl_loss_fn: k2"
-        move.lost(LeftOut(SECTION + "kl_penalty_fn", penalty, reason, matters=True))
+        move.lost(SECTION + "kl_penalty_fn", penalty, reason)
 
 
 def _is_known(name: Any, names: frozenset[str]) -> bool:
@@ -447,7 +431,7 @@ def _is_fresh(move: SettingsTransfer) -> bool:
 def optimizer(move: SettingsTransfer) -> None:
     """Move the optimizer and the schedule of its learning rate."""
     section = "algorithm.optimizer."
-    preset = PRESETS.get(canonical_name(resolve_environment(move.settings["algorithm"]["algorithm_type"])))
+    preset = PRESETS.get(canonical_name(algorithm_type(move)))
     rates = (section + "lr", "trainer.trainer_config.actor_rollout_ref.actor.optim.lr")
     if preset is not None and preset.lr != LEARNING_RATE and all(move.peek(key) is None for key in rates):
         move.put(section + "lr", LEARNING_RATE, f"Trinity-RFT's default; here it is {preset.lr:g}")
@@ -466,7 +450,7 @@ def optimizer(move: SettingsTransfer) -> None:
     warmup = move.take(section + "lr_warmup_steps")
     if warmup is not None and (whole(warmup) or 0) >= 0:
         move.put(section + "lr_warmup_steps", warmup)
-    elif ratio and steps:
+    elif math.isfinite(ratio) and ratio and steps:
         comment = f"was lr_warmup_steps_ratio {ratio:g}, of {steps} steps"
         move.put(section + "lr_warmup_steps", int(ratio * steps), comment)
     else:
@@ -493,37 +477,42 @@ UNLIMITED = 1_000_000
 
 def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
     """Move a priority queue. In Trinity-RFT it returns used experiences after ``reuse_cooldown_time`` seconds, if no
-    experience of a higher priority is there.
+    experience of a higher priority is there. Any other priority is a class of the user and keeps its name.
     """
     if not resolve_environment(replay_buffer.get("enable")):
         return
-    arguments = replay_buffer.get("priority_fn_args") or {}
-    priority = resolve_environment(replay_buffer.get("priority_fn")) or "linear_decay"
-    pause = number(replay_buffer.get("reuse_cooldown_time"))
+    old = move.item(replay_buffer, (), REPLAY_BUFFER)
+    arguments = old.take_mapping("priority_fn_args")
+    priority = str(old.resolved("priority_fn", "linear_decay"))
+    pause = number(old.peek("reuse_cooldown_time"))
     if pause is None:
         reason = (
             "without reuse_cooldown_time no experience is trained on again; the queue only prefers new experiences, "
             "and here a step has them in the order of arrival"
         )
-        move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=True))
+        move.lost(REPLAY_BUFFER, dict(replay_buffer), reason)
         return
-    if priority not in PRIORITIES:
-        reason = f"the order of replay is one of {', '.join(PRIORITIES)}"
-        move.lost(LeftOut(f"{REPLAY_BUFFER}.priority_fn", priority, reason, matters=True))
-        return
-    limit = whole(arguments.get("use_count_limit", PRIORITIES[priority])) or 0
+    is_own = priority not in PRIORITIES
+    limit = 0 if is_own else whole(arguments.get("use_count_limit", PRIORITIES[priority])) or 0
     if limit == 1:
         reason = "use_count_limit 1 has every experience once, so that none is replayed"
-        move.lost(LeftOut(REPLAY_BUFFER, dict(replay_buffer), reason, matters=False))
+        move.lost(REPLAY_BUFFER, dict(replay_buffer), reason, matters=False)
         return
     move.put(
         REPLAY + "share", 0.5,
         "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come. `max_age` bounds "
         "the age of a group, which Trinity-RFT does not",
     )  # fmt: skip
-    for name in ("decay", "sigma"):
-        if (value := arguments.get(name)) is not None:
-            move.put(REPLAY + name, value, f"was replay_buffer.priority_fn_args.{name}")
+    if is_own:
+        move.put(
+            REPLAY + "priority_fn", priority, "was replay_buffer.priority_fn", origin=f"{REPLAY_BUFFER}.priority_fn"
+        )
+        move.put(REPLAY + "priority_fn_args", dict(arguments), origin=f"{REPLAY_BUFFER}.priority_fn_args")
+    else:
+        for name in ("decay", "sigma"):
+            if (value := arguments.get(name)) is not None:
+                move.put(REPLAY + name, value, f"was replay_buffer.priority_fn_args.{name}")
     uses = f"was use_count_limit {limit}, with the first use" if limit > 0 else f"{priority} has no limit of uses"
+    uses = f"{priority} decides how often a group is used" if is_own else uses
     move.put(REPLAY + "max_uses", limit - 1 if limit > 0 else UNLIMITED, uses)
     move.put(REPLAY + "cooldown", 1, f"in train steps; was reuse_cooldown_time {pause:g} s")

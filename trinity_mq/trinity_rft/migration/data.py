@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.buffer.selectors import SIMPLE
-from trinity_mq.config.trinity_names import TASKSET, trinity_names
-from trinity_mq.trinity_rft.migration.algorithm import replay
+from trinity_mq.config.trinity_names import TASKSET, table_rows, trinity_names
+from trinity_mq.trinity_rft.migration.algorithm import algorithm_type, replay
 from trinity_mq.trinity_rft.migration.rules import UNSET_TEMPLATES, sampling
-from trinity_mq.trinity_rft.migration.transfer import LeftOut, SettingsTransfer, number, resolve_environment, whole
+from trinity_mq.trinity_rft.migration.transfer import (
+    LeftOut,
+    SettingsTransfer,
+    number,
+    resolve_environment,
+    training_tasksets,
+    value_at,
+    whole,
+)
 
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of file names that ``storage_type: file`` reads."""
@@ -28,14 +34,20 @@ EXPERT_RATIO = 0.5
 STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
 """Algorithms of workflows whose runs have an experience for each step."""
 ONE_ANSWER = frozenset(
-    {None, "on_policy_distill_workflow", "rubric_judge_workflow", "rubric_judge_openai_workflow", "tool_call_workflow"}
+    {
+        "None",
+        "on_policy_distill_workflow",
+        "rubric_judge_workflow",
+        "rubric_judge_openai_workflow",
+        "tool_call_workflow",
+    }
     | {
         f"{prefix}{name}_workflow"
         for prefix in ("", "async_")
         for name in ("simple", "math", "math_boxed", "math_eval", "math_rm", "math_ruler", "on_policy_distill_math")
     }
 )
-"""Workflows of Trinity-RFT whose runs have one experience each. None: its default workflow."""
+"""Workflows of Trinity-RFT whose runs have one experience each. ``None``: its default workflow."""
 OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
 """Keys of Trinity-RFT in a taskset, and of the default of all tasksets, by the kind of the name."""
 NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
@@ -81,8 +93,7 @@ class RegisteredName:
 @cache
 def registered_names() -> Mapping[tuple[str, str], RegisteredName]:
     """Return the rows of the table by kind and name."""
-    text = files("trinity_mq.trinity_rft").joinpath("registered_names.csv").read_text(encoding="utf-8")
-    rows = [RegisteredName(**row) for row in csv.DictReader(text.splitlines())]
+    rows = table_rows("trinity_mq.trinity_rft", "registered_names.csv", RegisteredName)
     return {(row.kind, row.name): row for row in rows}
 
 
@@ -96,7 +107,7 @@ def batch_sizes(move: SettingsTransfer) -> None:
     if mode == "train":
         size = trained if experiences or batch is None else batch
         move.put(
-            "buffer.batch_size", 1 if size in {None, 0} else size, "records of a train step; was train_batch_size",
+            "buffer.batch_size", size or 1, "records of a train step; was train_batch_size",
             origin="buffer.train_batch_size",
         )  # fmt: skip
         return
@@ -106,10 +117,9 @@ def batch_sizes(move: SettingsTransfer) -> None:
         tasks = max(1, records // size)
         comments = [f"was {records} records in packs of {size}; a record begins a pack here, so an epoch is longer"]
     move.put("buffer.batch_size", tasks, *comments)
-    algorithm = move.settings.get("algorithm", {})
-    runs = whole(algorithm.get("repeat_times") or move.peek("algorithm.repeat_times"))
+    runs = whole(value_at(move.settings, "algorithm.repeat_times") or move.peek("algorithm.repeat_times"))
     rolled_out = (whole(tasks) or 0) * (runs or 0)
-    if experiences > 0 and rolled_out and mode not in {"bench", "explore"}:
+    if experiences > 0 and rolled_out and mode not in ("bench", "explore"):
         _step_size(move, experiences, rolled_out)
 
 
@@ -123,14 +133,15 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
     """
     comment = f"was buffer.train_batch_size {experiences}"
     shown = experiences
-    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in MIXING:
-        ratio = move.settings["buffer"].get("trainer_input", {}).get("expert_data_ratio")
-        experiences -= math.ceil(experiences * (EXPERT_RATIO if number(ratio) is None else number(ratio) or 0.0))
+    if algorithm_type(move) in MIXING:
+        ratio = number(value_at(move.settings, "buffer.trainer_input.expert_data_ratio"))
+        share = ratio if ratio is not None and 0 <= ratio <= 1 else EXPERT_RATIO
+        experiences -= math.ceil(experiences * share)
     if experiences == rolled_out:
         return
     if not _answers_once(move):
         reason = f"a step has all experiences of a batch of {rolled_out} runs, which may be several for each run"
-        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=False))
+        move.lost("buffer.train_batch_size", shown, reason, matters=False)
     elif experiences > rolled_out and experiences % rolled_out == 0:
         batches = experiences // rolled_out
         move.put("trainer.batches_per_step", batches, comment, origin="buffer.train_batch_size")
@@ -140,16 +151,14 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         move.put("algorithm.mini_batches", rolled_out // experiences, comment, origin="buffer.train_batch_size")
     else:
         reason = f"a train step has the {rolled_out} experiences of a batch, whole batches or equal parts of one"
-        move.lost(LeftOut("buffer.train_batch_size", shown, reason, matters=True))
+        move.lost("buffer.train_batch_size", shown, reason)
 
 
 def _answers_once(move: SettingsTransfer) -> bool:
     """Return whether each run of the training tasks has one experience, as far as the names tell."""
-    if resolve_environment(move.settings["algorithm"]["algorithm_type"]) in STEP_WISE:
+    if algorithm_type(move) in STEP_WISE:
         return False
-    buffer = move.settings.get("buffer", {})
-    names = {taskset.get("workflow") for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()))}
-    return names <= ONE_ANSWER
+    return all(str(taskset.get("workflow")) in ONE_ANSWER for taskset in training_tasksets(move.settings))
 
 
 def tasksets(move: SettingsTransfer) -> None:
@@ -193,28 +202,30 @@ def packs(move: SettingsTransfer) -> None:
         arguments.leave_out(name, "every record is a whole pack, and a run keeps its experiences", matters=False)
     if resolve_environment(arguments.take("inject_pack_seed", False)) is not True:
         reason = "the tasks of a pack always share a map here"
-        arguments.lost(LeftOut(f"{PACKS}cod_workflow_args.inject_pack_seed", False, reason, matters=True))
+        arguments.lost("inject_pack_seed", False, reason)
     arguments.leave_out("stable_pack_seed", "the map follows from the record", matters=False)
     kept = {
         PACK_ARGUMENTS.get(name, name): value
         for name in ("hint_example", "max_response_tokens_restraint", "hint_penalty_coef", *PACK_ARGUMENTS)
         if (value := arguments.take(name)) is not None
     }
-    arguments.give_up("no counterpart here")
-    buffer = move.settings.get("buffer", {})
-    training = [*buffer.get("tasksets", ()), *([buffer["taskset"]] if "taskset" in buffer else [])]
-    sizes = (old.take("task_pack_size"), old.take("eval_task_pack_size"))
-    for size, tasksets in zip(sizes, (training, buffer.get("eval_tasksets", ())), strict=True):
+    arguments.give_up()
+    for key, tasksets in (
+        ("task_pack_size", training_tasksets(move.settings)),
+        ("eval_task_pack_size", value_at(move.settings, "buffer.eval_tasksets") or ()),
+    ):
+        size = old.take(key)
         for taskset in tasksets:
             _pack(move, taskset, {**({} if size is None else {"pack_size": size}), **kept})
-    old.give_up("no counterpart here")
+    old.give_up()
 
 
 def _pack(move: SettingsTransfer, taskset: dict[str, Any], arguments: Mapping[str, Any]) -> None:
     """Give a taskset the arguments of its packs, or refuse its workflow. One that is refused by name has none."""
     workflow = taskset.get("workflow")
     if workflow in PACK_WORKFLOWS:
-        taskset["workflow_args"] = {**(taskset.get("workflow_args") or {}), **arguments}
+        if isinstance(kept := taskset.get("workflow_args") or {}, Mapping):
+            taskset["workflow_args"] = {**kept, **arguments}
     elif workflow is not None:
         world = f"packs of {workflow} are missing: packs of tasks here are those of {', '.join(PACK_WORKFLOWS)}"
         move.refuse("cod", workflow, world)
@@ -258,7 +269,7 @@ def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping
             item.leave_out(f"format.{name}", reason)
             item.put(f"format.{name}", key)
         item.take(f"format.{name}")
-    _give_up(item, "no counterpart here")
+    _give_up(item)
 
 
 def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
@@ -278,7 +289,7 @@ def _put_name(item: SettingsTransfer, kind: str, default: str | None) -> None:
     if row is None:
         item.put(NEW_KEYS[kind], value)
     elif row.refused:
-        item.lost(LeftOut(key, value, row.text, matters=True, is_purpose=True))
+        item.record(LeftOut(key, value, row.text, matters=True, is_purpose=True))
     elif row.new_name:
         item.put(NEW_KEYS[kind], row.new_name, f"was {value}: {row.text}")
     else:
@@ -293,10 +304,10 @@ def _leave_out_unused(move: SettingsTransfer, section: str = "") -> None:
             move.leave_out(section + row.old.removeprefix(TASKSET), row.comment, matters=False)
 
 
-def _give_up(item: SettingsTransfer, reason: str) -> None:
+def _give_up(item: SettingsTransfer) -> None:
     """Leave out the remaining settings of a data source."""
     _leave_out_unused(item)
-    item.give_up(reason)
+    item.give_up()
 
 
 def _storage(item: SettingsTransfer) -> None:
@@ -318,7 +329,7 @@ def _selector(item: SettingsTransfer) -> None:
     kind = selector.get("selector_type") or "sequential"
     if not selector:
         item.put("selector", "sequential", "Trinity-RFT's default; here it is shuffle")
-    elif kind in SIMPLE and set(selector) <= {"selector_type"}:
+    elif isinstance(kind, str) and kind in SIMPLE and set(selector) == {"selector_type"}:
         item.put("selector", kind)
     else:
         item.put("data_selector", {key: value for key, value in selector.items() if value not in ([], {}, None)})
@@ -332,7 +343,7 @@ def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
         if value is not None and key not in {"n", "logprobs"} and (key, number(value)) != ("top_k", -1.0)
     }
     if (runs := whole(rollout_args.get("n", 1))) != 1:
-        item.lost(LeftOut("rollout_args.n", runs, "runs of a task are `repeat_times`", matters=True))
+        item.lost("rollout_args.n", runs, "runs of a task are `repeat_times`")
     if arguments := {**shared, **arguments}:
         item.put("rollout_args", arguments)
 
@@ -340,7 +351,7 @@ def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
 def trainer_input(move: SettingsTransfer) -> None:
     """Move the data that the trainer reads, and the replay of experiences."""
     there = "buffer.trainer_input."
-    kind = str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+    kind = algorithm_type(move)
     place: tuple[str, ...] = ("buffer", "trainer_input", "experience_buffer")
     if data := move.take_mapping(there + "experience_buffer"):
         item = move.item(data, place, there + "experience_buffer")
@@ -351,17 +362,20 @@ def trainer_input(move: SettingsTransfer) -> None:
             for name in ("name", "storage_type", "path", "schema_type", "split", "subset_name"):
                 item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
             replay(move, item.take_mapping("replay_buffer"))
-            _give_up(item, "rollouts reach the trainer through the broker")
+            _give_up(item)
     buffers = dict(move.take_mapping(there + "auxiliary_buffers"))
     if kind in MIXING and (warmup := move.take_mapping(there + "sft_warmup_dataset")):
         buffers.setdefault("sft_dataset", warmup)  # its name until Trinity-RFT 0.3
     experts = move.item(buffers, (), there + "auxiliary_buffers")
+    migrated = {}
     for name in experts.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
         item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
-        move.put(".".join(place), item.settings)
+        migrated[name] = item.settings
         item.leave_out("total_epochs", "experts are read again from the beginning after the last", matters=False)
         _records(item, "sft")
+    if migrated:
+        move.put("buffer.trainer_input.auxiliary_buffers", migrated)
 
 
 def _records(item: SettingsTransfer, schema: str) -> None:
@@ -376,11 +390,11 @@ def _records(item: SettingsTransfer, schema: str) -> None:
     item.put("schema_type", schema_type, *([] if schema_type != schema else ["follows from the algorithm"]))
     item.keep("subset_name", "split")
     selector = item.take_mapping("data_selector")
-    item.put("selector", "shuffle" if selector.get("selector_type") in {"shuffle", "random"} else "sequential")
+    item.put("selector", "shuffle" if selector.get("selector_type") in ("shuffle", "random") else "sequential")
     if schema_type != "experience":
         _record_format(item)
     item.take("replay_buffer")
-    _give_up(item, "no counterpart here")
+    _give_up(item)
 
 
 def _record_format(item: SettingsTransfer) -> None:
@@ -434,7 +448,7 @@ def operators(move: SettingsTransfer) -> None:
         )
     if any(_name(operator) == PADDING for operator in chain):
         chain = [operator for operator in chain if _name(operator) != PADDING]
-        move.lost(LeftOut(old, PADDING, "a batch counts tasks: runs may differ in steps", matters=False))
+        move.lost(old, PADDING, "a batch counts tasks: runs may differ in steps", matters=False)
     if chain:
         move.put("operator.operators", chain, f"was {old}", origin=old)
     for section in (TASK_PIPELINE, "service.data_juicer"):

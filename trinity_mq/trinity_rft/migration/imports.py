@@ -53,7 +53,7 @@ def migrate_plugin(source: bytes) -> MigratedPlugin:
         assert node.end_col_offset is not None
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
-        missing += [(node.lineno, *entry) for entry in statement.missing]
+        missing += statement.missing
         old = text[begin:end].decode()
         new = _replaced(statement, old, text[starts[node.lineno - 1] : begin].decode(), end_of_line)
         if new != old:

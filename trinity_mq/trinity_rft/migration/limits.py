@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import BaseModel
-
-from trinity_mq.config.agents import ExplorerConfig, TrainerConfig
-from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.config.buffer import BufferConfig
-from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.run import TRUNCATING, batch_bytes, slice_hold_seconds
-from trinity_mq.config.sync import SyncConfig
-from trinity_mq.trinity_rft.migration.transfer import SettingsTransfer, number, whole
+from trinity_mq.trinity_rft.migration.transfer import (
+    SettingsTransfer,
+    default_of,
+    number,
+    training_tasksets,
+    value_at,
+    whole,
+)
 
 TIMEOUT = 1800
 """Trinity-RFT's default of ``max_timeout``, in seconds."""
 MAX_READY_BYTES = 32 * 2**30
 """Maximum bytes of processed batches that ``migrate`` lets the broker keep. Beyond that it saves more often."""
 GIB = 2**30
+SIZES = ("buffer.batch_size", "algorithm.repeat_times", "model.max_prompt_tokens", "model.max_response_tokens")
+"""Settings on which the size of a batch depends."""
 
 
 def timeouts(move: SettingsTransfer) -> None:
@@ -27,26 +26,26 @@ def timeouts(move: SettingsTransfer) -> None:
     if move.resolved("mode") == "train":
         return
     move.keep_or_default("explorer.max_timeout", TIMEOUT, "Trinity-RFT's default; here it is 360 s")
-    tries = whole(move.peek("explorer.max_retry_times", _default(ExplorerConfig, "max_retry_times")))
+    tries = whole(move.current("explorer.max_retry_times"))
     run_timeout = number(move.settings["explorer"]["max_timeout"])
     if run_timeout is None or tries is None:
         return
     limit = run_timeout * (tries + 1)
     reason = f"as long as {tries + 1} tries of max_timeout; usually"
     for name in ("batch_timeout", "stall_timeout"):
-        default = _default(ExplorerConfig, name)
+        default = default_of(f"explorer.{name}")
         if limit > default:
             move.put(f"explorer.{name}", limit, f"{reason} {default:g}")
-    default = _default(BrokerConfig, "consumer_timeout")
+    default = default_of("broker.consumer_timeout")
     if (hold := slice_hold_seconds(limit)) >= default:
         move.put("broker.consumer_timeout", hold + 60, f"{reason} {default:g}")
 
 
 def lookahead(move: SettingsTransfer) -> None:
     """Let the explorer run as far ahead as the batches of one train step."""
-    together = whole(move.settings.get("trainer", {}).get("batches_per_step")) or 1
+    together = whole(value_at(move.settings, "trainer.batches_per_step")) or 1
     key = "synchronizer.pipeline_depth"
-    depth = whole(move.peek(key, _default(SyncConfig, "pipeline_depth"))) or 0
+    depth = whole(move.current(key)) or 0
     if move.resolved("synchronizer.sync_style", "fixed") != "fixed" and together > depth + 1:
         move.take(key)
         move.put(key, together - 1, f"a train step takes {together} batches, which must be open at a time")
@@ -54,17 +53,8 @@ def lookahead(move: SettingsTransfer) -> None:
 
 def retention(move: SettingsTransfer) -> None:
     """Let the broker keep the batches between two checkpoints, or write checkpoints more often."""
-    interval = whole(_value(move, "trainer.save_interval", TrainerConfig))
-    opened = whole(_value(move, "explorer.max_open_batches", ExplorerConfig))
-    sizes = [
-        whole(_value(move, key, section))
-        for key, section in (
-            ("buffer.batch_size", BufferConfig),
-            ("algorithm.repeat_times", AlgorithmConfig),
-            ("model.max_prompt_tokens", ModelConfig),
-            ("model.max_response_tokens", ModelConfig),
-        )
-    ]
+    interval, opened = (whole(move.current(key)) for key in ("trainer.save_interval", "explorer.max_open_batches"))
+    sizes = [whole(move.current(key)) for key in SIZES]
     if interval is None or opened is None or None in sizes or move.has("broker.ready_max_bytes"):
         return
     tasks, runs, prompt, response = (size or 0 for size in sizes)
@@ -82,7 +72,7 @@ def retention(move: SettingsTransfer) -> None:
         )  # fmt: skip
         interval = shorter
     needed = -(-(interval + opened) * batch // GIB) * GIB
-    if needed > _default(BrokerConfig, "ready_max_bytes"):
+    if needed > default_of("broker.ready_max_bytes"):
         move.put(
             "broker.ready_max_bytes", needed,
             f"the broker keeps {interval} batches until a checkpoint and {opened} open batches: at most "
@@ -92,10 +82,8 @@ def retention(move: SettingsTransfer) -> None:
 
 def truncated_sampling(move: SettingsTransfer) -> None:
     """Allow training tasksets with sampling parameters of their own that change the sampled distribution."""
-    buffer = move.settings.get("buffer", {})
-    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ())):
-        if TRUNCATING & set(taskset.get("rollout_args") or {}):
-            allow_truncated_sampling(move)
+    if any(TRUNCATING & set(taskset.get("rollout_args", ())) for taskset in training_tasksets(move.settings)):
+        allow_truncated_sampling(move)
 
 
 def allow_truncated_sampling(move: SettingsTransfer) -> None:
@@ -106,15 +94,3 @@ def allow_truncated_sampling(move: SettingsTransfer) -> None:
             "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
             "Trinity-RFT trains on them without a warning; better sample without them",
         )  # fmt: skip
-
-
-def _default(section: type[BaseModel], name: str) -> Any:
-    return section.model_fields[name].default
-
-
-def _value(move: SettingsTransfer, key: str, section: type[BaseModel]) -> Any:
-    """Return the value of a new key, moved or still to move, or its default."""
-    here: Any = move.settings
-    for part in key.split("."):
-        here = here.get(part) if isinstance(here, dict) else None
-    return here if here is not None else move.peek(key, _default(section, key.rsplit(".", 1)[1]))

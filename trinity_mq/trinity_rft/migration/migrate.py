@@ -4,88 +4,46 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_mq.config.loading.load import STAGES, ConfigError
+from trinity_mq.config.loading.load import STAGES, ConfigError, escape_interpolations
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
 from trinity_mq.trinity_rft.migration import algorithm, data, limits, rules, verl
 from trinity_mq.trinity_rft.migration.transfer import (
-    Comments,
-    LeftOut,
+    Migration,
     Path,
     SettingsTransfer,
     is_config_key,
     resolve_environment,
+    value_at,
 )
 
 RULES = {
     rule.__name__: rule
     for rule in (
-        rules.auxiliary_models,
-        data.batch_sizes,
-        rules.checkpoints,
-        rules.data_type,
-        rules.engine_options,
-        rules.explorer,
-        rules.lora,
-        algorithm.losses,
-        rules.mode,
-        rules.model,
-        rules.monitor,
-        rules.names,
-        data.operators,
-        data.packs,
-        algorithm.optimizer,
-        rules.synchronizer,
-        data.tasksets,
-        rules.template,
-        rules.thinking,
-        rules.truncation,
-        rules.external_evaluation,
-        rules.gateway,
-        limits.truncated_sampling,
-        limits.timeouts,
-        limits.lookahead,
-        limits.retention,
-        data.trainer_input,
+        rules.auxiliary_models, rules.checkpoints, rules.data_type, rules.engine_options, rules.explorer,
+        rules.external_evaluation, rules.gateway, rules.lora, rules.mode, rules.model, rules.monitor, rules.names,
+        rules.synchronizer, rules.template, rules.thinking, rules.truncation,
+        data.batch_sizes, data.operators, data.packs, data.tasksets, data.trainer_input,
+        algorithm.losses, algorithm.optimizer,
+        limits.lookahead, limits.retention, limits.timeouts, limits.truncated_sampling,
         verl.verl,
     )
-}
+}  # fmt: skip
 """Rules of the table of names."""
 WIDTH = 116
 """Maximum number of characters in a comment line."""
 _REFERENCE = re.compile(r"\$\{(?!oc\.env:|env:)")
-
-
-@dataclass(frozen=True, slots=True)
-class Migration:
-    """A configuration, ready to be written."""
-
-    settings: dict[str, Any]
-    """Settings of the new configuration, by section."""
-    comments: Mapping[Path, Sequence[str]]
-    """Comments on changes, by the place of a setting."""
-    left_out: Sequence[LeftOut]
-    """Settings without a counterpart here."""
-    notes: Sequence[LeftOut] = ()
-    """Settings that need something on this machine, which their reason names."""
-    origins: Mapping[Path, str] = field(default_factory=dict)
-    """Dotted keys of the old configuration, by the place of the setting that was made of each."""
-
-    def origin_of(self, place: Path) -> str:
-        """Return the dotted key of the old configuration that a setting or its section was made of, empty if none."""
-        for length in range(len(place), 1, -1):
-            if (origin := self.origins.get(place[:length])) is not None:
-                return ".".join([origin, *map(str, place[length:])])
-        return ""
 
 
 def migrate(source: Mapping[str, Any]) -> Migration:
@@ -108,15 +66,13 @@ def migrate(source: Mapping[str, Any]) -> Migration:
         )
     resolved = _without_references(source)
     stages = resolved.pop(STAGES, None)
-    if not stages:
-        comments = Comments()
-        return Migration(_run(resolved, comments), comments.at, comments.left_out, comments.notes, comments.origins)
-    return _stages(resolved, stages)
+    return _stages(resolved, stages) if stages else _run(resolved)
 
 
-def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
-    """Return the settings of one run."""
-    move = SettingsTransfer(source, comments)
+def _run(source: Mapping[str, Any]) -> Migration:
+    """Return the configuration of one run."""
+    migration = Migration()
+    move = SettingsTransfer(source, migration)
     applied = set[str]()
     for row in trinity_names():
         if row.rule == ACCEPTED:
@@ -126,17 +82,16 @@ def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
         elif row.rule not in applied:
             applied.add(row.rule)
             RULES[row.rule](move)
-    for key, _ in list(move.rest()):
+    for key, value in list(move.rest()):
         if is_config_key(key):
             move.keep(key)
         else:
-            move.leave_out(key, trinity_key_advice(key.split(".")) or "no counterpart here")
-    known_order = [*Config.model_fields]
-    return {
-        key: _ordered(move.settings[key])
-        for key in sorted(move.settings, key=known_order.index)
-        if move.settings[key] != {}
+            reason = trinity_key_advice(key.split(".")) or "no counterpart here"
+            move.lost(key, value, reason)
+    migration.settings = {
+        key: _ordered(move.settings[key]) for key in Config.model_fields if move.settings.get(key) not in (None, {})
     }
+    return migration
 
 
 def _ordered(section: Any) -> Any:
@@ -145,16 +100,13 @@ def _ordered(section: Any) -> Any:
         return [_ordered(item) for item in section]
     if not isinstance(section, Mapping):
         return section
-    inner = {key: value for key, value in section.items() if _is_section(value)}
-    return {key: value for key, value in section.items() if key not in inner} | {
-        key: _ordered(value) for key, value in inner.items()
-    }
+    plain_first = sorted(section.items(), key=lambda item: isinstance(item[1], Mapping) or _are_sections(item[1]))
+    return {key: _ordered(value) for key, value in plain_first}
 
 
-def _is_section(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+def _are_sections(value: Any) -> bool:
+    """Return whether a value is a list of sections that are not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) and item for item in value)
 
 
 def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
@@ -167,30 +119,30 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
         isinstance(stage, Mapping) and stage.get(STAGE_NAME) for stage in stages
     ):
         raise ConfigError(f"{STAGES}: wanted a list of settings with a {STAGE_NAME} each, got {stages!r}")
-    runs, run_comments = [], []
-    for stage in stages:
-        stage_settings = {key: value for key, value in stage.items() if key != STAGE_NAME and value is not None}
-        comments = Comments()
-        runs.append(_run({**base, **stage_settings}, comments))
-        run_comments.append(comments)
-    shared = {key: value for key, value in runs[0].items() if all(run.get(key) == value for run in runs)}
-    settings: dict[str, Any] = {**shared, STAGES: []}
-    origins = {place: key for place, key in run_comments[0].origins.items() if place[0] in shared}
-    at: dict[Path, Sequence[str]] = {place: words for place, words in run_comments[0].at.items() if place[0] in shared}
-    for number, (stage, run, comments) in enumerate(zip(stages, runs, run_comments, strict=True)):
-        stage_settings = {key: value for key, value in run.items() if key not in shared}
-        settings[STAGES].append({STAGE_NAME: rules.slug(str(stage[STAGE_NAME])), **stage_settings})
-        at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
-        origins |= {
-            (STAGES, number, *place): f"{STAGES}.{number}.{key}" if key.split(".")[0] in stage else key
-            for place, key in comments.origins.items()
-            if place[0] not in shared
-        }
-    left_out = {
-        (setting.key, repr(setting.value)): setting for comments in run_comments for setting in comments.left_out
-    }
-    notes = [note for comments in run_comments for note in comments.notes]
-    return Migration(settings, at, list(left_out.values()), notes, origins)
+    runs = [
+        _run({**base, **{key: value for key, value in stage.items() if key != STAGE_NAME and value is not None}})
+        for stage in stages
+    ]
+    first = runs[0].settings
+    shared = {key: value for key, value in first.items() if all(run.settings.get(key) == value for run in runs)}
+    result = Migration({**shared, STAGES: []})
+    result.comments = {place: texts for place, texts in runs[0].comments.items() if place[0] in shared}
+    for number, (stage, run) in enumerate(zip(stages, runs, strict=True)):
+
+        def old_key(key: str, number: int = number, stage: Mapping[str, Any] = stage) -> str:
+            return f"{STAGES}.{number}.{key}" if key.split(".", maxsplit=1)[0] in stage else key
+
+        section = {key: value for key, value in run.settings.items() if key not in shared}
+        result.settings[STAGES].append({STAGE_NAME: rules.slug(str(stage[STAGE_NAME])), **section})
+        for place, texts in run.comments.items():
+            if place[0] in section:
+                result.comments[STAGES, number, *place] = texts
+        for place, key in run.origins.items():
+            result.origins[(STAGES, number, *place) if place[0] in section else place] = old_key(key)
+        for old, new in ((run.left_out, result.left_out), (run.notes, result.notes)):
+            renamed = [replace(setting, key=old_key(setting.key)) for setting in old]
+            new += [setting for setting in renamed if setting not in new]
+    return result
 
 
 def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,39 +153,36 @@ def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A reference does not resolve.
     """
-    try:
-        whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
 
-    def replaced(value: Any, place: str) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): replaced(inner, f"{place}.{key}".lstrip(".")) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [replaced(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+    def replaced(value: Any, place: str, read: Callable[[], Any]) -> Any:
+        """Return a value without references. ``read`` returns the value with all references resolved."""
+        if isinstance(value, Mapping | list):
+            config = read()
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            inner = {str(key): replaced(item, f"{place}{key}.", partial(getitem, config, key)) for key, item in items}
+            return inner if isinstance(value, Mapping) else list(inner.values())
         if not isinstance(value, str) or not _REFERENCE.search(value):
             return value
         try:
-            resolved = OmegaConf.select(whole, place)
+            resolved = read()
         except (OmegaConfBaseException, KeyError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            raise ConfigError(f"{place}: {value!r} has no value: {reason}; write the value itself") from None
+            raise ConfigError(f"{place[:-1]}: {value!r} has no value: {reason}; write the value itself") from None
         if OmegaConf.is_config(resolved):
-            return OmegaConf.to_container(resolved)
+            return replaced(OmegaConf.to_container(resolved), place, lambda: resolved)
         # Trinity-RFT's sections give numbers from environment variables their type, so references to them are numbers
-        typed = resolve_environment(_value_of(source, value))
-        return typed if isinstance(typed, int | float) and str(typed) == resolved else resolved
+        typed = resolve_environment(value_at(source, value.removeprefix("${").removesuffix("}")))
+        is_number = isinstance(typed, int | float) and str(typed) == resolved
+        return typed if is_number else escape_interpolations(resolved)
 
-    result: dict[str, Any] = replaced(dict(source), "")
+    try:
+        whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
+        result: dict[str, Any] = replaced(source, "", lambda: whole)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    except RecursionError:
+        raise ConfigError("a reference leads to itself: write the value itself") from None
     return result
-
-
-def _value_of(source: Mapping[str, Any], reference: str) -> Any:
-    """Return the value that a text names if it is one reference such as ``${model.max_model_len}``, else None."""
-    here: Any = source
-    for part in reference.removeprefix("${").removesuffix("}").split("."):
-        here = here.get(part) if isinstance(here, Mapping) else None
-    return here
 
 
 def as_yaml(settings: Mapping[str, Any], comments: Mapping[Path, Sequence[str]]) -> str:
@@ -254,10 +203,10 @@ def _mapping(
         for comment in comments.get(here, ()):
             yield from comment_lines(comment, indent)
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
+            yield _key(key, indent)
             yield from _mapping(value, comments, here, indent + "  ")
-        elif isinstance(value, Sequence) and any(isinstance(item, Mapping) for item in value):
-            yield f"{indent}{key}:"
+        elif _are_sections(value):
+            yield _key(key, indent)
             for number, item in enumerate(value):
                 lines = list(_mapping(item, comments, (*here, number), indent + "    "))
                 first = next(place for place, line in enumerate(lines) if not line.lstrip().startswith("#"))
@@ -265,14 +214,25 @@ def _mapping(
                 yield f"{indent}  - {lines[first].lstrip()}"
                 yield from lines[first + 1 :]
         else:
-            yield f"{indent}{key}: {_value(value)}"
+            yield f"{_key(key, indent)} {_value(value)}"
+
+
+def _key(key: str, indent: str) -> str:
+    """Return a key with its colon, which stands in the next line after a key that is too long for one line."""
+    name = _value(key)
+    return f"{indent}{name}:" if len(name) <= WIDTH else f"{indent}? {name}\n{indent}:"
 
 
 def comment_lines(text: str, indent: str = "") -> list[str]:
-    """Return a comment as lines of YAML."""
+    """Return a comment as lines of YAML. Ends of lines and control characters become spaces."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
     return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
 
 
 def _value(value: Any) -> str:
-    shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    """Return a key or a value as YAML, a text in one line."""
+    style = '"' if isinstance(value, str) and not value.isprintable() else None
+    shown = yaml.safe_dump(
+        value, default_style=style, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False
+    )
     return shown.removesuffix("\n").removesuffix("\n...")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.loading.load import ConfigError, read_file
-from trinity_mq.trinity_rft.migration.transfer import LeftOut, resolve_environment
+from trinity_mq.trinity_rft.migration.transfer import LeftOut, resolve_environment, value_at
 
 HALVES = {"explore": "train", "train": "explore"}
 """Mode of the other half, by the mode of a half."""
-EXPERIENCES = ("buffer", "trainer_input", "experience_buffer")
+EXPERIENCES = "buffer.trainer_input.experience_buffer"
 OF_TRAINER = ("algorithm", "trainer")
 """Sections of the trainer's file that override the explorer's file. The explorer's file overrides all others."""
 OF_EXPLORER = ("algorithm.repeat_times",)
@@ -33,7 +33,7 @@ def other_half(path: Path, source: Mapping[str, Any]) -> tuple[Path, dict[str, A
             settings = read_file(sibling)
         except ConfigError:  # a file of something else
             continue
-        if _mode(settings) == wanted and _run(settings) == _run(source):
+        if _mode(settings) == wanted and _identity(settings) == _identity(source):
             return sibling, settings
     return None
 
@@ -42,14 +42,14 @@ def half_mode(source: Mapping[str, Any]) -> str:
     """Return the mode of a configuration whose experiences pass through the queue of another process, empty if they do
     not: ``explore`` or ``train``.
     """
-    kind = str(resolve_environment(_at(source, (*EXPERIENCES, "storage_type"))) or "queue")
-    has_records = str(resolve_environment(_at(source, ("algorithm", "algorithm_type")))) in {"sft", "dpo", "cpt"}
-    return _mode(source) if _mode(source) in HALVES and kind == "queue" and not has_records else ""
+    has_records = str(resolve_environment(value_at(source, "algorithm.algorithm_type"))) in {"sft", "dpo", "cpt"}
+    return _mode(source) if _mode(source) in HALVES and _storage(source) == "queue" and not has_records else ""
 
 
-def join_halves(explorer: Mapping[str, Any], trainer: Mapping[str, Any]) -> tuple[dict[str, Any], list[LeftOut]]:
+def join_halves(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[dict[str, Any], list[LeftOut]]:
     """Return one configuration for both agents of a run, and the settings of a half that the other half overrides."""
     overridden: list[LeftOut] = []
+    explorer, trainer = (first, second) if _mode(first) == "explore" else (second, first)
     result = _merged(trainer, explorer, "", overridden, in_trainer=False)
     result["mode"] = "both"
     return result, overridden
@@ -80,19 +80,10 @@ def _mode(settings: Mapping[str, Any]) -> str:
     return str(resolve_environment(settings.get("mode")) or "both")
 
 
-def _run(settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(_identity(settings))
+def _storage(settings: Mapping[str, Any]) -> str:
+    return str(resolve_environment(value_at(settings, f"{EXPERIENCES}.storage_type")) or "queue")
 
 
-def _identity(settings: Mapping[str, Any]) -> Iterator[Any]:
-    for key in ("project", "group", "name"):
-        yield settings.get(key) or ""
-    for key in ("name", "path"):
-        yield _at(settings, (*EXPERIENCES, key))
-    yield resolve_environment(_at(settings, (*EXPERIENCES, "storage_type"))) or "queue"
-
-
-def _at(settings: Any, keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        settings = settings.get(key) if isinstance(settings, Mapping) else None
-    return settings
+def _identity(settings: Mapping[str, Any]) -> list[Any]:
+    names = [settings.get(key) or "" for key in ("project", "group", "name")]
+    return [*names, *(value_at(settings, f"{EXPERIENCES}.{key}") for key in ("name", "path")), _storage(settings)]

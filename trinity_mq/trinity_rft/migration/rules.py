@@ -8,10 +8,10 @@ from typing import Any
 
 from trinity_mq.trinity_rft.migration.limits import allow_truncated_sampling
 from trinity_mq.trinity_rft.migration.transfer import (
-    LeftOut,
     SettingsTransfer,
     number,
     resolve_environment,
+    value_at,
     whole,
 )
 
@@ -54,9 +54,9 @@ def names(move: SettingsTransfer) -> None:
         move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
 
 
-def slug(text: str) -> str:
-    """Return a valid run name made from ``text``."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "run"
+def slug(text: str, default: str = "run") -> str:
+    """Return a valid name of a run or a model made from ``text``, ``default`` if it has no letters."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or default
 
 
 def mode(move: SettingsTransfer) -> None:
@@ -71,14 +71,13 @@ def mode(move: SettingsTransfer) -> None:
         move.put("mode", new_mode, *comments)
     elif old_mode is not None:
         reason = f"modes are {', '.join(sorted(set(MODES.values())))}"
-        move.lost(LeftOut("mode", old_mode, reason, matters=True))
+        move.lost("mode", old_mode, reason)
 
 
 def model(move: SettingsTransfer) -> None:
     """Move the length limits, and drop the kinds of models that are not enabled."""
     _lengths(move, "model.")
-    top_p = move.settings.get("explorer", {}).get("rollout_model", {}).get("top_p")
-    if (number(top_p) or 1.0) < 1:
+    if (number(value_at(move.settings, f"{ENGINE}top_p")) or 1.0) < 1:
         allow_truncated_sampling(move)
     _tinker(move)
     _external_policy(move)
@@ -98,10 +97,10 @@ def _tinker(move: SettingsTransfer) -> None:
     names = [name for part, layers in LAYERS.items() if trained[part] for name in layers]
     item.put("target_modules", "all-linear" if trained["attn"] and trained["mlp"] else names)
     if trained["unembed"]:
-        item.lost(LeftOut("model.tinker.train_unembed", True, "the output layer gets no adapter", matters=True))
+        item.lost("train_unembed", True, "the output layer gets no adapter")
     item.leave_out("base_url", "no service takes part", matters=False)
     item.leave_out("seed", "it follows from the run's `seed`", matters=False)
-    item.give_up("no counterpart here")
+    item.give_up()
 
 
 def _external_policy(move: SettingsTransfer) -> None:
@@ -118,7 +117,7 @@ def _external_policy(move: SettingsTransfer) -> None:
         )  # fmt: skip
         return
     served = str(model.get("model_name") or move.peek("model.model_path"))
-    name = _model_name(served)
+    name = slug(served, "model")
     address = {"url": f"${{oc.env:{model.get('base_url_env') or 'OPENAI_BASE_URL'}}}"}
     address["api_key_env"] = str(model.get("api_key_env") or "OPENAI_API_KEY")
     move.put(
@@ -127,7 +126,7 @@ def _external_policy(move: SettingsTransfer) -> None:
     )  # fmt: skip
     move.take("model.model_path")
     move.settings.get("model", {}).pop("model_path", None)
-    total = whole(move.settings.get("model", {}).get("max_model_len")) or TINY_TOKENS
+    total = whole(value_at(move.settings, "model.max_model_len")) or TINY_TOKENS
     move.put(
         "model.tiny", {"characters": "".join(map(chr, range(32, 127))) + "\n", "max_position_embeddings": total},
         f"only {name} is evaluated: a run has a policy of its own too, and this small one answers nothing",
@@ -138,15 +137,10 @@ def _external_policy(move: SettingsTransfer) -> None:
 
 def external_evaluation(move: SettingsTransfer) -> None:
     """Let the model of another service answer the evaluations, where it is all that is evaluated."""
-    models = move.settings.get("explorer", {}).get("auxiliary_models") or []
     if move.resolved("mode") == "bench" and move.has("model.tiny"):
-        for taskset in move.settings.get("buffer", {}).get("eval_tasksets", ()):
-            taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "model": models[0]["name"]}
-
-
-def _model_name(text: str) -> str:
-    """Return a valid name of an auxiliary model made from ``text``."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "model"
+        name = value_at(move.settings, "explorer.auxiliary_models.0.name")
+        for taskset in value_at(move.settings, "buffer.eval_tasksets") or ():
+            taskset["rollout_args"] = {**(taskset.get("rollout_args") or {}), "model": name}
 
 
 def thinking(move: SettingsTransfer) -> None:
@@ -172,8 +166,7 @@ def template(move: SettingsTransfer) -> None:
 
 def truncation(move: SettingsTransfer) -> None:
     """Move the treatment of prompts that are too long: in Trinity-RFT they give masked experiences by default."""
-    of_engine, of_model = (move.take(f"{section}enable_prompt_truncation") for section in (ENGINE, "model."))
-    value = of_model if of_engine is None else of_engine
+    value = move.take_first(ENGINE + "enable_prompt_truncation", "model.enable_prompt_truncation")
     if move.resolved("mode") == "train":
         return
     if value is None:
@@ -186,8 +179,7 @@ def sampling(move: SettingsTransfer) -> dict[str, Any]:
     """Return the sampling parameters of the model that belong to each taskset here."""
     parameters = {}
     for name in ("top_k", "repetition_penalty"):
-        engine_value, model_value = move.take(ENGINE + name), move.take(f"model.{name}")
-        if (value := model_value if engine_value is None else engine_value) is not None:
+        if (value := move.take_first(ENGINE + name, f"model.{name}")) is not None:
             parameters[name] = value
             allow_truncated_sampling(move)
     return parameters
@@ -245,9 +237,9 @@ def lora(move: SettingsTransfer) -> None:
     for name in ("name", "base_model_name", "lora_dtype", "is_dummy"):
         item.leave_out(name, "it follows from the model", matters=False)
     item.leave_out("path", "a run begins with fresh adapters; merge yours into the model first")
-    item.give_up("no counterpart here")
+    item.give_up()
     for number_, adapter in enumerate(other_adapters, 1):
-        move.lost(LeftOut(f"model.lora_configs.{number_}", adapter, "a run trains one adapter", matters=True))
+        move.lost(f"model.lora_configs.{number_}", adapter, "a run trains one adapter")
 
 
 def explorer(move: SettingsTransfer) -> None:
@@ -276,7 +268,7 @@ def explorer(move: SettingsTransfer) -> None:
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
         move.keep(ENGINE + "tensor_parallel_size")
     else:
-        move.lost(LeftOut(ENGINE + "engine_type", kind, "engines are transformers and vllm", matters=True))
+        move.lost(ENGINE + "engine_type", kind, "engines are transformers and vllm")
         move.put(ENGINE + "engine", "transformers")
         move.leave_out(ENGINE + "tensor_parallel_size", "only the engine vllm splits a model")
 
@@ -306,16 +298,16 @@ def _server_options(move: SettingsTransfer, section: str) -> None:
 
 def auxiliary_models(move: SettingsTransfer) -> None:
     """Move the auxiliary models."""
-    models = list(move.settings.get("explorer", {}).get("auxiliary_models") or [])
+    models = list(value_at(move.settings, "explorer.auxiliary_models") or [])
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
-        place = ("explorer", "auxiliary_models", number_)
+        place = ("explorer", "auxiliary_models", len(models))
         item = move.item(model_settings, place, f"explorer.auxiliary_models.{number_}")
         models.append(item.settings)
         name = item.take("name")
-        valid = f"model-{number_}" if name is None else _model_name(str(resolve_environment(name) or name))
+        valid = slug(str(resolve_environment(name) or name or f"model-{number_}"), "model")
         item.put("name", valid, *([] if name in (None, valid) else [f"was {name}"]), origin="name")
         external = item.take_mapping("external_model_config")
-        if external.get("enable"):
+        if resolve_environment(external.get("enable")):
             url = f"${{oc.env:{external.get('base_url_env', 'OPENAI_BASE_URL')}}}"
             key = external.get("api_key_env", "OPENAI_API_KEY")
             item.settings |= {"engine": "external", "url": url, "api_key_env": key}
@@ -334,7 +326,7 @@ def auxiliary_models(move: SettingsTransfer) -> None:
             item.move("dtype", "model.dtype")
             item.leave_out("seed", "it follows from the run's `seed`", matters=False)
             _lengths(item, "")
-        item.give_up("no counterpart here")
+        item.give_up()
     if models:
         move.put("explorer.auxiliary_models", models)
 
@@ -431,7 +423,7 @@ def monitor(move: SettingsTransfer) -> None:
         move.put("monitor.trackers", [tracker], comment)
     elif kind not in (None, "tensorboard"):
         reason = "services are wandb, mlflow and swanlab"
-        move.lost(LeftOut("monitor.monitor_type", old_kind, reason, matters=True))
+        move.lost("monitor.monitor_type", old_kind, reason)
     level = resolve_environment(move.take("log.level"))
     if level is not None:
         move.put("monitor.log_level", str(level).lower(), "was log.level")

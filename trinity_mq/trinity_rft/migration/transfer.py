@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,10 +13,9 @@ from pydantic import BaseModel
 
 from trinity_mq.config.loading.load import ConfigError
 from trinity_mq.config.loading.problems import sections_of
+from trinity_mq.config.loading.secrets import VARIABLE
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import OldKey
-
-_VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")
 
 Path = tuple[str | int, ...]
 
@@ -39,16 +37,19 @@ class LeftOut:
 
 
 @dataclass
-class Comments:
-    """The comments on settings of the new configuration, and the old settings that were left out."""
+class Migration:
+    """A configuration, ready to be written, and what there is to know about it."""
 
-    at: dict[Path, list[str]] = field(default_factory=dict)
-    """Comments by place."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the new configuration, by section."""
+    comments: dict[Path, list[str]] = field(default_factory=dict)
+    """Comments on changes, by the place of a setting."""
     left_out: list[LeftOut] = field(default_factory=list)
+    """Old settings without a counterpart here."""
     notes: list[LeftOut] = field(default_factory=list)
     """Old settings that were moved and that need something on this machine, which their reason names."""
     origins: dict[Path, str] = field(default_factory=dict)
-    """Dotted keys of the old configuration, by the place of the setting that was made of each."""
+    """Dotted keys of the old configuration, by the place of the setting or section that was made of each."""
 
 
 class SettingsTransfer:
@@ -58,24 +59,22 @@ class SettingsTransfer:
 
     Args:
         source: The old settings, which are not modified.
-        comments: Collects comments and the settings that are left out.
+        migration: Collects comments, origins and the settings that are left out.
         place: Place of the new settings in the whole configuration.
         prefix: Place of the old settings, for messages.
     """
 
-    def __init__(self, source: Mapping[str, Any], comments: Comments, place: Path = (), prefix: str = "") -> None:
+    def __init__(self, source: Mapping[str, Any], migration: Migration, place: Path = (), prefix: str = "") -> None:
         self._source: dict[str, Any] = deepcopy(dict(source))
-        self._comments = comments
+        self._migration = migration
         self._place = place
         self._prefix = prefix
         self.settings: dict[str, Any] = {}
 
     def peek(self, key: str, default: Any = None) -> Any:
         """Return the value of an old key without removing it."""
-        here: Any = self._source
-        for part in key.split("."):
-            here = here.get(part) if isinstance(here, Mapping) else None
-        return default if here is None else here
+        value = value_at(self._source, key)
+        return default if value is None else value
 
     def resolved(self, key: str, default: Any = None) -> Any:
         """Return the value of an old key with its environment variables filled in, without removing it."""
@@ -84,14 +83,15 @@ class SettingsTransfer:
 
     def take(self, key: str, default: Any = None) -> Any:
         """Remove an old key and return its value; ``default`` if it has none."""
-        *parents, last = key.split(".")
-        here: Any = self._source
-        for part in parents:
-            here = here.get(part)
-            if not isinstance(here, Mapping):
-                return default
+        section, _, last = ("", "", key) if key in self._source else key.rpartition(".")
+        here = value_at(self._source, section) if section else self._source
         value = here.pop(last, None) if isinstance(here, dict) else None
         return default if value is None else value
+
+    def take_first(self, *keys: str) -> Any:
+        """Remove old keys and return the first value among them."""
+        values = [self.take(key) for key in keys]
+        return next((value for value in values if value is not None), None)
 
     def fill(self, key: str, value: Any) -> None:
         """Set an old key that another old key stands for."""
@@ -110,7 +110,7 @@ class SettingsTransfer:
         """
         value = self.take(key, {})
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{self._prefix}{key}: wanted settings by name, got {value!r}")
+            raise ConfigError(f"{self.old_key(key)}: wanted settings by name, got {value!r}")
         return value
 
     def take_mappings(self, key: str) -> list[Mapping[str, Any]]:
@@ -121,10 +121,10 @@ class SettingsTransfer:
         """
         value = self.take(key, [])
         if not isinstance(value, list):
-            raise ConfigError(f"{self._prefix}{key}: wanted a list, got {value!r}")
+            raise ConfigError(f"{self.old_key(key)}: wanted a list, got {value!r}")
         for number, item in enumerate(value):
             if not isinstance(item, Mapping):
-                raise ConfigError(f"{self._prefix}{key}.{number}: wanted settings by name, got {item!r}")
+                raise ConfigError(f"{self.old_key(key)}.{number}: wanted settings by name, got {item!r}")
         return value
 
     def names(self) -> list[str]:
@@ -148,16 +148,18 @@ class SettingsTransfer:
         here[last] = value
         place = (*self._place, *key.split("."))
         if comments:
-            self._comments.at.setdefault(place, []).extend(comments)
+            self._migration.comments.setdefault(place, []).extend(comments)
         if origin:
-            self._comments.origins[place] = f"{self._prefix}{origin}"
+            self._migration.origins[place] = self.old_key(origin)
 
     def has(self, key: str) -> bool:
         """Return whether a new key is set."""
-        here: Any = self.settings
-        for part in key.split("."):
-            here = here.get(part) if isinstance(here, Mapping) else None
-        return here is not None
+        return value_at(self.settings, key) is not None
+
+    def current(self, key: str) -> Any:
+        """Return the value of a new key, which is moved or still to move, or its default."""
+        value = value_at(self.settings, key)
+        return self.peek(key, default_of(key)) if value is None else value
 
     def apply(self, row: OldKey) -> None:
         """Move or leave out an old key as its row says."""
@@ -194,7 +196,7 @@ class SettingsTransfer:
         """Remove an old key, if it has a value, and record the reason why it is left out."""
         value = self.take(old)
         if value is not None:
-            self.lost(LeftOut(f"{self._prefix}{old}", value, reason, matters))
+            self.lost(old, value, reason, matters=matters)
 
     def refuse(self, old: str, value: Any, capability: str) -> None:
         """Remove an old key, and record that the run loses its purpose without it.
@@ -205,11 +207,15 @@ class SettingsTransfer:
             capability: What is missing here, for the message.
         """
         self.take(old)
-        self.lost(LeftOut(f"{self._prefix}{old}", value, capability, matters=True, is_purpose=True))
+        self.record(LeftOut(self.old_key(old), value, capability, matters=True, is_purpose=True))
 
-    def lost(self, setting: LeftOut) -> None:
-        """Record a setting that is left out."""
-        self._comments.left_out.append(setting)
+    def lost(self, old: str, value: Any, reason: str, *, matters: bool = True) -> None:
+        """Record an old key that is left out."""
+        self.record(LeftOut(self.old_key(old), value, reason, matters))
+
+    def record(self, setting: LeftOut) -> None:
+        """Record a setting that is left out, by its whole old key."""
+        self._migration.left_out.append(setting)
 
     def note(self, key: str, value: Any, text: str) -> None:
         """Record what a setting needs on this machine, once for each value.
@@ -220,24 +226,24 @@ class SettingsTransfer:
             text: What it needs.
         """
         entry = LeftOut(key, value, text, matters=False)
-        if all((note.value, note.reason) != (value, text) for note in self._comments.notes):
-            self._comments.notes.append(entry)
+        if all((note.value, note.reason) != (value, text) for note in self._migration.notes):
+            self._migration.notes.append(entry)
 
     def old_key(self, key: str) -> str:
         """Return a whole old key, from the top of the old configuration."""
         return f"{self._prefix}{key}"
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str = "no counterpart here") -> None:
         """Leave out all remaining settings."""
-        for key, _ in list(self.rest()):
-            self.leave_out(key, reason)
+        for key, value in self.rest():
+            self.lost(key, value, reason)
 
     def item(self, source: Mapping[str, Any], new: Path, old: str) -> SettingsTransfer:
         """Return a transfer of a nested mapping, such as an item of a list."""
         place = (*self._place, *new)
         if new:
-            self._comments.origins[place] = f"{self._prefix}{old}"
-        return SettingsTransfer(source, self._comments, place, f"{self._prefix}{old}.")
+            self._migration.origins[place] = self.old_key(old)
+        return SettingsTransfer(source, self._migration, place, f"{self._prefix}{old}.")
 
     def rest(self) -> Iterator[tuple[str, Any]]:
         """Yield the remaining settings, by dotted keys."""
@@ -246,10 +252,35 @@ class SettingsTransfer:
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in section.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not any("." in inner for inner in value):
             yield from _leaves(value, f"{prefix}{key}.")
         elif value is not None:
             yield f"{prefix}{key}", value
+
+
+def value_at(settings: Any, key: str) -> Any:
+    """Return the value at a dotted key, whose numbers are positions in lists; None without a value."""
+    for part in key.split("."):
+        if isinstance(settings, list) and part.isdecimal():
+            settings = next(iter(settings[int(part) :]), None)
+        else:
+            settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def training_tasksets(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the training tasksets of a new configuration."""
+    buffer = settings.get("buffer", {})
+    return [*([buffer["taskset"]] if "taskset" in buffer else []), *buffer.get("tasksets", ())]
+
+
+def default_of(key: str) -> Any:
+    """Return the default of a setting of :class:`Config` by its dotted key."""
+    section: type[BaseModel] = Config
+    *parents, last = key.split(".")
+    for part in parents:
+        (section,) = sections_of(section.model_fields[part].annotation)
+    return section.model_fields[last].default
 
 
 def is_config_key(key: str, section: type[BaseModel] = Config) -> bool:
@@ -264,18 +295,15 @@ def is_config_key(key: str, section: type[BaseModel] = Config) -> bool:
 
 def resolve_environment(value: Any) -> Any:
     """Return a value with its environment variables filled in; None if a variable has neither a value nor a default."""
-    if not isinstance(value, str) or not _VARIABLE.search(value):
+    if not isinstance(value, str) or not VARIABLE.search(value):
         return value
-    missing = False
-
-    def fill(match: re.Match[str]) -> str:
-        nonlocal missing
-        variable = os.environ.get(match[1], match[2])
-        missing = missing or variable is None
-        return variable or ""
-
-    text = _VARIABLE.sub(fill, value)
-    return None if missing else yaml.safe_load(text)
+    if any(os.environ.get(match[1], match[2]) is None for match in VARIABLE.finditer(value)):
+        return None
+    text = VARIABLE.sub(lambda match: os.environ.get(match[1], match[2]), value)
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # a text with marks of YAML in it
+        return text
 
 
 def number(value: Any) -> float | None:

@@ -1,0 +1,72 @@
+"""Secrets in settings: API keys, passwords and tokens, which messages and comments do not show."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trinity_mq.telemetry.log import mask_passwords
+
+MASK = "***"
+WORDS = frozenset({"none", "null", "true", "false"})
+"""Texts that do not count as secrets."""
+SHORTEST, SHORTEST_WORD = 4, 6
+"""Minimum numbers of characters of a secret, and of a word of a secret, that are searched in texts."""
+VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")
+"""Interpolation of an environment variable: its name and its default."""
+_NAME = re.compile(
+    r"(?i)(?:^|[._-])(?:api[_-]?key|(?:access|private|secret)[_-]?key|secret|password|passwd|passphrase|token|credentials?"
+    r"|authorization)$"
+)
+_INSIDE = re.compile(
+    r"""(?i)(?:api[_-]?key|secret|password|passwd|token|authorization)["']?\s*[=:]\s*["']?(?:bearer\s+)?([^\s"'&,;}\]]{6,})"""
+    r"""|\b((?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{8,})|\bbearer\s+([\w.~+/=-]{8,})"""
+)
+
+
+class Secrets:
+    """The secrets of settings.
+
+    Args:
+        settings: Sections, lists or texts. A value is a secret if its key is called ``api_key``, ``password`` or
+            similar, or if a part of it has the form of a secret, such as ``token=...``.
+    """
+
+    def __init__(self, *settings: Any) -> None:
+        texts = {form for section in settings for text in _secrets(section) for form in _forms(text)}
+        self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
+
+    def hide(self, text: str) -> str:
+        """Return a text without the secrets, and without the passwords of URLs."""
+        text = mask_passwords(text)
+        return text if self._pattern is None else self._pattern.sub(MASK, text)
+
+    def shown(self, key: str, value: Any) -> str:
+        """Return the value of a dotted key as one line without secrets."""
+        return MASK if _NAME.search(key) else self.hide(" ".join(str(value).split()))
+
+
+def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _secrets(inner, is_secret=is_secret or bool(_NAME.search(str(key))))
+    elif isinstance(value, list | tuple):
+        for previous, inner in zip(["", *value], value, strict=False):  # --api-key and its value are two items
+            is_argument = isinstance(previous, str) and previous.startswith("-") and bool(_NAME.search(previous))
+            yield from _secrets(inner, is_secret=is_secret or is_argument)
+    elif value is not None and not isinstance(value, bool):
+        text = str(value)
+        yield from (group for match in _INSIDE.finditer(text) for group in match.groups() if group)
+        if is_secret:
+            variables = VARIABLE.findall(text)
+            yield from (part for name, default in variables for part in (os.environ.get(name, ""), default))
+            yield VARIABLE.sub("", text)
+
+
+def _forms(text: str) -> set[str]:
+    """Return the texts under which a secret may appear in messages, which quote values and join or cut lines."""
+    words = {word for word in text.split() if len(word) >= SHORTEST_WORD}
+    whole = {form for form in (text, text.strip(), repr(text)[1:-1]) if len(form) >= SHORTEST}
+    return {form for form in whole | words if form.lower() not in WORDS}
