@@ -146,7 +146,7 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
 
 
 def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
-    """Return the message in ``body``of the class that the body's ``kind`` names.
+    """Return the message in ``body``, of the class that the body's ``kind`` names.
 
     Raises:
         DecodeError: In the same cases as :func:`decode`, and if the kind is not in the catalogue.
