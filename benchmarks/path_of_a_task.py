@@ -49,8 +49,7 @@ from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.testing.scripted import scripted_server
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.transport.co_batched_parts import PartMember
-from trinity_mq.transport.experience_parts import ReceivedPart
+from trinity_mq.transport.experience_parts import PartMember, ReceivedPart
 from trinity_mq.workflows import Task
 
 ROOT = Path(__file__).resolve().parents[1]

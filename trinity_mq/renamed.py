@@ -64,6 +64,7 @@ RENAMED = {
     "trinity_mq.models.auxiliary_clients": "trinity_agents.operator.chain_run",
     "trinity_mq.models.engines": "trinity_mq.engines",
     "trinity_mq.models.recording.answer_columns": "trinity_mq.models.recording.responses",
+    "trinity_mq.models.recording.history": "trinity_mq.models.recording.calls",
     "trinity_mq.observability.diagnosis.settings": "trinity_mq.observability.diagnosis.facts",
     "trinity_mq.observability.diagnosis.steady": "trinity_mq.observability.diagnosis.flicker_filter",
     "trinity_mq.observability.evaluations": "trinity_mq.observability.experiences.evaluations",
@@ -93,6 +94,7 @@ RENAMED = {
     "trinity_mq.training.model.token_scorer": "trinity_mq.training.model.policy",
     "trinity_mq.training.prefixes": "trinity_mq.training.packing",
     "trinity_mq.transport.batched_publish": "trinity_agents.runner.result_publisher",
+    "trinity_mq.transport.co_batched_parts": "trinity_mq.transport.experience_parts",
     "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.builtin.math_eval": "trinity_mq.workflows.builtin.math",
     "trinity_mq.workflows.dual": "trinity_mq.workflows.sync_async",
@@ -231,8 +233,7 @@ NAMES = {
     "trinity_mq.models.clients": "base_of=base_url understood=parse_answer",
     "trinity_mq.models.engine_selection": "Answering=AuxiliaryAsPolicy known_model=announced_model",
     "trinity_mq.models.model_folder": "known_folder=local_model_folder",
-    "trinity_mq.models.recording.calls": ".answered_by=note_version Call=RecordedCall",
-    "trinity_mq.models.recording.history": "History=ExperienceHistory",
+    "trinity_mq.models.recording.calls": ".answered_by=note_version Call=RecordedCall History=ExperienceHistory",
     "trinity_mq.models.recording.responses": "experiences_at_once=experiences_from_columns",
     "trinity_mq.models.recording.sse": "Gathered=AnswerAssembler PieceMender=SurrogateRepairer",
     "trinity_mq.models.request_groups": "NoGroups=GroupsNotSupported",
@@ -383,8 +384,7 @@ NAMES = {
     "trinity_mq.transport.blobs": (
         "BlobGone=BlobMissing carried_bytes=resolved_size patiently=run_with_store_retries resolve=resolve_body"
     ),
-    "trinity_mq.transport.co_batched_parts": "Member=PartMember",
-    "trinity_mq.transport.experience_parts": "Part=ReceivedPart",
+    "trinity_mq.transport.experience_parts": "Member=PartMember Part=ReceivedPart",
     "trinity_mq.trinity_rft.migration.transfer": (
         "Move=SettingsTransfer is_ours=is_config_key known=resolve_environment"
     ),

@@ -36,8 +36,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.testing.tcp_proxy import FaultProxy
-from trinity_mq.transport.co_batched_parts import AttemptRows
-from trinity_mq.transport.experience_parts import ReceivedPart, requested_parts
+from trinity_mq.transport.experience_parts import AttemptRows, ReceivedPart, requested_parts
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = ROOT / "schemas" / "clients"

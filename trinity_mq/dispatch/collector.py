@@ -26,7 +26,7 @@ from trinity_mq.transport.blobs import (
     resolve_body,
     run_with_store_retries,
 )
-from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
+from trinity_mq.transport.experience_parts import AttemptRows, PartKey, attempt_rows_of
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience

@@ -246,17 +246,6 @@ class Ticket(BaseModel):
         )
 
 
-def cut(tasks: Sequence[TaskBody], max_repeat_times: int | None, first_run: int = 0) -> list[SliceState]:
-    """Split tasks into slices of at most ``max_repeat_times`` runs. Run ids start at ``first_run`` in each task."""
-    slices = []
-    for task_id, task in enumerate(tasks):
-        size = max_repeat_times or task.repeat_times
-        for base in range(0, task.repeat_times, size):
-            runs = min(size, task.repeat_times - base)
-            slices.append(SliceState(task_id=task_id, run_base=first_run + base, repeat_times=runs))
-    return slices
-
-
 def new_ticket(
     batch: BatchId,
     tasks: Sequence[TaskBody],
@@ -282,13 +271,19 @@ def new_ticket(
         ticket: Ticket id, which must be unused. None: generate an id.
         more: Further fields of :class:`Ticket`.
     """
+    slices = []
+    for task_id, task in enumerate(tasks):
+        size = max_repeat_times or task.repeat_times
+        for base in range(0, task.repeat_times, size):
+            runs = min(size, task.repeat_times - base)
+            slices.append(SliceState(task_id=task_id, run_base=first_run + base, repeat_times=runs))
     return Ticket(
         batch=batch,
         ticket=ticket or uuid.uuid4().hex,
         lane=lane,
         deliver=deliver,
         tasks=list(tasks),
-        slices=cut(tasks, max_repeat_times, first_run),
+        slices=slices,
         time_left=time_left,
         **more,
     )

@@ -354,4 +354,4 @@ def encode(experiences: Sequence[Experience], compression: Compression = "none")
 def decode(data: Body) -> list[Experience]:
     """Return the experiences in ``data``, from a copy of ``data``; see :meth:`ExperienceBatch.decode`."""
     head, tail = decode_frame(bytearray(data))
-    return ExperienceBatch(*unpack(head, read_tail(tail), opened=True)).to_shared_list()
+    return ExperienceBatch(*unpack(head, read_tail(tail))).to_shared_list()

@@ -152,7 +152,8 @@ def _from_trinity(record: Mapping[str, Any]) -> Experience:
             fields[name] = _without_none(fields[name])
     fields["multi_modal_inputs"] = _without_none(fields.get("multi_modal_inputs"))
     fields |= {name: TENSOR_FIELDS[name][0](name, fields[name]) for name in TENSOR_FIELDS if name in fields}
-    return Experience(**fields, experience_type=stored_type(fields))
+    fields.setdefault("experience_type", stored_type(fields))
+    return Experience(**fields)
 
 
 def _without_none(value: Any) -> Any:

@@ -146,7 +146,7 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
 
 
 def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
-    """Return the message in ``body``of the class that the body's ``kind`` names.
+    """Return the message in ``body``, of the class that the body's ``kind`` names.
 
     Raises:
         DecodeError: In the same cases as :func:`decode`, and if the kind is not in the catalogue.
@@ -221,7 +221,7 @@ def _unpack(body: bytes, longest: int) -> Any:
         body,
         raw=False,
         strict_map_key=True,
-        object_pairs_hook=_distinct,
+        object_pairs_hook=distinct,
         max_array_len=longest,
         max_map_len=longest,
     )
@@ -230,14 +230,19 @@ def _unpack(body: bytes, longest: int) -> Any:
 def _from_json(body: bytes) -> tuple[Any, bytes]:
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         raise DecodeError(f"more than {MAX_CONTAINERS} opening brackets in one body; send it as msgpack")
-    fields = json.loads(body, object_pairs_hook=_distinct, parse_constant=_no_number, parse_float=_finite)
+    fields = json.loads(body, object_pairs_hook=distinct, parse_constant=_no_number, parse_float=_finite)
     try:
         return fields, _packed(fields)  # a JSON body may be forwarded as msgpack
     except ContentError as error:
         raise DecodeError(f"the body cannot be forwarded: {error}") from error
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the items of a map as a dict.
+
+    Raises:
+        DecodeError: A key is repeated.
+    """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]

@@ -76,12 +76,14 @@ def _publish(part: Path, folder: Path) -> None:
 def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     try:
         stored = json.loads((folder / RECIPE).read_text())
-    except (OSError, ValueError) as error:
+        if not (isinstance(stored, dict) and isinstance(stored.get("tiny"), dict)):
+            raise ValueError(f"{RECIPE} holds {str(stored)[:100]!r}")
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{folder} exists but is not a model made by this program ({error}); remove it or use another run_dir"
         ) from error
     if stored != recipe:
-        new, old = {**recipe["tiny"], "seed": recipe["seed"]}, {**stored.get("tiny", {}), "seed": stored.get("seed")}
+        new, old = {**recipe["tiny"], "seed": recipe["seed"]}, {**stored["tiny"], "seed": stored.get("seed")}
         differ = ", ".join(
             f"{key}: {old.get(key)!r} in the folder, {new.get(key)!r} in the configuration"
             for key in {**new, **old}

@@ -17,8 +17,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.calls import RecordedCall, RecordedModel
-from trinity_mq.models.recording.history import ExperienceHistory
+from trinity_mq.models.recording.calls import ExperienceHistory, RecordedCall, RecordedModel
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience, masked_experiences
 from trinity_mq.models.retried import call_with_retries, engine_retries

@@ -1,23 +1,100 @@
-"""Messages of experiences: parts from runners and chunks from operators, split to the maximum message size."""
+"""Messages of experiences: parts from runners and chunks from operators, split to the maximum message size.
+
+An experience part belongs to one attempt, named in the headers ``attempt``, ``part`` and ``parts``. A *shared* part
+holds all experiences of several attempts at slices of one ticket, one attempt after the other; its header ``attempts``
+lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each entry counts as part 0 of 1 of its attempt.
+The manifest accepts or drops it like any other part.
+
+Processes that do not open bodies do not import torch. Therefore the functions that do so import the experiences.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.bus.properties import HeaderValue
-from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
-from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
+from trinity_mq.messages import BatchClosed, DecodeError, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.telemetry.trace import parent_header
 from trinity_mq.transport.batch_blobs import Content
 from trinity_mq.transport.blobs import BlobStore, resolve_body
-from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, PartMember
+
+if TYPE_CHECKING:
+    from trinity_mq.experience import Experience, ExperienceBatch
+
+PartKey = tuple[str, int]
+"""``(attempt, part)``."""
+
+MAX_COUNT_DIGITS = 6
+"""Maximum digits of an experience count in the ``attempts`` header."""
+
+
+@dataclass(frozen=True)
+class PartMember:
+    """Contribution of one attempt to a shared part."""
+
+    task_slice: TaskSlice
+    attempt: str
+    experiences: Sequence[Experience]
+    size: int
+    """Upper bound of the size of its encoded experiences in bytes."""
+    oldest: Version | None
+    """The oldest weight version in the contribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRows:
+    """Rows of a part that hold the experiences of one attempt."""
+
+    key: PartKey
+    rows: slice | None = None
+    """Rows of this attempt; None: all rows."""
+    total: int = 0
+    """Experiences of all attempts in the part, if ``rows`` is set."""
+
+    def of(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """Return the experiences of this attempt from the part's experiences ``batch``.
+
+        Raises:
+            DecodeError: The number of experiences in the part differs from its header.
+        """
+        if self.rows is None:
+            return batch
+        self.check(len(batch))
+        return batch[self.rows]
+
+    def check(self, experiences: int) -> None:
+        """Raise DecodeError if the number of ``experiences`` differs from the part's header."""
+        if self.rows is not None and self.total != experiences:
+            raise DecodeError(f"header attempts lists {self.total} experiences, the body holds {experiences}")
+
+
+def attempt_rows_of(incoming: Incoming) -> list[AttemptRows]:
+    """Return the attempts whose experiences a part holds, with their rows.
+
+    Raises:
+        DecodeError: The headers are missing or malformed.
+    """
+    attempt, part, attempts = (incoming.headers.get(name) for name in ("attempt", "part", "attempts"))
+    if isinstance(attempt, str) and isinstance(part, int):
+        return [AttemptRows((attempt, part))]
+    if not isinstance(attempts, str):
+        raise DecodeError("an experience part needs the headers attempt and part, or attempts where several share it")
+    counts: dict[str, int] = {}
+    for entry in attempts.split(","):
+        name, _, count = entry.rpartition(":")
+        if not name or name in counts or not count.isascii() or not count.isdigit() or len(count) > MAX_COUNT_DIGITS:
+            raise DecodeError(f"header attempts has {entry[:80]!r}, wanted <attempt>:<experiences>, each attempt once")
+        counts[name] = int(count)
+    ends = list(itertools.accumulate(counts.values()))
+    return [
+        AttemptRows((name, 0), slice(end - count, end), ends[-1])
+        for (name, count), end in zip(counts.items(), ends, strict=True)
+    ]
 
 
 def split_to_size(
@@ -34,6 +111,8 @@ def split_to_size(
         EncodeError: An experience holds a value that cannot be encoded.
         MessageTooLarge: A single experience is over the limit.
     """
+    from trinity_mq.experience import ExperienceBatch
+
     if not experiences:
         return []
     batch = ExperienceBatch.of(experiences)
@@ -143,6 +222,8 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]
 
 def _body_of_attempt(part: ReceivedPart) -> bytes | None:
     """Return a body with the experiences of this attempt only; None if the part does not decode."""
+    from trinity_mq.experience import EncodeError, ExperienceBatch
+
     body = part.incoming.body
     if part.share.rows is None:
         return body
@@ -160,6 +241,8 @@ def decode_parts(
     Raises:
         StoreUnavailable: A part is a reference, and its store does not answer.
     """
+    from trinity_mq.experience import ExperienceBatch
+
     bodies: dict[int, ExperienceBatch] = {}
     first: dict[int, int] = {}
     """Index of each body's first experience in the concatenation of all bodies."""
@@ -181,5 +264,5 @@ def decode_parts(
             begin, part_rows = first[id(incoming)], range(len(bodies[id(incoming)]))
             part_rows = part_rows if part.share.rows is None else part_rows[part.share.rows]
             rows.append(range(begin + part_rows.start, begin + part_rows.stop))
-    selected = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    selected = list(itertools.chain.from_iterable(rows))
     return ExperienceBatch.concat(bodies.values()).select(selected), list(bad.values())

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHUNK_TYPES = frozenset({EXPERIENCES, REFERENCE})
+"""Content types of the chunks; the other messages of the stream are JSON."""
 SILENCE_SECONDS = 60.0
 """Seconds without a message, on a usable bus, after which a message that must be on the stream counts as missing."""
 
@@ -47,11 +49,6 @@ class Chunk:
     """Batch of the ticket; None if the message does not name the batch."""
 
 
-def is_chunk(incoming: Incoming) -> bool:
-    """Return whether a message of the stream is a chunk of experiences."""
-    return incoming.content_type in {EXPERIENCES, REFERENCE}
-
-
 def has_experiences(incoming: Incoming) -> bool:
     """Return whether the body of a message holds experiences, and not a reference to them."""
     return incoming.content_type == EXPERIENCES
@@ -72,7 +69,7 @@ def content_of(incoming: Incoming) -> Chunk | Message:
     Raises:
         DecodeError: The message does not decode, or is a chunk without its headers.
     """
-    if not is_chunk(incoming):
+    if incoming.content_type not in CHUNK_TYPES:
         return decode_any(incoming.body, incoming.content_type)
     if (chunk := chunk_of(incoming)) is None:
         raise DecodeError("a chunk without the headers ticket, op and n")

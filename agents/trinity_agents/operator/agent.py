@@ -56,8 +56,14 @@ from trinity_mq.telemetry.group_drops import LEFT_OUT, TOO_FEW_RUNS
 from trinity_mq.telemetry.trace import span, works_on
 from trinity_mq.transport.batch_blobs import BlobSweep, delete_blobs
 from trinity_mq.transport.blobs import PARTS, BlobStore, open_store, resolved_size
-from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
-from trinity_mq.transport.experience_parts import ReceivedPart, chunk_message, requested_parts
+from trinity_mq.transport.experience_parts import (
+    AttemptRows,
+    PartKey,
+    ReceivedPart,
+    attempt_rows_of,
+    chunk_message,
+    requested_parts,
+)
 
 log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ import structlog
 from trinity_mq.algorithms.estimators.runs import deviation, run_values, scores
 from trinity_mq.bus import Bus, BusError, Incoming, QueueGone, Topology
 from trinity_mq.config import Config
-from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchId, ReviewClosed, ReviewRequest, ReviewVerdict
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.models.inference import InferenceModel
@@ -135,7 +135,7 @@ class ChainRun:
         if bad and await self._bus.depth(self._topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
             raise QueueGone(manifest.ticket)
         with span("measure outcomes", threads=True):
-            outcomes = await asyncio.to_thread(lambda: outcome_metrics(ExperienceBatch.of(experiences)))
+            outcomes = await asyncio.to_thread(outcome_metrics, experiences)
         if self._reviews is not None:
             self._reviews.begin(manifest)
         started = loop.time()
@@ -144,7 +144,9 @@ class ChainRun:
         metrics |= outcomes
         metrics["time/operators"] = loop.time() - started
         with span("count groups", threads=True):
-            filtered = await asyncio.to_thread(lost_groups, experiences, remaining)
+            filtered = await asyncio.to_thread(
+                lambda: len({*experiences.ids("tid")} - {*ExperienceBatch.of(remaining).ids("tid")})
+            )
         metrics[LEFT_OUT.metric] = float(filtered)
         split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
         with span("encode chunks", threads=True) as traced:
@@ -156,11 +158,6 @@ class ChainRun:
             sum(not isinstance(content, bytes) for content in chunks)
         )
         return ProcessedBatch(processing_id, chunks, len(remaining), metrics, filtered, bad)
-
-
-def lost_groups(before: Sequence[Experience], after: Sequence[Experience]) -> int:
-    """Return the number of groups (``eid.tid``) that have experiences in ``before`` but not in ``after``."""
-    return len(set(ExperienceBatch.of(before).ids("tid")) - {*ExperienceBatch.of(after).ids("tid")})
 
 
 def outcome_metrics(batch: ExperienceBatch) -> dict[str, float]:

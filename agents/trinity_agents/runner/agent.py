@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.runner.circuit import CircuitBreaker, is_infrastructure
+from trinity_agents.runner.circuit import CircuitBreaker
 from trinity_agents.runner.in_flight_slice import (
     CANCELLED,
     PREEMPTED,
@@ -350,9 +350,8 @@ class Runner(Agent):
     def _report_to_circuit(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
         """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""
         lane, circuit = in_flight.task_slice.lane, self._intakes[in_flight.task_slice.lane].circuit
-        failed = outcome is not None and is_infrastructure(outcome)
         before = circuit.describe(lane)
-        again = circuit.end(in_flight.key, outcome, in_flight.past.put_back + failed, asyncio.get_running_loop().time())
+        again = circuit.end(in_flight.key, outcome, in_flight.past.put_back, asyncio.get_running_loop().time())
         if (paused := circuit.describe(lane)) != before:
             if paused is None:
                 log.info("lane_resumed", runner=self.id, lane=lane, worked=in_flight.name)

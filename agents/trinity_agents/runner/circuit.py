@@ -85,7 +85,7 @@ class CircuitBreaker:
             self._probe = slice_key
         return True
 
-    def end(self, slice_key: Hashable, outcome: SliceOutcome | None, tries: int, now: float) -> bool:
+    def end(self, slice_key: Hashable, outcome: SliceOutcome | None, put_back: int, now: float) -> bool:
         """Record the result of an attempt of a slice; return whether to retry the slice later.
 
         A slice is not retried if other slices succeeded between its attempts on this runner :data:`OWN_FAULTS` times,
@@ -95,7 +95,7 @@ class CircuitBreaker:
         Args:
             slice_key: The slice.
             outcome: The result; None if it is unknown, for example if the slice was cancelled.
-            tries: Number of infrastructure failures of the slice on any runner, including this attempt if it failed so.
+            put_back: Number of earlier infrastructure failures of the slice on any runner.
             now: Current time in seconds.
         """
         was_probe = self._probe is not None and self._probe == slice_key
@@ -109,7 +109,7 @@ class CircuitBreaker:
             self._until, self._pause, self._probe = None, 0.0, None
             self._break_row()
         elif is_infrastructure(outcome):
-            return self._fail(slice_key, outcome, tries, now, was_probe)
+            return self._fail(slice_key, outcome, put_back + 1, now, was_probe)
         elif outcome.failure_kind not in {*NO_EVIDENCE, *INFRASTRUCTURE} and self.is_closed:
             self._break_row()
         self._requeued.pop(slice_key, None)

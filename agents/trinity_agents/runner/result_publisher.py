@@ -1,6 +1,6 @@
 """Publishes the experiences of a slice with confirms, and then its outcome.
 
-Small parts and results that are ready at the same time share a message (co_batched_parts.py, TaskResults), because a
+Small parts and results that are ready at the same time share a message (experience_parts.py, TaskResults), because a
 message costs much more than its content. :class:`BatchedPublish` coalesces the concurrent calls.
 """
 
@@ -32,8 +32,7 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import span
 from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, store_large_bodies
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import PartMember
-from trinity_mq.transport.experience_parts import part_message, shared_part_message, split_to_size
+from trinity_mq.transport.experience_parts import PartMember, part_message, shared_part_message, split_to_size
 
 log = structlog.get_logger(__name__)
 

@@ -132,18 +132,17 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Record all state changes of the watched machines during the ``with`` block."""
         with ExitStack() as stack:
-            for watched, name, describe in (
-                (Coordinator, "phase", lambda _: ("gate: coordinator", lambda phase: phase.value)),
-                (Member, "stage", lambda _: ("gate: member", lambda stage: stage.value)),
-                (CoordinatedMember, "quarantined", lambda _: ("gate: trust in an engine", _trust)),
-                (Agent, "state", lambda agent: (agent.role, str)),
-                (WorkUnderWay, "_kind", lambda _: ("work of trainer and operator", lambda kind: kind or "none")),
+            for watched, name, machine, state_of in (
+                (Coordinator, "phase", "gate: coordinator", lambda coordinator: coordinator.phase.value),
+                (Member, "stage", "gate: member", lambda member: member.stage.value),
+                (CoordinatedMember, "quarantined", "gate: trust in an engine", _trust),
+                (Agent, "state", None, lambda agent: agent.state),
+                (WorkUnderWay, "_kind", "work of trainer and operator", lambda work: vars(work)["_kind"] or "none"),
+                (CircuitBreaker, "_until", "lane of a runner", _circuit_state),
+                (CircuitBreaker, "_probe", "lane of a runner", _circuit_state),
             ):
-                stack.enter_context(
-                    mock.patch.object(watched, name, _Watched(watched, name, describe, self), create=True)
-                )
-            for name in ("_until", "_probe"):
-                stack.enter_context(mock.patch.object(CircuitBreaker, name, _WatchedCircuit(name, self), create=True))
+                attribute = _Watched(watched, name, machine, state_of, self)
+                stack.enter_context(mock.patch.object(watched, name, attribute, create=True))
             yield
 
     def read(self, messages: Iterable[Message]) -> None:
@@ -212,24 +211,33 @@ class _Reader:
         self._states[machine, key] = state
 
 
-def _trust(quarantined: bool) -> str:
-    return "quarantined" if quarantined else "trusted"
+def _trust(member: CoordinatedMember) -> str:
+    return "quarantined" if member.quarantined else "trusted"
+
+
+def _circuit_state(circuit: CircuitBreaker) -> str:
+    attributes = vars(circuit)
+    if attributes.get("_until") is None:
+        return "closed"
+    return "open" if attributes.get("_probe") is None else "half-open"
 
 
 class _Watched:
-    """Descriptor that replaces an attribute: stores its value and records each change.
+    """Descriptor that replaces an attribute: stores its value and records each change of the object's state.
 
     Args:
         owner: The class with the attribute.
         name: Name of the attribute.
-        describe: Returns, for an object, (the name of its machine, a function that names a value).
+        machine: Name of the state machine. None: the role of the agent.
+        state_of: Returns the state of an object.
         observer: Records the changes.
     """
 
     def __init__(
-        self, owner: type, name: str, describe: Callable[[Any], tuple[str, Callable[[Any], str]]], observer: Observer
+        self, owner: type, name: str, machine: str | None, state_of: Callable[[Any], str], observer: Observer
     ) -> None:
-        self._slot, self._name, self._describe, self._observer = vars(owner).get(name), name, describe, observer
+        self._slot, self._name = vars(owner).get(name), name
+        self._machine, self._state_of, self._observer = machine, state_of, observer
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
@@ -242,35 +250,9 @@ class _Watched:
             raise AttributeError(self._name) from None
 
     def __set__(self, instance: Any, value: Any) -> None:
-        machine, named = self._describe(instance)
-        before = getattr(instance, self._name, None)
+        before = self._state_of(instance) if hasattr(instance, self._name) else ""
         if self._slot is not None:
             self._slot.__set__(instance, value)
         else:
             vars(instance)[self._name] = value
-        if before is not value:
-            self._observer.note(machine, "" if before is None else named(before), named(value))
-
-
-class _WatchedCircuit:
-    """Descriptor that replaces an attribute of a circuit: stores its value and records changes of the circuit's
-    state.
-    """
-
-    def __init__(self, name: str, observer: Observer) -> None:
-        self._name, self._observer = name, observer
-
-    def __get__(self, circuit: Any, owner: type) -> Any:
-        return self if circuit is None else vars(circuit).get(self._name)
-
-    def __set__(self, circuit: Any, value: Any) -> None:
-        before = _state_of(circuit) if self._name in vars(circuit) else ""
-        vars(circuit)[self._name] = value
-        self._observer.note("lane of a runner", before, _state_of(circuit))
-
-
-def _state_of(circuit: Any) -> str:
-    attributes = vars(circuit)
-    if attributes.get("_until") is None:
-        return "closed"
-    return "open" if attributes.get("_probe") is None else "half-open"
+        self._observer.note(self._machine or instance.role, before, self._state_of(instance))

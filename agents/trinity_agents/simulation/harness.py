@@ -5,7 +5,7 @@ runner. In virtual time (:func:`trinity_mq.testing.virtual_time.run_virtually`) 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,9 +120,13 @@ class Simulation:
         """Return a trainer on the run's folder. It resumes from the state of an earlier trainer."""
         learner = learner or FakeLearner(self.step_seconds)
         self.learners.append(learner)
+        return self.trainer_on(self.bus(), agent_id, learner)
+
+    def trainer_on(self, bus: MemoryBus, agent_id: str, learner: FakeLearner) -> Trainer:
+        """Return a trainer on the run's folder that uses this connection."""
         trainer = Trainer(
             self.config,
-            bus=self.bus(),
+            bus=bus,
             topology=self.topology,
             agent_id=agent_id,
             learner=learner,
@@ -135,12 +139,16 @@ class Simulation:
 
     def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
         """Return an explorer on the run's folder. It resumes from the state of an earlier explorer."""
+        return self.explorer_on(self.bus(), agent_id, [self.engine])
+
+    def explorer_on(self, bus: MemoryBus, agent_id: str, engines: Sequence[FakeEngine]) -> Explorer:
+        """Return an explorer on the run's folder that uses this connection and hosts these engines."""
         explorer = Explorer(
             self.config,
-            bus=self.bus(),
+            bus=bus,
             topology=self.topology,
             agent_id=agent_id,
-            engine=self.engine,
+            engines=engines,
             folder=self.folder,
             taskset=None if self.taskset is None else self.taskset(),
             eval_sets=self.eval_sets,

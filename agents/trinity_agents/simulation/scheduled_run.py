@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 from structlog.testing import capture_logs
 
-from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
@@ -39,7 +39,6 @@ from trinity_agents.simulation.schedule import (
     StaleWeightsFault,
 )
 from trinity_agents.simulation.stand_ins import FakeWorkflowRunner, SimulatedChannel, SimulatedEngine, SimulatedLearner
-from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import BusUnavailable
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import CrashLog
@@ -103,6 +102,8 @@ class ScheduledRun(Simulation):
         self.batches, self.operators, self.step_seconds = settings.batches, settings.operators, settings.step_seconds
         if not settings.evaluates:
             self.eval_sets = {}
+        if self.taskset is not None:
+            self.taskset = partial(NumberedTasks, settings.repeat)
         self.channel = SimulatedChannel(
             [fault.n for fault in self.schedule.faults if isinstance(fault, BrokenTransfer)]
         )
@@ -160,33 +161,12 @@ class ScheduledRun(Simulation):
 
     def new_explorer(self, name: str) -> Agent:
         """Return a new explorer on the run's folder, with the engines that its predecessor left."""
-        return Explorer(
-            self.config,
-            bus=self.life("explorer", name),
-            topology=self.topology,
-            agent_id=name,
-            engines=list(self.engines.values())[:2],
-            folder=self.folder,
-            taskset=NumberedTasks(self.schedule.settings.repeat) if self.taskset else None,
-            eval_sets=self.eval_sets,
-            metrics=self,  # type: ignore[arg-type]
-        )
+        return self.explorer_on(self.life("explorer", name), name, list(self.engines.values())[:2])
 
     def new_trainer(self, name: str) -> Agent:
         """Return a new trainer on the run's folder."""
         bus = self.life("trainer", name)
-        trainer = Trainer(
-            self.config,
-            bus=bus,
-            topology=self.topology,
-            agent_id=name,
-            learner=SimulatedLearner(self.step_seconds, bus.point, self.deadly, bus.kill),
-            channel=self.channel,
-            folder=self.folder,
-            metrics=self,  # type: ignore[arg-type]
-        )
-        self.trainers.append(trainer)
-        return trainer
+        return self.trainer_on(bus, name, SimulatedLearner(self.step_seconds, bus.point, self.deadly, bus.kill))
 
     def new_host(self, name: str) -> Agent:
         """Return a new host for the engines that do not belong to the explorer."""

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import structlog
 
-from trinity_agents.trainer.decisions import MAX_STARTS_REPAIRED, REPLAYED, replayed_key
+from trinity_agents.trainer.decisions import REPLAYED, replayed_key
 from trinity_agents.trainer.sources.base import BatchResult, TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
-from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
+from trinity_mq.experience import EncodeError, ExperienceBatch
 from trinity_mq.experience.rules import Versions
 from trinity_mq.messages import BatchReady
 from trinity_mq.messages.batches import StepOutcome
@@ -44,35 +45,6 @@ def staleness(versions: Versions | None, step: int) -> int:
         return max(0, step - versions[0][2])
     oldest = min((generation, stamped) for _, generation, stamped in versions)
     return max(0, step - oldest[1])
-
-
-def drop_stale(
-    experiences: Sequence[Experience], step: int, max_staleness: int
-) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Return the experiences of the groups whose oldest token is at most ``max_staleness`` steps old, and ``sample/*``
-    metrics.
-    """
-    batch = ExperienceBatch.of(experiences)
-    ages = [staleness(versions, step) for versions in batch.values("versions")]
-    tids = batch.ids("tid")
-    stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
-    kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
-    metrics = {
-        TOO_OLD.metric: float(len(stale)),
-        "sample/dropped_stale_experiences": float(len(batch) - len(kept_indexes)),
-        "sample/experiences": float(len(kept_indexes)),
-    }
-    if kept_indexes:
-        fresh = [ages[number] for number in kept_indexes] if stale else ages
-        metrics["sample/staleness/mean"] = sum(fresh) / len(fresh)
-        metrics["sample/staleness/max"] = float(max(fresh))
-        groups: dict[str, int] = {}
-        for number in kept_indexes:
-            tid, age = tids[number], ages[number]
-            if age >= groups.get(tid, 0):
-                groups[tid] = age
-        metrics["sample/staleness/groups/mean"] = sum(groups.values()) / len(groups)
-    return batch.select(kept_indexes) if stale else batch, metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +76,7 @@ async def train_on(
             optimizer step.
     """
     for part in batch.parts:
-        part.result = _unusable_result(part, attempts.starts(part.starts_key))
+        part.result = part.unusable_result(attempts.starts(part.starts_key))
     if any(part.result is not None and part.result.kills for part in batch.parts):
         # The batch is to blame, not the replayed groups.
         attempts.finish([key for key in attempts.known if key.startswith(REPLAYED)])
@@ -114,7 +86,7 @@ async def train_on(
     if usable:
         # On a thread, because the experiences that are joined and copied may be gigabytes.
         with span("drop stale groups", threads=True):
-            experiences, metrics = await asyncio.to_thread(_drop_stale_groups, usable, step, max_staleness)
+            experiences, metrics = await asyncio.to_thread(drop_stale_groups, usable, step, max_staleness)
     fresh = [part for part in usable if part.experiences]
     if fresh:
         keys = [part.starts_key for part in fresh]
@@ -128,14 +100,10 @@ async def train_on(
         for part in fresh:
             assert part.result is not None
             part.result = replace(part.result, outcome=outcome, reason=reason)
-    return StepResult(_counts(batch) | metrics, any(part.trained for part in fresh) and _moved_policy(metrics))
-
-
-def _counts(batch: TrainBatch) -> dict[str, float]:
-    metrics = {"sample/skipped_step": float(not any(part.trained for part in batch.parts))}
+    metrics["sample/skipped_step"] = float(not any(part.trained for part in batch.parts))
     if repaired := [part for part in batch.parts if part.is_repaired]:
         metrics["sample/repaired_batches"] = float(sum(part.trained for part in repaired))
-    return metrics
+    return StepResult(metrics, any(part.trained for part in fresh) and _moved_policy(metrics))
 
 
 def _moved_policy(metrics: Mapping[str, float]) -> bool:
@@ -156,37 +124,48 @@ def _step_outcome(metrics: Mapping[str, float]) -> tuple[StepOutcome, str | None
     )
 
 
-def _unusable_result(batch: TrainBatch, starts: int) -> BatchResult | None:
-    """Return the result of a batch that must not be trained on, None for a usable batch."""
-    max_starts = MAX_STARTS_REPAIRED if batch.is_repaired else batch.max_starts
-    if batch.state != "ready":
-        log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
-        return BatchResult(batch.state, batch.reason)
-    if starts < max_starts:
-        return None
-    # The attempts stay recorded: a restart from an older checkpoint reads this batch again and must skip it again.
-    counted = "1 start" if max_starts == 1 else f"{max_starts} starts"
-    return BatchResult("skipped", f"the trainer did not survive {counted} on this batch", kills=True)
-
-
-def _drop_stale_groups(
+def drop_stale_groups(
     parts: Sequence[TrainBatch], step: int, max_staleness: int
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Remove from each batch the groups that are too old, and set its result to *dropped*.
+    """Remove from each batch the groups whose oldest token is more than ``max_staleness`` steps old, and set its result
+    to *dropped*.
 
     Returns:
-        The remaining experiences of all batches in order, and the ``sample/*`` metrics of :func:`drop_stale`.
+        The remaining experiences of all batches in order, and ``sample/*`` metrics.
     """
     whole = ExperienceBatch.concat(part.experiences for part in parts)
-    fresh, metrics = drop_stale(whole, step, max_staleness)
-    fresh_tids = set(fresh.ids("tid"))
+    tids, ages = whole.ids("tid"), [staleness(versions, step) for versions in whole.values("versions")]
+    stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
     for part in parts:
-        is_fresh = [tid in fresh_tids for tid in part.experiences.ids("tid")]
-        stale = part.experiences.select([number for number, fresh in enumerate(is_fresh) if not fresh])
-        part.experiences = part.experiences.select([number for number, fresh in enumerate(is_fresh) if fresh])
-        tasks = sorted({task for experience in stale if isinstance(task := experience.eid.task, int)})
-        part.result = BatchResult("dropped", "every group was too old", stale_tasks=tasks, dropped=len(stale))
-    return fresh, metrics
+        is_fresh = np.array([tid not in stale for tid in part.experiences.ids("tid")], dtype=np.bool_)
+        dropped = part.experiences.select(~is_fresh)
+        part.experiences = part.experiences.select(is_fresh)
+        tasks = sorted({task for experience in dropped if isinstance(task := experience.eid.task, int)})
+        part.result = BatchResult("dropped", "every group was too old", stale_tasks=tasks, dropped=len(dropped))
+    kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
+    metrics = {
+        TOO_OLD.metric: float(len(stale)),
+        "sample/dropped_stale_experiences": float(len(whole) - len(kept_indexes)),
+        "sample/experiences": float(len(kept_indexes)),
+    }
+    metrics |= _age_metrics([(tids[number], ages[number]) for number in kept_indexes])
+    return whole.select(kept_indexes), metrics
+
+
+def _age_metrics(ages: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """Return ``sample/staleness/*`` from the group and the age of each experience; the age of a group is the age of its
+    oldest experience.
+    """
+    if not ages:
+        return {}
+    groups: dict[str, int] = {}
+    for tid, age in ages:
+        groups[tid] = max(age, groups.get(tid, 0))
+    return {
+        "sample/staleness/mean": sum(age for _, age in ages) / len(ages),
+        "sample/staleness/max": float(max(groups.values())),
+        "sample/staleness/groups/mean": sum(groups.values()) / len(groups),
+    }
 
 
 def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:

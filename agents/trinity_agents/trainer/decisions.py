@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -161,15 +161,16 @@ class TicketDecider:
             if ticket in pinned():
                 self.consumed[ticket] = newest
 
-    def repaired(self, before: TicketDecision) -> list[TicketDecision]:
-        """Return the repaired sets that are trained on with batch ``before``: sets of earlier batches that lie before
-        its own set on the stream.
+    def repaired(self, together: Sequence[TicketDecision]) -> list[TicketDecision]:
+        """Return the repaired sets that are trained on with the batches ``together``: sets of batches earlier than one
+        of them that also lie before its own set on the stream.
 
         The choice depends only on the order of the stream, so that a restart makes the same choice.
         """
-        candidates = (decision for _, decision in self._repaired.values())
         return [
-            decision for decision in candidates if decision.offset < before.offset and decision.batch < before.batch
+            decision
+            for _, decision in self._repaired.values()
+            if any(decision.offset < taken.offset and decision.batch < taken.batch for taken in together)
         ]
 
     def first(self, count: int) -> list[TicketDecision]:

@@ -57,8 +57,6 @@ from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
 
-OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
-"""Name prefixes of the source metrics that the trainer reports; operators report the metrics of rollouts."""
 QUIET_SECONDS = 10.0
 """Seconds a restarted trainer waits for the next batch on which an earlier generation trained, before it syncs weights;
 the stream holds all these batches."""
@@ -456,7 +454,7 @@ class TrainLoop:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
         with span("keep samples", threads=True):
             await self._samples.keep(self.step, [part.experiences for part, _ in ended if part.trained])
-        metrics = result.metrics | _source_metrics(batch)
+        metrics = result.metrics | batch.source_metrics
         metrics["time/batch"] = loop.time() - started
         metrics |= self._wait_metrics()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -590,17 +588,6 @@ class TrainLoop:
 
     async def _publish_sync(self, event: SyncEvent) -> None:
         await self.agent.publish("sync", f"weights.{event.verb}", event)
-
-
-def _source_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return the metrics of records, replayed groups and a tapped run in the batches of a step."""
-    return {
-        name: value
-        for part in batch.parts
-        if not part.is_repaired
-        for name, value in part.metrics.items()
-        if name.startswith(OF_SOURCES)
-    }
 
 
 def _consumed_tickets(source: Mapping[str, Any]) -> set[str]:

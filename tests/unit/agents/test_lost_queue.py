@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.agents.world import killed_when
 from trinity_agents.explorer.state import MANIFEST_LOST_AFTER
-from trinity_agents.simulation import Simulation, killed, until
+from trinity_agents.simulation import Simulation, until
 from trinity_mq.dispatch.loss_repair import (
     LONGEST_PATIENCE,
     LOOK_SECONDS,
@@ -82,14 +83,6 @@ def test_lost_slices_are_sent_again(tmp_path: Path, how: str, restarted: bool, n
     def waits() -> bool:
         return bool(sim.waiting_in(name)) and all(ticket.published for ticket in sim.state().tickets.values())
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await until(waits)
-        if restarted:
-            await killed(first)
-            first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await first
-
     async def runners() -> None:
         await until(waits)
         assert await empty(sim, name, how) > 0
@@ -101,6 +94,7 @@ def test_lost_slices_are_sent_again(tmp_path: Path, how: str, restarted: bool, n
         statuses.append(sim.explorer.detail())
         await runner
 
+    explorer = (lambda: killed_when(waits, sim.make_explorer)) if restarted else None
     run_virtually(sim.run(explorer=explorer, runners=runners), limit=5000)
     assert sim.state().finished
     assert sim.state().closed == BATCHES

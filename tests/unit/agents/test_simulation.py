@@ -5,6 +5,7 @@ and runners.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from tests.unit.agents.explorer.test_explorer import restarted
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import failure
-from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
+from tests.unit.agents.world import failure, killed_when
+from trinity_agents.simulation import Simulation, kill_and_replace_trainer, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
@@ -150,12 +151,8 @@ def test_what_was_asked_for_and_is_not_given_ends_the_run_with_its_reason(tmp_pa
 def test_a_trainer_that_is_away_is_not_waited_for_by_the_requests_clock(tmp_path: Path) -> None:
     sim = styled(tmp_path, "explorer_driven", "synchronizer.request_timeout=50", batches=4)
 
-    async def late() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.loop.progress == 2)
-        await killed(first)
-        await asyncio.sleep(600)
-        await sim.make_trainer().run()
+    def late() -> Coroutine[Any, Any, None]:
+        return killed_when(lambda: sim.trainer.loop.progress == 2, sim.make_trainer, pause=600.0)
 
     run_virtually(sim.run(trainer=late), limit=3000)
     check_whole(sim, 4)

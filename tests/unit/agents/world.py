@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.simulation import Simulation
+from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
@@ -240,6 +240,26 @@ async def kill(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+async def killed_when(
+    when: Callable[[], Any],
+    *lives: Callable[[], Agent],
+    then: float = 0.0,
+    pause: float = 0.0,
+    between: Callable[[], object] = lambda: None,
+    step: float = 0.01,
+) -> None:
+    """Run an agent that is killed some seconds after a condition holds or a coroutine ends, and after a pause another.
+    With one of ``lives`` both are made by it.
+    """
+    first = asyncio.get_running_loop().create_task(lives[0]().run())
+    await (when() if asyncio.iscoroutinefunction(when) else until(when, step))
+    await asyncio.sleep(then)
+    if await killed(first):
+        await asyncio.sleep(pause)
+        between()
+        await lives[-1]().run()
 
 
 def experience(task: int = 0, run: int = 0, length: int = 4, **fields: Any) -> Experience:

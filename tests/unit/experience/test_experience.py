@@ -162,7 +162,7 @@ def test_unknown_names_say_what_there_is():
         ("response_text", {"s": b"\xff", "l": np.array([1], np.int32).tobytes()}, lambda b: b.values("response_text")),
         ("versions", {"i": b"", "l": np.array([2], np.int32).tobytes()}, lambda b: b.values("versions")),
         ("eid.task", {"d": b"\xc0", "l": np.array([1], np.int32).tobytes()}, lambda b: b.ids("tid")),
-        ("taskset", 5, lambda b: b.settle()),
+        ("taskset", {"c": 5}, lambda b: b.settle()),
     ],
 )
 def test_what_is_opened_later_fails_then_and_all_at_once_on_request(name, column, opens):

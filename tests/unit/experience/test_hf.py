@@ -220,3 +220,5 @@ def test_a_dataset_of_trinity_rft_gives_its_experiences(through, tmp_path):
     }
     assert (pair.chosen.tolist(), pair.rejected.tolist(), pair.prompt_length) == ([5, 6], [7], 2)
     assert from_hf_datasets(to_hf_datasets([single, multi, pair])) == [single, multi, pair]
+    named = from_record(trinity_rows()[1] | {"experience_type": "single_turn"})
+    assert named.experience_type == "single_turn", "a type that somebody adds counts"

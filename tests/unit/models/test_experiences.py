@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trinity_mq.experience import Experience, ExperienceError
 from trinity_mq.models.errors import EngineRefused
-from trinity_mq.models.recording.history import ExperienceHistory
+from trinity_mq.models.recording.calls import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import _experience, experiences_from_columns, experiences_of
 

@@ -40,6 +40,10 @@ def test_existing_folder_is_kept_and_one_of_other_settings_refused(model_config:
     wider = ModelConfig(tiny=TinyModelConfig(hidden_size=96))
     with pytest.raises(ModelError, match=r"hidden_size: 64 in the folder, 96 in the configuration"):
         ensure_model_folder(wider, folder, 0)
+    for damaged in ("", "[]", '{"tiny": 5}'):
+        (folder / "recipe.json").write_text(damaged)
+        with pytest.raises(ModelError, match="is not a model made by this program"):
+            ensure_model_folder(model_config, folder, 0)
 
 
 def test_its_files_follow_the_umask(model_config: ModelConfig, tmp_path: Path) -> None:

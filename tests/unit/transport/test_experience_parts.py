@@ -14,9 +14,11 @@ from trinity_mq.experience import DecodeError, Experience, encode
 from trinity_mq.messages import BatchClosed
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import (
+    AttemptRows,
+    PartMember,
     ReceivedPart,
+    attempt_rows_of,
     decode_parts,
     requested_parts,
     shared_part_message,

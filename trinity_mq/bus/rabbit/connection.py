@@ -70,7 +70,6 @@ def amqp_errors() -> Iterator[None]:
     A cancellation that the client swallowed is raised nevertheless. Before Python 3.12, ``asyncio.wait_for``, which the
     client uses, returns normally if its result arrives at the moment of the cancellation. A loop would then run
     forever.
-    uses, returns where its result comes at the moment of the cancellation, and a loop would go on for ever.
     """
     earlier_cancellations = _cancellations()
     try:

@@ -29,9 +29,9 @@ from typing import Any, Literal
 import msgpack
 from crc32c import crc32c
 
-from trinity_mq.experience.codec.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short_repr
+from trinity_mq.messages.codec import distinct
 from trinity_mq.messages.msgpack_scan import scan
 
 CONTENT_TYPE = "application/vnd.trinity-mq.experiences"

@@ -289,21 +289,15 @@ def _joined(name: str, column: Column, part: Ragged) -> Column:
     return (*column, part)
 
 
-def unpack(
-    head: dict[str, Any], tail: dict[str, Tensor], *, opened: bool = False
-) -> tuple[int, PlainColumns, Tensors, Tensors]:
+def unpack(head: dict[str, Any], tail: dict[str, Tensor]) -> tuple[int, PlainColumns, Tensors, Tensors]:
     """Return the contents of a head and a tail: a count, plain columns, tensor columns and multi-modal columns.
 
-    Texts, ids, versions and documents are decoded on first access; with ``opened`` they are decoded at once.
+    Texts, ids, versions and documents are decoded on first access.
 
     Raises:
         DecodeError: Head and tail do not describe valid experiences. Columns decoded later raise it on first access.
     """
-    count, columns, entries = head.get("n"), head.get("columns"), head.get("tensors")
-    if type(count) is not int or not isinstance(columns, dict) or not isinstance(entries, dict):
-        raise DecodeError(f"the head has {short_repr(list(head))}, wanted n, columns and tensors")
-    if not 0 <= count <= layout.MAX_EXPERIENCES:
-        raise DecodeError(f"the head claims {count} experiences, wanted at most {layout.MAX_EXPERIENCES}")
+    count, columns, entries = _parts_of_head(head)
     tail_entries = _Entries(count, entries, tail)
     if count == 0:
         return 0, PlainColumns(), {}, {}
@@ -314,7 +308,7 @@ def unpack(
     values = PlainColumns()
     for name in _EAGER_COLUMNS:
         if name in columns:
-            values[name] = _unpacked(columns, name, count, _UNPACKERS[name])
+            values[name] = _UNPACKERS[name](columns[name], count, name)
     try:
         check_columns(values, tensors, count)
     except ExperienceError as error:
@@ -325,11 +319,21 @@ def unpack(
     for name in _LAZY_COLUMNS:
         if name in columns:
             unpack_column = _UNPACKERS.get(name) or openers.of(name)
-            if opened:
-                values[name] = _unpacked(columns, name, count, unpack_column)
-            else:
-                values.set_lazy(name, partial(_unpacked, columns, name, count, unpack_column))
+            values.set_lazy(name, partial(unpack_column, columns[name], count, name))
     return count, values, tensors, _present(tail_entries.multi_modal)
+
+
+def _parts_of_head(head: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Return the count, the columns and the tensor entries of a head."""
+    count, columns, entries = head.get("n"), head.get("columns"), head.get("tensors")
+    if type(count) is not int or not isinstance(columns, dict) or not isinstance(entries, dict):
+        raise DecodeError(f"the head has {short_repr(list(head))}, wanted n, columns and tensors")
+    if not 0 <= count <= layout.MAX_EXPERIENCES:
+        raise DecodeError(f"the head claims {count} experiences, wanted at most {layout.MAX_EXPERIENCES}")
+    for name in (*_EAGER_COLUMNS, *_LAZY_COLUMNS):
+        if not isinstance(columns.get(name, {}), dict):
+            raise DecodeError(f"{name}: {short_repr(columns[name])}, wanted a column")
+    return count, columns, entries
 
 
 def _present(columns: Tensors) -> Tensors:
@@ -339,12 +343,6 @@ def _present(columns: Tensors) -> Tensors:
         if parts := tuple([part for part in column if not part.empty]):
             present[name] = parts
     return present
-
-
-def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unpack) -> list[Any]:
-    if not isinstance(columns[name], dict):
-        raise DecodeError(f"{name}: {short_repr(columns[name])}, wanted a column")
-    return unpack_column(columns[name], count, name)
 
 
 def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors, Tensors]:

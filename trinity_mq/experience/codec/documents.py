@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short_repr
+from trinity_mq.messages.codec import distinct
 from trinity_mq.messages.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, container_bytes, measure, scan
 
 MAX_CONTAINERS = 1 << 18
@@ -256,14 +257,6 @@ class DocumentReader:
         except TypeError as error:
             raise DecodeError(f"an array of {tensor.dtype}: {error}") from error
         return array
-
-
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs`` as a dict; a repeated name is an error."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise DecodeError(f"a name occurs twice among {len(pairs)}")
-    return result
 
 
 def _flat(values: Sequence[Any]) -> bool:

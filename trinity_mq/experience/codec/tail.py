@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience.codec.columns import INT32, pack_lengths, unpack_array
-from trinity_mq.experience.codec.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short_repr
 from trinity_mq.experience.ragged import Column, Indexes, Ragged, least
+from trinity_mq.messages.codec import distinct
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

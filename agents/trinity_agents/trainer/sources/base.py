@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trinity_agents.trainer.decisions import MAX_STARTS, repaired_key
+import structlog
+
+from trinity_agents.trainer.decisions import MAX_STARTS, MAX_STARTS_REPAIRED, repaired_key
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages.batches import BatchState, StepOutcome
 from trinity_mq.runtime.notify import Notifier
+
+log = structlog.get_logger(__name__)
+
+OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
+"""Name prefixes of the source metrics that the trainer reports; operators report the metrics of rollouts."""
 
 
 class ExperiencesLost(Exception):
@@ -79,6 +86,33 @@ class TrainBatch:
     def trained(self) -> bool:
         """Whether a train step was made on the batch; a step that only trains the critic counts."""
         return self.result is not None and self.result.outcome == "trained"
+
+    @property
+    def source_metrics(self) -> dict[str, float]:
+        """Metrics of records, replayed groups and a tapped run in the batches of its train step."""
+        return {
+            name: value
+            for part in self.parts
+            if not part.is_repaired
+            for name, value in part.metrics.items()
+            if name.startswith(OF_SOURCES)
+        }
+
+    def unusable_result(self, starts: int) -> BatchResult | None:
+        """Return the result of a batch that must not be trained on, None for a usable batch.
+
+        Args:
+            starts: Number of crashed starts on the batch.
+        """
+        max_starts = MAX_STARTS_REPAIRED if self.is_repaired else self.max_starts
+        if self.state != "ready":
+            log.warning("batch_skipped", batch=self.batch, state=self.state, reason=self.reason)
+            return BatchResult(self.state, self.reason)
+        if starts < max_starts:
+            return None
+        # The attempts stay recorded: a restart from an older checkpoint reads this batch again and must skip it again.
+        counted = "1 start" if max_starts == 1 else f"{max_starts} starts"
+        return BatchResult("skipped", f"the trainer did not survive {counted} on this batch", kills=True)
 
 
 class Source(Protocol):

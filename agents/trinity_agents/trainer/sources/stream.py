@@ -27,7 +27,14 @@ from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable
-from trinity_mq.transport.ready_stream import SILENCE_SECONDS, Chunk, ReadyStream, chunk_of, decode_in_thread, is_chunk
+from trinity_mq.transport.ready_stream import (
+    CHUNK_TYPES,
+    SILENCE_SECONDS,
+    Chunk,
+    ReadyStream,
+    chunk_of,
+    decode_in_thread,
+)
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,6 @@ class StreamSource:
     def _is_alone(self, decision: TicketDecision) -> bool:
         return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS
 
-    def _repaired(self, decisions: Sequence[TicketDecision]) -> list[TicketDecision]:
-        by_ticket = {
-            repaired.ready.ticket: repaired for decision in decisions for repaired in self._decider.repaired(decision)
-        }
-        return list(by_ticket.values())
-
     async def next(self) -> TrainBatch:
         """Wait for all batches of the next train step and return the first, with its others, repaired batches included.
 
@@ -167,7 +168,7 @@ class StreamSource:
         await self.changed.until(self.available)
         self._handed_out = decisions = self._next_decisions()
         batch, *others = [await self._read(decision) for decision in decisions]
-        for decision in self._repaired(decisions):
+        for decision in self._decider.repaired(decisions):
             others.append(repaired := await self._read(decision))
             repaired.is_repaired = True
         batch.others = others
@@ -256,7 +257,7 @@ class StreamSource:
     def consumed(self) -> None:
         """Advance past the batches that :meth:`next` returned last, including repaired batches."""
         decisions, self._handed_out = self._handed_out, []
-        for decision in (*self._repaired(decisions), *decisions):
+        for decision in (*self._decider.repaired(decisions), *decisions):
             self._decider.consume(decision)
         self._advance({decision.batch for decision in decisions})
 
@@ -372,7 +373,7 @@ class StreamSource:
     async def _take_in(self, delivery: Delivery, offset: int) -> None:
         if offset < self._begins or await acknowledge_foreign(self._bus, delivery):
             self._decider.other(offset)
-        elif is_chunk(delivery):
+        elif delivery.content_type in CHUNK_TYPES:
             self.bytes_since_save += len(delivery.body)
             if (chunk := chunk_of(delivery)) is not None:
                 self._decider.chunk(chunk)

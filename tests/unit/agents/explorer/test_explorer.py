@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, RunOn, beside, failure
+from tests.unit.agents.world import Over, RunOn, beside, failure, killed_when
 from trinity_agents.explorer import loop as exploration
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.training_batches import MANIFEST_TRIES
@@ -65,16 +65,7 @@ def restarted(
     after a pause.
     """
 
-    async def explorer() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
-        await (when() if asyncio.iscoroutinefunction(when) else until(when, step))
-        await asyncio.sleep(then)
-        if not await killed(first):
-            return
-        await asyncio.sleep(pause)
-        await sim.make_explorer().run()
-
-    return explorer
+    return lambda: killed_when(when, sim.make_explorer, then=then, pause=pause, step=step)
 
 
 @pytest.mark.parametrize("after", [round(0.23 * n, 2) for n in range(1, 20)])
@@ -608,13 +599,9 @@ def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path
     """Between its checkpoint and where it was killed only the trainer's own counters move."""
     sim = Simulation(tmp_path, SHORT, batches=12, step_seconds=10.0)
 
-    async def killed_late() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.loop.progress == 10)
-        await killed(first)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_late), limit=10_000)
+    run_virtually(
+        sim.run(trainer=lambda: killed_when(lambda: sim.trainer.loop.progress == 10, sim.make_trainer)), limit=10_000
+    )
     assert [len(learner.steps) for learner in sim.learners] == [10, 12], "100 s of steps were done again"
     assert sim.state().finished
 

@@ -176,12 +176,12 @@ def circuit(**limits: Any) -> CircuitBreaker:
     return CircuitBreaker(CircuitBreakerConfig(**{"failures": 4, **limits}), max_pause=40.0, max_tries=max_tries)
 
 
-def opened(tries: int = 1) -> CircuitBreaker:
+def opened() -> CircuitBreaker:
     """Return a circuit that opened at 0.0."""
     made = circuit()
     for name in "abcd":
         assert made.begin(name, 0.0)
-        assert made.end(name, away(), tries, 0.0)
+        assert made.end(name, away(), 0, 0.0)
     assert not made.is_closed
     return made
 
@@ -191,7 +191,7 @@ def test_it_opens_after_a_row_of_failures_and_says_why() -> None:
     for number, name in enumerate("abcd", 1):
         assert made.is_closed
         assert made.begin(name, 1.0)
-        assert made.end(name, away(), 1, 1.0)
+        assert made.end(name, away(), 0, 1.0)
         assert made.pauses == (number == 4)
     assert not made.admits(1.0)
     assert made.seconds_left(3.0) == 3.0
@@ -221,7 +221,7 @@ def test_a_row_of_failures_for_want_of_infrastructure_opens_it(row: list[SliceOu
     made = circuit()
     for number, outcome in enumerate(row, 1):
         assert made.is_closed
-        made.end(str(number), outcome, 1, 0.0)
+        made.end(str(number), outcome, 0, 0.0)
         assert made.is_closed == (number < opens_at)
     assert len(row) == opens_at
 
@@ -246,14 +246,14 @@ def test_pauses_grow_up_to_the_longest_and_begin_anew_once_it_is_closed() -> Non
         pauses.append(left)
         now += left
         assert made.begin("a", now)
-        assert made.end("a", away(), 2, now)
+        assert made.end("a", away(), 1, now)
     assert pauses == [5.0, 10.0, 20.0, 40.0, 40.0, 40.0]
     assert made.pauses == 1
     now += 40.0
     assert made.begin("b", now)
     made.end("b", WELL, 0, now)
     for name in "cdef":
-        made.end(name, away(), 1, now)
+        made.end(name, away(), 0, now)
     assert made.seconds_left(now) == 5.0
     assert made.pauses == 2
 
@@ -262,7 +262,7 @@ def test_pauses_grow_up_to_the_longest_and_begin_anew_once_it_is_closed() -> Non
 def test_a_probe_that_says_nothing_leaves_room_for_another_at_once(outcome: SliceOutcome | None) -> None:
     made = opened()
     assert made.begin("a", 5.0)
-    assert not made.end("a", outcome, 1, 6.0)
+    assert not made.end("a", outcome, 0, 6.0)
     assert not made.is_closed
     assert made.begin("b", 6.0)
     assert made.probes == 1
@@ -270,7 +270,7 @@ def test_a_probe_that_says_nothing_leaves_room_for_another_at_once(outcome: Slic
 
 def test_what_was_under_way_when_it_opened_makes_no_pause_longer_but_may_close_it() -> None:
     made = opened()
-    assert made.end("e", away(), 1, 3.0)
+    assert made.end("e", away(), 0, 3.0)
     assert made.seconds_left(3.0) == 2.0
     made.end("f", WELL, 0, 4.0)
     assert made.is_closed
@@ -278,13 +278,13 @@ def test_what_was_under_way_when_it_opened_makes_no_pause_longer_but_may_close_i
 
 def test_a_slice_whose_tries_others_outlived_fails_for_good() -> None:
     made = circuit()
-    assert made.end("bad", away(), 1, 1.0)
-    assert made.end("bad", away(), 2, 2.0), "nothing is known yet"
+    assert made.end("bad", away(), 0, 1.0)
+    assert made.end("bad", away(), 1, 2.0), "nothing is known yet"
     made.end("good", WELL, 0, 3.0)
-    assert made.end("bad", away(), 3, 4.0), "it may have been away twice"
-    assert made.end("bad", away(), 4, 5.0)
+    assert made.end("bad", away(), 2, 4.0), "it may have been away twice"
+    assert made.end("bad", away(), 3, 5.0)
     made.end("good", WELL, 0, 6.0)
-    assert not made.end("bad", away(), 5, 7.0), "it is its own fault"
+    assert not made.end("bad", away(), 4, 7.0), "it is its own fault"
     assert made.is_closed
 
 
@@ -292,9 +292,10 @@ def test_one_slice_alone_opens_it_early_and_has_fewer_tries() -> None:
     made, now, tries = circuit(tries_alone=6), 0.0, 0
     while True:
         now += made.seconds_left(now) or 0.0
-        tries += 1
         assert made.begin("alone", now)
-        if not made.end("alone", away(), tries, now):
+        again = made.end("alone", away(), tries, now)
+        tries += 1
+        if not again:
             break
         assert made.is_closed == (tries < LONE_ROW)
     assert tries == 6
@@ -325,8 +326,8 @@ def test_whatever_happens(events: list[tuple[str, SliceOutcome | None, float]], 
                 under_way[name] = not was_closed
             continue
         del under_way[name]
+        again = made.end(name, outcome, tries.get(name, 0), now)
         tries[name] = tries.get(name, 0) + (outcome is not None and is_infrastructure(outcome))
-        again = made.end(name, outcome, tries[name], now)
         if outcome is not None and outcome.runs:
             row = 0
             assert made.is_closed

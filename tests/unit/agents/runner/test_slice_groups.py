@@ -20,8 +20,7 @@ from trinity_mq.messages import TaskBody, TaskResult, TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
-from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
-from trinity_mq.transport.experience_parts import shared_part_message
+from trinity_mq.transport.experience_parts import PartMember, attempt_rows_of, shared_part_message
 
 LOOP = VirtualTimeLoop
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.trainer.batch_result import StepResult, TrainSamples, chosen, drop_stale, staleness, train_on
+from trinity_agents.trainer.batch_result import StepResult, TrainSamples, chosen, drop_stale_groups, staleness, train_on
 from trinity_agents.trainer.decisions import MAX_STARTS
 from trinity_agents.trainer.sources.base import BatchResult, Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
@@ -183,8 +183,12 @@ def test_the_oldest_token_decides_and_nothing_is_younger_than_zero(steps: tuple[
     assert staleness(aged(0, 0, *steps).versions, 6) == age
 
 
+def fresh_of(experiences: list[Experience], step: int, limit: int) -> tuple[ExperienceBatch, dict[str, float]]:
+    return drop_stale_groups([TrainBatch(1, "t", "o", "ready", ExperienceBatch.of(experiences))], step, limit)
+
+
 def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
-    kept, metrics = drop_stale([aged(0, 0, 4), aged(0, 1, 1, 4), aged(1, 0, 3), aged(1, 1, 4)], 4, 2)
+    kept, metrics = fresh_of([aged(0, 0, 4), aged(0, 1, 1, 4), aged(1, 0, 3), aged(1, 1, 4)], 4, 2)
     assert [(e.eid.task, e.eid.run) for e in kept] == [(1, 0), (1, 1)]
     assert metrics == {
         "sample/dropped_stale_groups": 1.0,
@@ -194,7 +198,7 @@ def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
         "sample/staleness/max": 1.0,
         "sample/staleness/groups/mean": 1.0,
     }
-    kept, metrics = drop_stale([aged(0, 0, 0)], 4, 3)
+    kept, metrics = fresh_of([aged(0, 0, 0)], 4, 3)
     assert (len(kept), metrics["sample/experiences"], "sample/staleness/max" in metrics) == (0, 0.0, False)
 
 
@@ -207,7 +211,7 @@ def test_what_is_kept_is_fit_and_what_is_dropped_has_an_unfit_one_in_its_group(
     steps: list[tuple[int, int]], now: int, limit: int
 ) -> None:
     experiences = [aged(task, run, step) for run, (task, step) in enumerate(steps)]
-    kept, metrics = drop_stale(experiences, now, limit)
+    kept, metrics = fresh_of(experiences, now, limit)
     assert metrics["sample/experiences"] + metrics["sample/dropped_stale_experiences"] == len(experiences)
     unfit = {e.eid.task for e in experiences if staleness(e.versions, now) > limit}
     assert {e.eid.run for e in kept} == {e.eid.run for e in experiences if e.eid.task not in unfit}

@@ -93,9 +93,9 @@ def test_a_failed_ticket_may_be_repaired_once() -> None:
     assert story.told == ["a/x:", "a/y:y.0", "b/x:x.0"], "once"
     assert story.decider.peek(1) is None, "the batch is progress already"
     assert story.decider.waiting == ["b"]
-    assert story.decider.repaired(story.decisions["b"]) == [story.decisions["a"]]
+    assert story.decider.repaired([story.decisions["b"]]) == [story.decisions["a"]]
     story.play("-a a/w.0 a/w=1")
-    assert story.decider.repaired(story.decisions["b"]) == []
+    assert story.decider.repaired([story.decisions["b"]]) == []
     assert (set(story.decider.consumed), story.decider.failed) == ({"a"}, set())
     assert len(story.told) == 3, "never twice"
     assert story.decider.is_settled("a")
@@ -103,7 +103,7 @@ def test_a_failed_ticket_may_be_repaired_once() -> None:
 
 def test_it_goes_along_with_none_that_was_on_the_stream_before_it_or_is_before_it_in_order() -> None:
     story = Story("c/x!failed -c d/x.0 d/x=1 c/y.0 c/y=1 b/x.0 b/x=1 e/x.0 e/x=1")
-    repaired = {name: story.decider.repaired(story.decisions[name]) for name in "bde"}
+    repaired = {name: story.decider.repaired([story.decisions[name]]) for name in "bde"}
     assert repaired == {"d": [], "b": [], "e": [story.decisions["c"]]}, "c itself may not be consumed before b is"
     assert story.decider.unused == [3]
 
@@ -125,7 +125,7 @@ def test_repaired_before_it_is_consumed_as_failed_it_is_progress_first() -> None
     failed = story.decisions["a"]
     story.play("a/y.0 a/y=1")
     assert story.decider.peek(1) is failed
-    assert story.decider.repaired(failed) == []
+    assert story.decider.repaired([failed]) == []
     assert (story.decider.failed, story.resume_offsets[-1]) == (set(), 0), "a restart has to decide it as failed again"
     story.decider.consume(failed)
     assert (story.decider.failed, story.decider.resume_offset()) == ({"a"}, 1), "what repairs it has still to be read"

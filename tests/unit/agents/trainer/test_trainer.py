@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -19,8 +20,9 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation, late_operators
-from tests.unit.agents.world import Over, RunOn, failure, leaf
+from tests.unit.agents.world import Over, RunOn, failure, killed_when, leaf
 from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
+from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.modes import RecordingLearner
 from trinity_agents.trainer.sources.stream import StreamSource
@@ -80,10 +82,9 @@ def test_the_third_start_on_a_batch_skips_it_and_parks_a_letter(tmp_path: Path, 
         for _ in range(2):
             with pytest.raises(ExceptionGroup):
                 await sim.make_trainer(learner=Deadly({2}, tried)).run()
-        third = asyncio.get_running_loop().create_task(sim.make_trainer(learner=Deadly(set(), tried)).run())
-        await until(lambda: sim.trainer.loop.progress == 3)
-        await killed(third)
-        await sim.make_trainer(learner=Deadly(set(), tried)).run()
+        await killed_when(
+            lambda: sim.trainer.loop.progress == 3, lambda: sim.make_trainer(learner=Deadly(set(), tried))
+        )
 
     run_virtually(sim.run(trainer=trainer), limit=1000)
     entries = lineage(tmp_path / "history", 4, 4)
@@ -179,13 +180,10 @@ def test_a_stream_cut_behind_the_checkpoint_is_one_clear_error(tmp_path: Path) -
     def cut() -> None:
         sim.stream().trim(sim.stream().depth - 1)
 
-    text = str(
-        failure(
-            sim.run(trainer=lambda: killed_when(sim, lambda: checkpoints(tmp_path) == [1], cut, pause=5.0)),
-            FatalError,
-            limit=1000,
-        )
-    )
+    def trainers() -> Coroutine[Any, Any, None]:
+        return killed_when(lambda: checkpoints(tmp_path) == [1], sim.make_trainer, between=cut, pause=5.0)
+
+    text = str(failure(sim.run(trainer=trainers), FatalError, limit=1000))
     assert "retention has cut" in text
     assert "broker.ready_max_bytes" in text
 
@@ -297,27 +295,8 @@ def damage(folder: Path, *progress: int) -> None:
         (folder / "checkpoints" / f"progress-{one:06d}" / "weights").write_text("no")
 
 
-async def killed_when(
-    sim: Simulation,
-    when: Callable[[], object],
-    between: Callable[[], object] = lambda: None,
-    *,
-    after: float = 0.0,
-    pause: float = 0.0,
-    learners: Sequence[FakeLearner | None] = (None, None),
-) -> None:
-    """A trainer that is killed ``after`` seconds behind ``when()``, and one that is started behind ``between()``."""
-    first = asyncio.get_running_loop().create_task(sim.make_trainer(learner=learners[0]).run())
-    await until(lambda: bool(when()))
-    await asyncio.sleep(after)
-    if await killed(first):
-        await asyncio.sleep(pause)
-        between()
-        await sim.make_trainer(learner=learners[1]).run()
-
-
-def killed_at(sim: Simulation, progress: int, between: Callable[[], object], **how: Any) -> Coroutine[Any, Any, None]:
-    return killed_when(sim, lambda: sim.trainer.loop.progress == progress, between, **how)
+def killed_at(sim: Simulation, progress: int, *lives: Callable[[], Trainer], **how: Any) -> Coroutine[Any, Any, None]:
+    return killed_when(lambda: sim.trainer.loop.progress == progress, sim.make_trainer, *lives, **how)
 
 
 @pytest.mark.parametrize("does_not_load", [False, True], ids=["has another size", "does not load"])
@@ -334,7 +313,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
             damage(tmp_path, 4)
 
     with capture_logs() as logs:
-        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, harm, learners=(None, FailsToLoad(0.1)))), limit=1000)
+        second = functools.partial(sim.make_trainer, learner=FailsToLoad(0.1))
+        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, second, between=harm)), limit=1000)
     (said,) = (entry for entry in logs if entry["event"] == "damaged_checkpoint_skipped")
     assert said["path"].endswith("checkpoints/progress-000004")
     assert said["reason"] == ("optimizer.pt is damaged" if does_not_load else "weights has 2 bytes, wanted 4")
@@ -358,7 +338,7 @@ def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again
         if gone == "folder removed":
             shutil.rmtree(folder)
 
-    run = sim.run(trainer=lambda: killed_at(sim, 5, lose))
+    run = sim.run(trainer=lambda: killed_at(sim, 5, between=lose))
     if gone == "none was saved":
         run_virtually(run, limit=1000)
         assert sim.learners[1].steps == list(range(1, 7))
@@ -502,7 +482,7 @@ def test_a_restarted_trainer_takes_what_it_has_trained_on_before_engines_get_its
     late = {6, 7}
     sim = Simulation(tmp_path, overrides, batches=8, runner_seconds=lambda each: seconds if each.batch in late else 0.1)
 
-    run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, lambda: None, after=1.0, pause=1.0)), limit=1000)
+    run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, then=1.0, pause=1.0)), limit=1000)
     assert list(outcomes(sim).values()) == ["trained"] * 8
     assert [value for _, value in sim.values("sample/dropped_stale_groups") if value] == []
     assert [version for version in sim.engine.served if version[0] == 2] == [(2, 5), (2, 6), (2, 7), (2, 8)]
@@ -539,7 +519,7 @@ def test_resumed_it_gives_the_checkpoints_weights_out_before_it_reads_on(tmp_pat
     """New generation, sync, then the stream: what is sampled meanwhile is of weights that somebody holds."""
     sim = WatchedSimulation(tmp_path, ("trainer.save_interval=1", "synchronizer.sync_interval=3"), batches=6)
 
-    run_virtually(sim.run(trainer=lambda: killed_at(sim, 3, lambda: None)), limit=1000)
+    run_virtually(sim.run(trainer=lambda: killed_at(sim, 3)), limit=1000)
     check_history(sim, 6)
     events = [one for one in _in_order(sim) if getattr(one, "generation", 2) == 2]
     commits = [n for n, one in enumerate(events) if isinstance(one, SyncEvent) and one.version and one.version[0] == 2]
