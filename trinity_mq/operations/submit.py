@@ -80,22 +80,36 @@ class SubmissionReplies:
         ]
 
 
+def read_json_argument(name: str, text: str, example: str) -> Any:
+    """Return the JSON in an argument of the command line: JSON, ``@FILE`` or ``-`` for standard input.
+
+    Args:
+        name: Name of the argument, for errors.
+        text: The argument.
+        example: A valid argument, for errors.
+
+    Raises:
+        CommandError: The file cannot be read, or the text is not JSON.
+    """
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
+        elif text == "-":
+            text = sys.stdin.read()
+        return json.loads(text)
+    except OSError as error:
+        raise CommandError(f"{name} {text!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{name} is not JSON: {error}; wanted {example}, @FILE or -") from error
+
+
 def read_task(text: str) -> TaskBody:
-    """Return the task in ``text``: JSON, ``@FILE`` or ``-`` for standard input.
+    """Return the task in ``text``, an argument of the command line; see :func:`read_json_argument`.
 
     Raises:
         CommandError: The task cannot be read, or it is not a valid task.
     """
-    try:
-        if text.startswith("@"):
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        elif text == "-":
-            text = sys.stdin.read()
-        fields = json.loads(text)
-    except OSError as error:
-        raise CommandError(f"task {text!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"the task is not JSON: {error}; wanted something like {EXAMPLE}") from error
+    fields = read_json_argument("--task", text, EXAMPLE)
     if not isinstance(fields, dict):
         raise CommandError(f"the task is a {type(fields).__name__}, wanted an object like {EXAMPLE}")
     for key in fields:

@@ -63,10 +63,7 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
     if not all_lines:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
     lines = distinct(all_lines)
-    results: dict[str, list[Point]] = {}
-    for line in lines:
-        for taskset, value in evaluations(line).items():
-            results.setdefault(taskset, []).append((line["step"], value))
+    results = evaluation_curves(lines)
     rows = [
         ("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}")
         for taskset, points in sorted(results.items())
@@ -137,6 +134,15 @@ def metric_curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     counts.
     """
     return list({line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}.items())
+
+
+def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Return (step, result) pairs of each evaluation taskset, by its name."""
+    curves: dict[str, list[Point]] = {}
+    for line in lines:
+        for taskset, value in evaluations(line).items():
+            curves.setdefault(taskset, []).append((line["step"], value))
+    return curves
 
 
 def loss_counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -229,9 +229,7 @@ def _broker_disk(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
 def _permissions(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     patterns: Mapping[str, str] = {name: facts["permissions"][name] for name in ("configure", "write", "read")}
     names = names_of(needs.named)
-    lacking = [
-        operation for operation, pattern in patterns.items() if not all(allows(pattern, name) for name in names)
-    ]
+    lacking = [operation for operation, pattern in patterns.items() if not all(allows(pattern, name) for name in names)]
     seen = f"configure, write, read: {' '.join(map(repr, patterns.values()))}"
     seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
     command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(needs.named.run, "agent")))

@@ -127,8 +127,8 @@ class Needs:
 async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: DoctorFacts) -> None:
     """Answer ``server`` (its properties), ``depths`` and ``beats`` over an AMQP connection.
 
-    ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``beats`` are the last heartbeats of
-    the run's working agents by id; missing if no agent works.
+    ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``beats`` are the last heartbeats
+    of the run's working agents by id; missing if no agent works.
 
     Raises:
         BusRefused: The broker refuses the connection.
