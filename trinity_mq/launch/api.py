@@ -218,8 +218,7 @@ def run(
         file, yaml.safe_dump(escape_interpolations(checked.model_dump(mode="json")), sort_keys=False).encode(), 0o600
     )
     tail = MetricsTail(checked.path)
-    if not fresh:
-        tail.read()  # skip the lines of earlier starts
+    tail.read()  # skip the lines of earlier starts
     command = [sys.executable, "-m", "trinity_mq.cli.main", "run", "--plain", "--attached"]
     with output.open("wb") as printed:
         process = subprocess.Popen(
