@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.messages import Metrics
@@ -42,15 +41,12 @@ class Curves:
         """The names of all metrics."""
         return sorted(self._points)
 
-    def points(self) -> Mapping[str, list[tuple[int, float]]]:
-        """Return the points of every curve, sorted by step."""
-        return {name: sorted(points.items()) for name, points in self._points.items()}
-
     def pictures(self) -> list[dict[str, Any]]:
         """Return title, description and curves of each picture that has data."""
+        curves = {name: self.named(name) for name in self._points}
         return [
             {"title": picture.title, "about": picture.about, "curves": chosen}
-            for picture, chosen in drawn_pictures(self.points())
+            for picture, chosen in drawn_pictures(curves)
         ]
 
     def named(self, name: str) -> list[tuple[int, float]]:

@@ -18,7 +18,7 @@ from trinity_mq.observability.timeline import TIMELINE_FILE
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
 from trinity_mq.telemetry.group_drops import GROUP_DROPS
-from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
 
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
@@ -175,6 +175,11 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint from which a trainer would resume, or None if no checkpoint exists."""
-    folder = run_dir / "checkpoints"
-    checkpoints = find_checkpoints(folder)[0] if folder.is_dir() else []
+    checkpoints = saved_checkpoints(run_dir)
     return checkpoints[0].path if checkpoints else None
+
+
+def saved_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the undamaged checkpoints of a run, newest first."""
+    folder = run_dir / "checkpoints"
+    return find_checkpoints(folder)[0] if folder.is_dir() else []
