@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trinity_mq.bus import Bus, BusUnavailable, Envelope, Incoming, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Incoming, Topology
 from trinity_mq.errors import CommandError, suggest
-from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.messages import ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
 from trinity_mq.messages.msgpack_scan import check_value
 from trinity_mq.messages.tasks import TRUTH
-from trinity_mq.runtime.deliveries import acknowledge
+from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body
 
@@ -155,23 +155,10 @@ async def submit_task(target: Target, submission: TaskSubmission, wait: float | 
 
 
 async def _publish(bus: Bus, topology: Topology, submission: TaskSubmission, reply_to: str | None) -> None:
-    body: dict[str, Any] = {
-        "kind": submission.kind,
-        "version_number": submission.version_number,
-        **submission.model_dump(mode="json"),
-    }
     message_id = submission.submission_id or uuid.uuid4().hex
-    envelope = Envelope(
-        body=json.dumps(body).encode(),
-        kind=submission.kind,
-        message_id=message_id,
-        content_type=JSON_CONTENT_TYPE,
-        headers={"kind": submission.kind, "version": submission.version_number},
-        correlation_id=message_id,
-        reply_to=reply_to,
-    )
+    message = envelope(submission, message_id=message_id, correlation_id=message_id, reply_to=reply_to)
     try:
-        taken = await bus.publish(topology.exchange("tasks"), "submit", envelope, timeout=PUBLISH_SECONDS)
+        taken = await bus.publish(topology.exchange("tasks"), "submit", message, timeout=PUBLISH_SECONDS)
     except BusUnavailable as error:
         waiting = await bus.depth(topology.submitted.name)
         raise CommandError(
