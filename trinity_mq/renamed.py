@@ -261,7 +261,7 @@ NAMES = {
     "trinity_mq.observability.report.curves": "thinned=downsample",
     "trinity_mq.observability.report.figures": "duration=format_duration",
     "trinity_mq.observability.report.text": "curve=metric_curve lost=loss_counts",
-    "trinity_mq.observability.run_list": "aligned=align_columns found_runs=find_runs",
+    "trinity_mq.observability.run_list": "found_runs=find_runs",
     "trinity_mq.observability.run_state": (
         ".explain=diagnose_stall .forget_rates=clear_momentary_metrics Watch=RunState"
     ),
@@ -286,9 +286,7 @@ NAMES = {
     "trinity_mq.page.actions": "Actions=BrokerActions",
     "trinity_mq.page.run_page": "Observatory=RunPage",
     "trinity_mq.proof.chaos.injector": "Done=InjectedFault",
-    "trinity_mq.proof.chaos.scenes": (
-        "Wishes=TrialOptions attached=try_local_run launched=launch_run started=try_new_run"
-    ),
+    "trinity_mq.proof.chaos.scenes": ("attached=try_local_run launched=launch_run started=try_new_run"),
     "trinity_mq.proof.chaos.schedule": "Schedule=ChaosSchedule",
     "trinity_mq.proof.chaos.sessions.clients": "Asked=ClientRequest Told=ClientSession",
     "trinity_mq.proof.chaos.sessions.verdicts": "nothing_waits=sessions_settle told_is_kept=answers_match_stream",

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -157,6 +157,17 @@ def _console_kind() -> type[Console]:
                 yield segment if segment.control else Segment(escape_unsafe(segment.text), segment.style)
 
     return VisibleConsole
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """Return the rows of a table as lines with aligned columns.
+
+    >>> align_columns([("name", "steps"), ("run", "12")])
+    ['name  steps', 'run   12']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if right else str.ljust
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
 
 
 def write_output(path: Path, text: str) -> None:

@@ -162,11 +162,8 @@ async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode)
     assert {subject for subject, verdict in verdicts(found).items() if verdict == "ok"} == by_amqp
     assert set(verdicts(found).values()) == {"ok", "not looked at"}
     assert "no management API at http://127.0.0.1:1" in found["alarms"].seen
-    assert "write" in found["permissions"].seen, "there is no exchange of the run to try it on"
     async with agents(node) as bus:
         found = await look(node)
-        assert {found["permissions"].verdict, found["alarms"].verdict} == {"ok"}
-        assert "tried" in found["permissions"].seen
         assert found["releases"].seen == "no agent is running"
         assert "not in use" in found["queues of the run"].seen
         by_ctl = (await look(node, ctl=True))["queues of the run"]
@@ -201,9 +198,9 @@ async def test_a_user_who_may_not(node: PrivateNode) -> None:
         assert (by_api["permissions"].verdict, by_api["alarms"].verdict) == ("not looked at", "not looked at")
         assert "401" in by_api["alarms"].seen
     async with user(node, r"^tmq\.healthy\.") as url:
-        for found in (await look(node, ctl=True, url=url), await look(node, url=url)):
-            assert found["permissions"].verdict == "problem"
-            assert "rabbitmqctl set_permissions -p / weak '^tmq\\.sick\\.'" in found["permissions"].do
+        found = await look(node, ctl=True, url=url)
+        assert found["permissions"].verdict == "problem"
+        assert "rabbitmqctl set_permissions -p / weak '^tmq\\.sick\\.'" in found["permissions"].do
     async with user(node, None) as url:
         found = await look(node, url=url)
         assert verdicts(found) == {"broker": "problem"}
@@ -214,13 +211,12 @@ async def test_alarms(node: PrivateNode) -> None:
     async with agents(node):
         await node.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
         try:
-            by_ctl, by_amqp = await look(node, ctl=True), await look(node)
+            by_ctl = await look(node, ctl=True)
         finally:
             await node.ctl("set_vm_memory_high_watermark", "0.4")
-        assert by_ctl["alarms"].verdict == by_amqp["alarms"].verdict == "problem"
+        assert by_ctl["alarms"].verdict == "problem"
         assert by_ctl["alarms"].seen.startswith("memory (")
         assert "vm_memory_high_watermark" in by_ctl["alarms"].do
-        assert "holds back what is published" in by_amqp["alarms"].seen
         await node.ctl("set_disk_free_limit", "100000GB")
         try:
             found = await look(node, ctl=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import socket
 from typing import cast
 
 from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import load_target_configuration
+from trinity_mq.targets.target import load_target_configuration, name_of_host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,5 +45,4 @@ def agent_id(pattern: str) -> str:
     """Return ``pattern`` with this machine's host name for ``{host}``. The result is the same after a restart, and
     different on another machine or in another container.
     """
-    host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:40]
-    return pattern.replace("{host}", host or "host")
+    return pattern.replace("{host}", name_of_host(socket.gethostname()))

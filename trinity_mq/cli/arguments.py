@@ -80,6 +80,42 @@ def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
+def add_blob_store(parser: argparse.ArgumentParser) -> None:
+    """Add ``--blob-store``."""
+    parser.add_argument(
+        "--blob-store",
+        metavar="URL",
+        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
+    )
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Add ``--tokenizer``."""
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json (default: the run's model)")
+
+
+def add_address(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add ``--host`` and ``--port`` of a server."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=port, help="port to listen on; 0: a free one (default: %(default)s)"
+    )
+
+
+def check_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Check that options are not too small; options without a value are not checked.
+
+    Raises:
+        CommandError: The value of an option is below its least value in ``least``.
+    """
+    from trinity_mq.errors import CommandError
+
+    for name, lowest in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < lowest:
+            raise CommandError(f"--{name} is {value:g}, wanted at least {lowest}")
+
+
 def add_actions(
     parser: argparse.ArgumentParser, *, required: bool = True
 ) -> Callable[[str, str, Run], argparse.ArgumentParser]:

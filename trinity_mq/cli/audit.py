@@ -14,7 +14,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.event_loop import run_until_complete
-from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
+from trinity_mq.targets.connection import Target, find_target, open_streams, saved_run_id
 from trinity_mq.targets.target import load_target_configuration
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, find_by_name, find_checkpoints
 
@@ -50,7 +50,7 @@ def audit(arguments: argparse.Namespace) -> int:
     for auditor in audits:
         auditor.check_folder(run_id)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
-        record, reason = _stream_content(arguments, run_id)
+        record, reason = _stream_content(arguments)
     for auditor in audits:
         if record is None:
             auditor.leave_out("stream", reason)
@@ -99,23 +99,21 @@ def _print(auditor: Auditor) -> None:
 # -- the stream
 
 
-def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[Record | None, str]:
+def _stream_content(arguments: argparse.Namespace) -> tuple[Record | None, str]:
     """Return the content of the run's ``ready`` stream, or None and the reason why it is not available."""
     if arguments.offline:
         return None, "skipped (--offline)"
     try:
         target = find_target(arguments)
-        return run_until_complete(_read(target, run_id)), ""
+        return run_until_complete(_read(target)), ""
     except (CommandError, FatalError, BusError, OSError) as error:
         return None, f"the stream of processed batches cannot be read: {error}"
 
 
-async def _read(target: Target, run_id: str | None) -> Record:
+async def _read(target: Target) -> Record:
     from trinity_mq.proof.record import read_sets
-    from trinity_mq.transport.blobs import open_store
 
-    async with open_bus(target, "audit") as (bus, topology):
-        bus.run_id = run_id
+    async with open_streams(target, "audit") as (bus, topology, store):
         if await bus.depth(topology.ready.name) is None:
             raise CommandError(f"run {target.run!r} has no stream on this broker")
-        return await read_sets(bus, topology, open_store(target.broker, target.run))
+        return await read_sets(bus, topology, store)

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_broker, add_target, check_least
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.report import as_json, lines
-from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, TrialOptions, elsewhere, try_local_run, try_new_run
+from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, elsewhere, try_local_run, try_new_run
 from trinity_mq.proof.chaos.schedule import KINDS, ROLES, ChaosSchedule
 from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
 from trinity_mq.proof.chaos.trial import TrialOutcome
@@ -44,12 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", metavar="FILE", type=Path, help="inject the faults of this file instead of drawn faults"
     )
-    parser.add_argument(
-        "--kinds", metavar="NAMES", default=",".join(KINDS), help="kinds of faults (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--roles", metavar="NAMES", default=",".join(ROLES), help="roles of the victims (default: %(default)s)"
-    )
+    for name, choices, text in (("--kinds", KINDS, "kinds of faults"), ("--roles", ROLES, "roles of the victims")):
+        parser.add_argument(
+            name, metavar="NAMES", type=_names, default=",".join(choices), help=f"{text} (default: %(default)s)"
+        )
     parser.add_argument(
         "--every",
         metavar="SECONDS",
@@ -106,9 +104,9 @@ def chaos(arguments: argparse.Namespace) -> int:
     overrides = list(arguments.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
         outcome, folder = run_until_complete(_run_trial(arguments))
-        schedule, repeat_command = folder / "schedule.json", _repeat_command(arguments, overrides, outcome.schedule)
-        text = "\n".join(lines(outcome, schedule, repeat_command))
-        report = json.dumps(as_json(outcome, schedule, repeat_command), indent=2)
+        schedule, again = folder / "schedule.json", repeat_command(arguments, overrides, outcome.schedule)
+        text = "\n".join(lines(outcome, schedule, again))
+        report = json.dumps(as_json(outcome, schedule, again), indent=2)
         write_output(folder / "report.txt", text + "\n")
         write_output(folder / "report.json", report + "\n")
     print(report if arguments.json else text)
@@ -116,26 +114,13 @@ def chaos(arguments: argparse.Namespace) -> int:
 
 
 async def _run_trial(arguments: argparse.Namespace) -> tuple[TrialOutcome, Path]:
-    wishes = TrialOptions(
-        count=arguments.kills,
-        seed=arguments.seed,
-        file=arguments.schedule,
-        kinds=_names(arguments.kinds),
-        roles=_names(arguments.roles),
-        every=arguments.every,
-        timeout=arguments.timeout,
-        after=arguments.after,
-        further=arguments.further,
-        inside=arguments.inside,
-        clients=arguments.clients,
-    )
     if arguments.compose is not None:
-        return await elsewhere(arguments, wishes, ComposeTargets(arguments.compose), tell)
+        return await elsewhere(arguments, ComposeTargets(arguments.compose), tell)
     if arguments.kubernetes is not None:
-        return await elsewhere(arguments, wishes, KubernetesTargets(arguments.kubernetes), tell)
+        return await elsewhere(arguments, KubernetesTargets(arguments.kubernetes), tell)
     if arguments.attach is not None:
-        return await try_local_run(arguments, wishes, tell)
-    return await try_new_run(arguments, wishes, tell)
+        return await try_local_run(arguments, tell)
+    return await try_new_run(arguments, tell)
 
 
 def tell(line: str) -> None:
@@ -143,7 +128,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: ChaosSchedule) -> str:
+def repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: ChaosSchedule) -> str:
     """Return the command that repeats the same faults."""
     words = ["trinity-mq", "chaos"]
     if arguments.attach is None:
@@ -154,8 +139,9 @@ def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], sch
             words += [f"--{name}", str(value)]
     if arguments.schedule is None:
         words += ["--kills", str(arguments.kills), "--seed", str(schedule.seed), "--every", f"{arguments.every:g}"]
-        for name, default in (("kinds", ",".join(KINDS)), ("roles", ",".join(ROLES))):
-            words += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) != default else []
+        for name, default in (("kinds", KINDS), ("roles", ROLES)):
+            chosen = getattr(arguments, name)
+            words += [f"--{name}", ",".join(chosen)] if chosen != list(default) else []
     words += ["--after", str(arguments.after), "--timeout", f"{arguments.timeout:g}"]
     words += [] if arguments.further is None else ["--further", str(arguments.further)]
     words += [] if arguments.inside is None else ["--inside", f"{arguments.inside:g}"]
@@ -177,25 +163,15 @@ def _check(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{arguments.target!r} and --attach {arguments.attach} are two runs: give one of them")
         arguments.overrides = [word for word in (arguments.target, *arguments.overrides) if word is not None]
         arguments.target = arguments.attach
-    for name, value, least in (
-        ("kills", arguments.kills, 1),
-        ("after", arguments.after, 1),
-        ("every", arguments.every, 0),
-        ("clients", arguments.clients, 0),
-    ):
-        if value < least:
-            raise CommandError(f"--{name} is {value:g}, wanted at least {least}")
+    check_least(arguments, kills=1, after=1, every=0, clients=0)
     if arguments.inside is not None and not 0 <= arguments.inside <= 1:
         raise CommandError(f"--inside is {arguments.inside:g}, wanted a share from 0 to 1")
     if arguments.timeout <= 0:
         raise CommandError(f"--timeout is {arguments.timeout:g}, wanted more than 0 seconds")
     for name, choices in (("kinds", tuple(KINDS)), ("roles", ROLES)):
-        if unknown := sorted(set(_names(getattr(arguments, name))) - set(choices)) or not _names(
-            getattr(arguments, name)
-        ):
-            raise CommandError(
-                f"--{name} is {getattr(arguments, name)!r} ({unknown}), wanted some of {', '.join(choices)}"
-            )
+        chosen = getattr(arguments, name)
+        if not chosen or not set(choices).issuperset(chosen):
+            raise CommandError(f"--{name} is {','.join(chosen)!r}, wanted some of {', '.join(choices)}")
 
 
 def _names(text: str) -> list[str]:

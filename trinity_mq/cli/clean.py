@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_blob_store, add_broker, add_target
 from trinity_mq.operations.clean import delete_run, saved_tickets
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
@@ -14,9 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq clean``, which is also ``trinity-mq broker clean``."""
     add_target(parser)
     add_broker(parser)
-    parser.add_argument(
-        "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
-    )
+    add_blob_store(parser)
 
 
 def clean(arguments: argparse.Namespace) -> int:

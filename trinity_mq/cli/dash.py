@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_address, add_broker, add_target
 from trinity_mq.errors import CommandError
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ PORT = 8720
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq dash``."""
-    add_target(parser, "(default: the run in runs/ that was written to last)", optional=True)
+    add_target(parser, "(default: the newest run)", optional=True)
     add_broker(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+    add_address(parser, PORT)
     parser.add_argument(
         "--operate",
         action="store_true",
@@ -40,12 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def dash(arguments: argparse.Namespace) -> int:
     """Serve the page until interrupted."""
     from trinity_mq.page.app import curves_of
-    from trinity_mq.targets.target import find_configuration
+    from trinity_mq.targets.target import find_configuration, select_newest_run
     from trinity_mq.telemetry import setup_logging
 
     setup_logging("dash", "dash", None, "warning")
-    if arguments.target is None:
-        arguments.target = str(_latest())
+    select_newest_run(arguments)
     config = find_configuration(arguments.target, arguments.overrides)
     _find_broker(arguments, config)
     others = {name: curves_of(name) for name in arguments.beside}
@@ -82,19 +80,9 @@ def _stopped(arguments: argparse.Namespace, config: Config | None) -> Target | N
     return target if target.broker.url is None else None
 
 
-def _latest() -> Path:
-    from trinity_mq.targets.target import RUNS
-    from trinity_mq.telemetry import METRICS_FILE
-
-    folders = [path.parent for path in RUNS.glob(f"**/{METRICS_FILE}")]
-    if not folders:
-        raise CommandError(f"no run has left a folder below {RUNS.absolute()}; name one: trinity-mq dash TARGET")
-    return max(folders, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime)
-
-
 async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
     from trinity_mq.config.threads import available_cores
-    from trinity_mq.observability.diagnosis import expected_agents, free_resources, limits
+    from trinity_mq.observability.diagnosis import free_resources
     from trinity_mq.observability.history import RunHistory
     from trinity_mq.observability.run_state import RunState
     from trinity_mq.observability.sources import BrokerSource, FolderSource
@@ -107,14 +95,8 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name
-    total = None if config is None else config.buffer.total_steps
-    state = RunState(
-        run,
-        total,
-        expected=expected_agents(config),
-        limits=limits(config),
-        room=free_resources(config, available_cores(), len(list(Path("/dev").glob("nvidia[0-9]*")))),
-    )
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    state = RunState(run, config=config, room=free_resources(config, available_cores(), gpus))
     history = RunHistory({} if config is None else workflows(config))
     access = PageAccess(arguments.host, operate=arguments.operate)
     takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 
 from trinity_mq.bus import Incoming
-from trinity_mq.cli.arguments import add_actions, add_broker, add_target
+from trinity_mq.cli.arguments import add_actions, add_broker, add_target, check_least
 from trinity_mq.operations.dead_letters import COLUMNS, letters, republish_batches, row
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target, open_bus
@@ -39,6 +39,7 @@ def list_dead(arguments: argparse.Namespace) -> int:
     """Print dead letters, oldest first, without removing them: as paragraphs on a terminal, else as tab-separated
     lines.
     """
+    check_least(arguments, limit=1)
     target = find_target(arguments)
     letters, total = run_until_complete(_letters(target, arguments.limit))
     if not total:

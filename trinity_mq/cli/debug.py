@@ -7,7 +7,7 @@ import contextlib
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_actions, add_target
 from trinity_mq.errors import CommandError
@@ -19,8 +19,6 @@ from trinity_mq.targets.target import load_target_configuration
 
 if TYPE_CHECKING:
     from trinity_mq.operations.debug.report import Report
-
-T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

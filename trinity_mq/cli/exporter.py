@@ -8,7 +8,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_address, add_broker, add_target
 
 if TYPE_CHECKING:
     from trinity_mq.targets.connection import Target
@@ -20,8 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq exporter``."""
     add_target(parser)
     add_broker(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+    add_address(parser, PORT)
 
 
 def exporter(arguments: argparse.Namespace) -> int:

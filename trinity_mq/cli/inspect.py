@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_blob_store, add_broker, add_target, add_tokenizer, check_least
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.evaluations import show_evaluations
 from trinity_mq.observability.experiences.printer import Printer, note, open_token_texts, verdict
 from trinity_mq.runtime.event_loop import run_until_complete
-from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
+from trinity_mq.targets.connection import Target, find_target, open_streams
 
 if TYPE_CHECKING:
     from trinity_mq.observability.experiences.stream import ExperienceFilter, StreamSummary
@@ -39,20 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--last", action="store_true", help="show the last experiences instead of the first")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_broker(parser)
-    parser.add_argument(
-        "--blob-store",
-        metavar="URL",
-        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
-    )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json (default: the run's model)")
+    add_blob_store(parser)
+    add_tokenizer(parser)
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print experiences. Return 0, or 1 if no experience was printed."""
     from trinity_mq.observability.experiences.stream import ExperienceFilter
 
-    if arguments.limit < 1:
-        raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
+    check_least(arguments, limit=1)
     if arguments.evaluation is not None:
         return show_evaluations(arguments)
     choice = ExperienceFilter(arguments.batch, arguments.task, arguments.run, arguments.step)
@@ -79,12 +74,9 @@ def _is_body(path: Path) -> bool:
 
 async def _read_stream(target: Target, choice: ExperienceFilter, printer: Printer) -> StreamSummary:
     from trinity_mq.observability.experiences.stream import ReadyReader
-    from trinity_mq.transport.blobs import open_store
 
-    async with open_bus(target, "inspect") as (bus, topology):
-        if target.folder is not None:
-            bus.run_id = saved_run_id(target.folder.path)
-        reader = ReadyReader(bus, topology, choice, open_store(target.broker, target.run), printer.take)
+    async with open_streams(target, "inspect") as (bus, topology, store):
+        reader = ReadyReader(bus, topology, choice, store, printer.take)
         try:
             return await reader.read()
         finally:

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.run_list import COLUMNS, ago, align_columns, find_runs, row
+from trinity_mq.observability.run_list import COLUMNS, ago, find_runs, row
 from trinity_mq.targets.target import RUNS
+from trinity_mq.terminal import align_columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,13 +6,11 @@ import argparse
 import os
 import sys
 from collections import deque
-from pathlib import Path
 
-from trinity_mq.cli.arguments import add_target
-from trinity_mq.errors import CommandError
+from trinity_mq.cli.arguments import add_target, check_least
 from trinity_mq.observability.logs.files import LEVELS, LineFilter, LogFiles, LogLine, follow, format_line, since
 from trinity_mq.runtime.event_loop import run_until_complete
-from trinity_mq.targets.target import RUNS, find_configuration, run_list_suffix
+from trinity_mq.targets.target import find_run_folder
 from trinity_mq.telemetry import LOGS_FOLDER
 from trinity_mq.terminal import unguarded
 
@@ -32,9 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def logs(arguments: argparse.Namespace) -> int:
     """Print the lines. Return 0, or 1 if no log exists and ``--follow`` is not given."""
-    folder = _run_folder(arguments)
-    if arguments.lines is not None and arguments.lines < 0:
-        raise CommandError(f"--lines is {arguments.lines}, wanted 0 or more")
+    folder = find_run_folder(arguments)
+    check_least(arguments, lines=0)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     chosen = LineFilter(arguments.batch, arguments.agent, arguments.level, since(arguments.since), arguments.grep)
 
@@ -59,16 +56,3 @@ def logs(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         run_until_complete(follow(folder, files, chosen, show))
     return 0
-
-
-def _run_folder(arguments: argparse.Namespace) -> Path:
-    path = Path(arguments.target)
-    if (path / LOGS_FOLDER).is_dir():  # agents started without ``trinity-mq run`` write no configuration
-        return path
-    config = find_configuration(arguments.target, arguments.overrides)
-    if config is not None:
-        return config.path
-    folder = RUNS / str(arguments.target)
-    if folder.is_dir():
-        return folder
-    raise CommandError(f"{arguments.target!r} is not a run with a known folder on this machine{run_list_suffix()}")

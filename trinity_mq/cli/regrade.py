@@ -7,18 +7,14 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_blob_store, add_broker, add_target, check_least
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.regrade.run import all_figures, open_grader, regrade_file, regrade_stream
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
 from trinity_mq.targets.target import load_target_configuration, run_list_suffix
 from trinity_mq.terminal import write_output
-
-if TYPE_CHECKING:
-    pass
 
 FOUND_NOTHING = 1
 
@@ -47,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read experiences from this .tmqx file or folder instead of the stream; TARGET is the run that made them",
     )
     add_broker(parser)
-    parser.add_argument(
-        "--blob-store",
-        metavar="URL",
-        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
-    )
+    add_blob_store(parser)
     parser.epilog = "exit codes: 0 done; 1 no experience can be regraded"
 
 
@@ -59,8 +51,7 @@ def regrade(arguments: argparse.Namespace) -> int:
     """Regrade the sampled experiences of a run and print the differences. Return 0, or 1 if no experience could be
     regraded.
     """
-    if arguments.limit is not None and arguments.limit < 1:
-        raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
+    check_least(arguments, limit=1)
     if not arguments.timeout > 0:
         raise CommandError(f"--timeout is {arguments.timeout:g}, wanted seconds above 0")
     if Path(arguments.target).suffix == ".tmqx":

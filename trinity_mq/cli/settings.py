@@ -9,6 +9,7 @@ from pathlib import Path
 from trinity_mq.config import Config
 from trinity_mq.config.settings_table import all_settings, page, tables
 from trinity_mq.errors import CommandError
+from trinity_mq.terminal import write_output
 
 PAGE = Path("docs/settings.md")
 
@@ -22,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings(arguments: argparse.Namespace) -> int:
     """Print the settings of a section, or write the whole page to a file. Return 0."""
     if arguments.out is not None:
-        try:
-            Path(arguments.out).write_text(page(), encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"{arguments.out} cannot be written: {error.strerror or error}") from error
+        write_output(Path(arguments.out), page())
         return 0
     start = f"{arguments.section}." if arguments.section else ""
     selection = [setting for setting in all_settings() if f"{setting.key}.".startswith(start)]

@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING
 
-from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.arguments import add_blob_store, add_broker, add_target, add_tokenizer, check_least
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.printer import open_token_texts
 from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, names_texts, tap_run
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", metavar="N", type=int, default=1, help="only every N-th experience (default: 1)")
     add_broker(parser)
-    parser.add_argument(
-        "--blob-store",
-        metavar="URL",
-        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
-    )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json (default: the run's model)")
+    add_blob_store(parser)
+    add_tokenizer(parser)
 
 
 def tap(arguments: argparse.Namespace) -> int:
@@ -54,8 +46,7 @@ def tap(arguments: argparse.Namespace) -> int:
     start = _start(arguments.start)
     if start is None and not arguments.follow:
         raise CommandError("--from now with --no-follow shows nothing: give --from beginning, or a batch")
-    if arguments.every < 1:
-        raise CommandError(f"--every is {arguments.every}, wanted at least 1")
+    check_least(arguments, every=1)
     fields = _fields(arguments.fields)
     target = find_target(arguments, arguments.blob_store)
     lines = ExperienceLinePrinter(

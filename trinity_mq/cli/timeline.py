@@ -12,8 +12,7 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.timeline import TIMELINE_FILE, write_timeline
 from trinity_mq.observability.waterfall import as_json, as_text, batch_waterfall
-from trinity_mq.targets.target import RUNS, find_configuration, run_list_suffix
-from trinity_mq.telemetry import METRICS_FILE
+from trinity_mq.targets.target import find_run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def timeline(arguments: argparse.Namespace) -> int:
     """Write the run's timeline and print its path, or print the waterfall of one batch. Return 0."""
-    folder = run_folder(arguments)
+    folder = find_run_folder(arguments)
     if arguments.batch is not None:
         waterfall = batch_waterfall(folder, arguments.batch)
         print(as_json(waterfall) if arguments.json else as_text(waterfall))
@@ -42,22 +41,6 @@ def timeline(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else folder / TIMELINE_FILE
     print(write_timeline(folder, out, _steps(arguments.steps)))
     return 0
-
-
-def run_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the run that TARGET and its settings name. A folder with metrics is enough, because agents
-    started without ``trinity-mq run`` write no configuration there.
-
-    Raises:
-        CommandError: The folder does not exist.
-    """
-    path = Path(arguments.target)
-    if not (path / METRICS_FILE).is_file():
-        config = find_configuration(arguments.target, arguments.overrides)
-        path = RUNS / arguments.target if config is None else config.path
-    if not path.is_dir():
-        raise CommandError(f"{path}: no run has left a folder there{run_list_suffix()}")
-    return path
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:

@@ -24,8 +24,7 @@ import yaml
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
 from trinity_mq.observability.follow import MetricsTail
-from trinity_mq.observability.report.figures import evaluations
-from trinity_mq.observability.report.text import make_report
+from trinity_mq.observability.report.text import evaluation_curves, make_report
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 
@@ -181,16 +180,12 @@ class RunHandle:
         return lines
 
     def _result(self, code: int) -> RunResult:
-        lines = read_metrics(self.folder / METRICS_FILE) if (self.folder / METRICS_FILE).exists() else []
+        lines = read_metrics(self.folder / METRICS_FILE)
         if not lines and code:
             raise RunError(f"run {self.config.name!r} has ended with exit code {code}: {_end(self.output)}")
-        results: dict[str, list[tuple[int, float]]] = {}
-        for line in lines:
-            for taskset, value in evaluations(line).items():
-                results.setdefault(taskset, []).append((line["step"], value))
         model = self.folder / "final"
         report = make_report(self.config.name, self.folder)
-        return RunResult(code, self.folder, model if model.is_dir() else None, results, report)
+        return RunResult(code, self.folder, model if model.is_dir() else None, evaluation_curves(lines), report)
 
 
 def run(
@@ -223,8 +218,7 @@ def run(
         file, yaml.safe_dump(escape_interpolations(checked.model_dump(mode="json")), sort_keys=False).encode(), 0o600
     )
     tail = MetricsTail(checked.path)
-    if not fresh:
-        tail.read()  # skip the lines of earlier starts
+    tail.read()  # skip the lines of earlier starts
     command = [sys.executable, "-m", "trinity_mq.cli.main", "run", "--plain", "--attached"]
     with output.open("wb") as printed:
         process = subprocess.Popen(

@@ -12,13 +12,14 @@ from trinity_mq.config import Config, ExperienceBufferConfig
 from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.errors import CommandError
+from trinity_mq.observability.report.text import saved_checkpoints
 from trinity_mq.operations.clean import delete_run, saved_tickets
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.training.checkpoints.benchmarked import checksums
-from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_by_name, find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_by_name
 
 HOW_TO_GO_ON = "to continue training, request more batches (buffer.total_steps=N); to start over, add --fresh"
 
@@ -98,8 +99,7 @@ def check_data_unchanged(config: Config) -> None:
     saved = StateFile.of(config.path).load().taskset
     if saved and (taskset := open_training(config)) is not None:
         taskset.restore(saved)
-    folder = config.path / "checkpoints"
-    checkpoints = find_checkpoints(folder)[0] if folder.is_dir() else []
+    checkpoints = saved_checkpoints(config.path)
     if not checkpoints or (config.mode == "train" and config.source.tap):
         return
     source, data = checkpoints[0].state.source, config.buffer.trainer_input

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.launch.session import agents
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.targets.target import name_of_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class NodeLayout:
 
 def engine_host_name(host: str) -> str:
     """Return the name of the agent that runs only engines on a host."""
-    return f"engines-{re.sub('[^a-z0-9]+', '-', host.lower()).strip('-')}"
+    return f"engines-{name_of_host(host)}"
 
 
 def node_processes(config: Config, target: Sequence[str], layout: NodeLayout, host: str) -> list[ProcessSpec]:

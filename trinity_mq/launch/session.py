@@ -21,7 +21,7 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.engines.host.ready_file import free_gpus
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import ControlEvent
-from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
+from trinity_mq.observability.diagnosis import Observation, diagnose
 from trinity_mq.observability.display import Display
 from trinity_mq.observability.follow import MetricsTail, consume_messages, depths, follow_telemetry
 from trinity_mq.observability.run_state import STILL_SHOWN, RunState
@@ -81,9 +81,7 @@ class RunSession:
         addresses = Addresses.of(config.broker)
         self._url_from_file = url is not None and addresses is not None and addresses.from_file
         """True if the URL is read from a file at each connect. Agents then read the file too."""
-        self.state = RunState(
-            config.name, config.buffer.total_steps, expected=expected_agents(config), limits=limits(config)
-        )
+        self.state = RunState(config.name, config=config)
         self.signal: signal.Signals | None = None
         """The first signal that requested a stop."""
         self.failures: list[ProcessEvent] = []

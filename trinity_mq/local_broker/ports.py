@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 from collections import deque
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -90,13 +91,10 @@ def _ephemeral_start() -> int:
 async def accepts_connections(port: int) -> bool:
     """Return whether a process accepts connections on ``port``."""
     try:
-        _, writer = await asyncio.open_connection(LOOPBACK, port)
+        async with _connected(port):
+            return True
     except OSError:
         return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
 
 
 async def speaks_amqp(port: int) -> bool:
@@ -104,15 +102,18 @@ async def speaks_amqp(port: int) -> bool:
     this listener last.
     """
     try:
-        reader, writer = await asyncio.open_connection(LOOPBACK, port)
-    except OSError:
-        return False
-    try:
-        writer.write(AMQP_HEADER)
-        async with asyncio.timeout(5):
+        async with _connected(port) as (reader, writer), asyncio.timeout(5):
+            writer.write(AMQP_HEADER)
             return await reader.read(1) == METHOD_FRAME
     except (OSError, TimeoutError):
         return False
+
+
+@contextlib.asynccontextmanager
+async def _connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    try:
+        yield reader, writer
     finally:
         writer.close()
         with contextlib.suppress(OSError):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trinity_mq.messages import Metrics
-from trinity_mq.observability.report.curves import PICTURES, drawn
+from trinity_mq.observability.report.curves import drawn_pictures
 
 MOST_POINTS = 4000
 
@@ -37,28 +36,18 @@ class Curves:
                 self._points[name] = dict(list(points.items())[::2])
             self.changes += 1
 
-    def add_all(self, messages: Iterable[Metrics]) -> None:
-        """Add the values of several steps."""
-        for message in messages:
-            self.add(message)
-
     @property
     def names(self) -> list[str]:
         """The names of all metrics."""
         return sorted(self._points)
 
-    def points(self) -> Mapping[str, list[tuple[int, float]]]:
-        """Return the points of every curve, sorted by step."""
-        return {name: sorted(points.items()) for name, points in self._points.items()}
-
     def pictures(self) -> list[dict[str, Any]]:
         """Return title, description and curves of each picture that has data."""
-        points = self.points()
-        pictures = []
-        for picture in PICTURES:
-            if chosen := drawn(points, picture):
-                pictures.append({"title": picture.title, "about": picture.about, "curves": chosen})
-        return pictures
+        curves = {name: self.named(name) for name in self._points}
+        return [
+            {"title": picture.title, "about": picture.about, "curves": chosen}
+            for picture, chosen in drawn_pictures(curves)
+        ]
 
     def named(self, name: str) -> list[tuple[int, float]]:
         """Return the curve of the named metric, or an empty list for an unknown metric."""

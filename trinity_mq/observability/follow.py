@@ -52,8 +52,8 @@ class MetricsTail:
         return [message for line in self.read_lines() if (message := parse_metrics(line)) is not None]
 
     def read_lines(self) -> list[dict[str, Any]]:
-        """Return the new lines since the last call. A file that became shorter belongs to a restarted run and is read
-        from its beginning.
+        """Return the new lines since the last call. Another or shorter file belongs to a restarted run and is read from
+        its beginning.
         """
         return [fields for line in self._tail.read() if (fields := parse_line(line)) is not None]
 

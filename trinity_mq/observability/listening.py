@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.observability.diagnosis import Observation, RunFinding, diagnose, expected_agents, limits
+from trinity_mq.observability.diagnosis import Observation, RunFinding, diagnose
 from trinity_mq.observability.follow import QUEUES, depths, follow_telemetry
 from trinity_mq.observability.run_state import RunState
 from trinity_mq.targets.connection import Target, connect_bus
@@ -33,7 +33,7 @@ async def observe(target: Target, seconds: float) -> RunFinding:
 
 async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) -> RunFinding:
     clock = asyncio.get_running_loop().time
-    state = RunState(target.run, expected=expected_agents(target.config), limits=limits(target.config))
+    state = RunState(target.run, config=target.config)
 
     async def probe() -> None:
         state.broker_trouble = await broker_problem(bus, topology)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +60,6 @@ def row(folder: Path) -> RunRow:
         reward=f"{rewards[-1]:.3f}" if rewards else "-",
         age=max(0.0, time.time() - max(times)) if times else None,
     )
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def ago(seconds: float | None) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from trinity_mq.config import Config
 from trinity_mq.messages import (
     AgentStatus,
     Compatibility,
@@ -89,9 +90,8 @@ class RunState:
 
     Args:
         run: The run's name.
-        total: Number of steps of the run. None: the explorer will report it.
-        expected: Number of configured agents by role.
-        limits: Timeouts of waits in seconds, by settings key.
+        total: Number of steps of the run. None: the configuration or the explorer will report it.
+        config: Configuration of the run. None: unknown.
         room: Free resources of this machine. They are used only if the run works on this machine.
     """
 
@@ -100,12 +100,12 @@ class RunState:
         run: str,
         total: int | None = None,
         *,
-        expected: Mapping[str, int] | None = None,
-        limits: Mapping[str, float] | None = None,
+        config: Config | None = None,
         room: frozenset[Room] | None = None,
     ) -> None:
-        self.run, self.total = run, total
-        self._expected, self._limits, self._room = expected or {}, limits or {}, room
+        self.run = run
+        self.total = config.buffer.total_steps if total is None and config is not None else total
+        self._config, self._room = config, room
         self.connection = ""
         """Description of a connection problem with the broker. Empty: connected, or no connection is needed."""
         self.broker_trouble = ""
@@ -294,14 +294,15 @@ class RunState:
 
     def observation(self, now: float) -> Observation:
         """Return the observation at ``now`` for a diagnosis."""
+        config = self._config
         return Observation(
             heartbeats={name: (beat, now - at) for name, (beat, at) in self._heartbeats.items()},
             depths=self.depths,
             broker=self.connection or self.broker_trouble,
             still=self.still(now),
             listened=max(0.0, now - self.trends.began),
-            expected=self._expected,
-            limits=self._limits,
+            expected={} if config is None else config.agent_counts,
+            limits={} if config is None else {"explorer.max_timeout": config.explorer.max_timeout},
             busy=self.trends.busy(now),
             metrics=self.trends.metrics(),
             room=self._room if self._is_here else None,

@@ -120,9 +120,9 @@ class SampleStore:
         self._decoding = asyncio.Lock()
         self.seen = 0
         """Number of bodies received so far."""
-        self._rows: collections.OrderedDict[str, list[Any]] = collections.OrderedDict()
+        self._rows: dict[str, tuple[list[Any], DecodedSamples]] = {}
+        """Row and samples of each experience, by uid."""
         self._decoded: collections.deque[DecodedSamples] = collections.deque()
-        self._samples_by_uid: dict[str, DecodedSamples] = {}
         self._bytes = 0
         self.number = 0
         """Number of the last row. It increases with each row."""
@@ -165,8 +165,7 @@ class SampleStore:
                 continue
             new += 1
             self.number += 1
-            self._rows[uid] = [self.number, *row]
-            self._samples_by_uid[uid] = samples
+            self._rows[uid] = [self.number, *row], samples
         if new:
             self._decoded.append(samples)
             self._bytes += len(samples.body)
@@ -178,13 +177,13 @@ class SampleStore:
             oldest = self._decoded.popleft()
             self._bytes -= len(oldest.body)
             for uid in oldest.rows:
-                if self._samples_by_uid.get(uid) is oldest:
-                    del self._samples_by_uid[uid], self._rows[uid]
+                if uid in self._rows and self._rows[uid][1] is oldest:
+                    del self._rows[uid]
 
     def rows(self, after: int = 0) -> list[list[Any]]:
         """Return the rows with a number above ``after``, oldest first."""
         newest_first: list[list[Any]] = []
-        for row in reversed(self._rows.values()):
+        for row, _ in reversed(self._rows.values()):
             if row[0] <= after:
                 break
             newest_first.append(row)
@@ -192,8 +191,10 @@ class SampleStore:
 
     def body_of(self, uid: str) -> tuple[bytes, int] | None:
         """Return (the body that holds an experience, its index in the body), or None if it is no longer kept."""
-        owner = self._samples_by_uid.get(uid)
-        return None if owner is None else (owner.body, list(owner.rows).index(uid))
+        if uid not in self._rows:
+            return None
+        _, samples = self._rows[uid]
+        return samples.body, list(samples.rows).index(uid)
 
 
 def experience_at(body: bytes, index: int) -> Experience:

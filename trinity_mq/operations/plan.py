@@ -10,6 +10,7 @@ from trinity_mq.config import Config
 from trinity_mq.operations.doctor.checks import size
 from trinity_mq.runtime.gpus import Gpu
 from trinity_mq.runtime.placement import GpuNeed, Placement
+from trinity_mq.terminal import align_columns
 from trinity_mq.training.memory.estimate import MemoryEstimate, Parts, total
 
 UPPER_BOUNDS = ("cache", "logits")
@@ -214,12 +215,7 @@ class RunPlan:
         ]
         if not rows:
             return ["no process of this run computes on a GPU"]
-        widths = [max(len(row[column]) for row in [TABLE_HEAD, *rows]) for column in range(len(TABLE_HEAD))]
-        table = [
-            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [TABLE_HEAD, *rows]
-        ]
-        return [*table, *self._remarks(gpus)]
+        return [*align_columns([TABLE_HEAD, *rows]), *self._remarks(gpus)]
 
     def _remarks(self, gpus: Sequence[PlannedGpu]) -> Iterator[str]:
         if idle := [str(gpu.number) for gpu in gpus if not gpu.processes]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity_mq.errors import CommandError
 from trinity_mq.reviews.ledger import Review, verdict_text
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.targets.connection import Target, open_bus
 from trinity_mq.terminal import escape_to_one_line, escape_unsafe
-
-T = TypeVar("T")
 
 SHOWN_TEXT = 60
 """Maximum characters of a prompt and of a response in the list."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trinity_mq.bus import Bus, BusUnavailable, Envelope, Incoming, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Incoming, Topology
 from trinity_mq.errors import CommandError, suggest
-from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.messages import ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
 from trinity_mq.messages.msgpack_scan import check_value
 from trinity_mq.messages.tasks import TRUTH
-from trinity_mq.runtime.deliveries import acknowledge
+from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body
 
@@ -80,22 +80,36 @@ class SubmissionReplies:
         ]
 
 
+def read_json_argument(name: str, text: str, example: str) -> Any:
+    """Return the JSON in an argument of the command line: JSON, ``@FILE`` or ``-`` for standard input.
+
+    Args:
+        name: Name of the argument, for errors.
+        text: The argument.
+        example: A valid argument, for errors.
+
+    Raises:
+        CommandError: The file cannot be read, or the text is not JSON.
+    """
+    try:
+        if text.startswith("@"):
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
+        elif text == "-":
+            text = sys.stdin.read()
+        return json.loads(text)
+    except OSError as error:
+        raise CommandError(f"{name} {text!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{name} is not JSON: {error}; wanted {example}, @FILE or -") from error
+
+
 def read_task(text: str) -> TaskBody:
-    """Return the task in ``text``: JSON, ``@FILE`` or ``-`` for standard input.
+    """Return the task in ``text``, an argument of the command line; see :func:`read_json_argument`.
 
     Raises:
         CommandError: The task cannot be read, or it is not a valid task.
     """
-    try:
-        if text.startswith("@"):
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        elif text == "-":
-            text = sys.stdin.read()
-        fields = json.loads(text)
-    except OSError as error:
-        raise CommandError(f"task {text!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"the task is not JSON: {error}; wanted something like {EXAMPLE}") from error
+    fields = read_json_argument("--task", text, EXAMPLE)
     if not isinstance(fields, dict):
         raise CommandError(f"the task is a {type(fields).__name__}, wanted an object like {EXAMPLE}")
     for key in fields:
@@ -141,23 +155,10 @@ async def submit_task(target: Target, submission: TaskSubmission, wait: float | 
 
 
 async def _publish(bus: Bus, topology: Topology, submission: TaskSubmission, reply_to: str | None) -> None:
-    body: dict[str, Any] = {
-        "kind": submission.kind,
-        "version_number": submission.version_number,
-        **submission.model_dump(mode="json"),
-    }
     message_id = submission.submission_id or uuid.uuid4().hex
-    envelope = Envelope(
-        body=json.dumps(body).encode(),
-        kind=submission.kind,
-        message_id=message_id,
-        content_type=JSON_CONTENT_TYPE,
-        headers={"kind": submission.kind, "version": submission.version_number},
-        correlation_id=message_id,
-        reply_to=reply_to,
-    )
+    message = envelope(submission, message_id=message_id, correlation_id=message_id, reply_to=reply_to)
     try:
-        taken = await bus.publish(topology.exchange("tasks"), "submit", envelope, timeout=PUBLISH_SECONDS)
+        taken = await bus.publish(topology.exchange("tasks"), "submit", message, timeout=PUBLISH_SECONDS)
     except BusUnavailable as error:
         waiting = await bus.depth(topology.submitted.name)
         raise CommandError(

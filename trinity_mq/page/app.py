@@ -289,7 +289,8 @@ def curves_of(name: str) -> Curves:
     if config is None or not config.path.is_dir():
         raise CommandError(f"--beside {name}: there is no run folder with this name")
     curves = Curves()
-    curves.add_all(MetricsTail(config.path).read())
+    for message in MetricsTail(config.path).read():
+        curves.add(message)
     return curves
 
 

@@ -21,6 +21,7 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import default_broker, find_configuration, run_list_suffix
+from trinity_mq.transport.blobs import BlobStore, open_store
 
 TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
 """Seconds between two checks for connection problems, and between two reports about them."""
@@ -118,6 +119,17 @@ async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topolog
         async with private_broker(folder.broker, target.config.supervisor, _print_note) as url:
             async with connect_bus(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
                 yield connection
+
+
+@asynccontextmanager
+async def open_streams(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology, BlobStore | None]]:
+    """Open a bus as :func:`open_bus` does, and the store of large bodies, to read the streams of the run. If its folder
+    is on this machine, messages of earlier runs of the same name are recognised. Errors as for :func:`open_bus`.
+    """
+    async with open_bus(target, who) as (bus, topology):
+        if target.folder is not None:
+            bus.run_id = saved_run_id(target.folder.path)
+        yield bus, topology, open_store(target.broker, target.run)
 
 
 def _print_note(line: str) -> None:

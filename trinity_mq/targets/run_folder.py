@@ -142,7 +142,7 @@ class RunFolder(LockedFolder):
             ConfigError: A setting changed that a resumed run must keep, or the configuration in the folder cannot be
                 read.
         """
-        now = _flat(self._config.model_dump(mode="json"))
+        now = flat_settings(self._config.model_dump(mode="json"))
         before = self._known()
         changes = [] if before is None else _changes(before, now)
         # without total_steps, batch_size determines how many batches an epoch has
@@ -210,19 +210,20 @@ class RunFolder(LockedFolder):
             return None
         try:
             # loading through the models fills in defaults for settings that are new in this version
-            return _flat(load_config(self.config_file).model_dump(mode="json"))
+            return flat_settings(load_config(self.config_file).model_dump(mode="json"))
         except ConfigError as error:
             raise ConfigError(
                 f"the configuration of the last start is unreadable; remove it to continue\n{error}"
             ) from error
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested settings by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{name}.")
+            flat |= flat_settings(value, f"{name}.")
         else:
             flat[name] = value
     return flat

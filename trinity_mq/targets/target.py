@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from trinity_mq.config.loading.examples import EXAMPLE
 from trinity_mq.errors import CommandError
 from trinity_mq.targets.run_folder import CONFIG_FILE
 from trinity_mq.targets.setting_words import SETTING
+from trinity_mq.telemetry import LOGS_FOLDER, METRICS_FILE
 
 RUNS = Path("runs")
 """Default folder of runs whose configuration sets no ``run_dir``."""
@@ -83,6 +85,26 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
     return load_config(target, overrides)
 
 
+def find_run_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run that TARGET and its settings name. A folder with logs or metrics is enough, because
+    agents started without ``trinity-mq run`` write no configuration there. The folder of a configuration may not exist
+    yet.
+
+    Raises:
+        CommandError: No run has left a folder.
+    """
+    path = Path(arguments.target)
+    if (path / LOGS_FOLDER).is_dir() or (path / METRICS_FILE).is_file():
+        return path
+    config = find_configuration(arguments.target, arguments.overrides)
+    if config is not None:
+        return config.path
+    path = RUNS / str(arguments.target)
+    if not path.is_dir():
+        raise CommandError(f"{path}: no run has left a folder there{run_list_suffix()}")
+    return path
+
+
 def is_configuration_file(target: str) -> bool:
     """Return whether ``target`` is a file or names a shipped example."""
     return target.startswith(EXAMPLE) or Path(target).is_file()
@@ -108,6 +130,15 @@ def default_broker(name: str, overrides: Sequence[str]) -> BrokerConfig:
 def run_names() -> list[str]:
     """Return the names of the run folders below ``runs``."""
     return sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
+
+
+def name_of_host(host: str) -> str:
+    """Return a host name as a part of an agent's id, in small letters, digits and ``-``.
+
+    >>> name_of_host("GPU-3.example.org")
+    'gpu-3-example-org'
+    """
+    return re.sub("[^a-z0-9]+", "-", host.lower()).strip("-")[:40] or "host"
 
 
 def run_list_suffix() -> str:

@@ -1,4 +1,4 @@
-"""Logs and metrics of a run. The package imports no other part of the library."""
+"""Logs and metrics of a run. Of the library the package imports only ``file_lock`` and ``terminal``."""
 
 from trinity_mq.telemetry.aggregate import (
     aggregate_eval_runs,

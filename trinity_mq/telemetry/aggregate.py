@@ -37,10 +37,9 @@ HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
+"""Aggregations that a key can select."""
 _STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "mean": _mean,
-    "max": max,
-    "min": min,
+    **{name: HOWS[name] for name in ("mean", "max", "min")},
     "std": _deviation,
 }
 ACCURACY, MAJORITY = "accuracy", "majority"
@@ -168,15 +167,9 @@ def aggregate_eval_tasks(
         prefix: Prefix of the keys, for example ``eval/gsm8k``.
         detailed: Return ``/mean``, ``/max``, ``/min`` and ``/std`` (population standard deviation) of each key instead.
     """
-    metrics: dict[str, float] = {}
-    for key, values in _columns(tasks).items():
-        if not detailed:
-            metrics[f"{prefix}/{key}"] = _mean(values)
-            continue
-        for statistic in ("mean", "max", "min"):
-            metrics[f"{prefix}/{key}/{statistic}"] = float(HOWS[statistic](values))
-        metrics[f"{prefix}/{key}/std"] = _deviation(values)
-    return metrics
+    if detailed:
+        return aggregate_metrics(tasks, prefix, tuple(_STATISTICS))
+    return {f"{prefix}/{key}": _mean(values) for key, values in _columns(tasks).items()}
 
 
 def _how(key: str) -> tuple[str, str]:

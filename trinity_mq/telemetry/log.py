@@ -23,6 +23,7 @@ from structlog.types import Processor
 
 from trinity_mq.file_lock import try_lock
 from trinity_mq.telemetry.jsonline import dump_line
+from trinity_mq.terminal import escape_to_one_line
 
 LOGS_FOLDER = "logs"
 """Folder in the run folder with a log file for each agent."""
@@ -219,16 +220,8 @@ class _ShortErrors(logging.Handler):
         problem = _exception(error if error is not None else record.exc_info)
         if problem is not None:
             text += f": {type(problem).__name__}: {problem}"
-        return _spelled_out(mask_passwords(f"{self.role}: " + " ".join(text.split())))
-
-
-def _spelled_out(text: str) -> str:
-    """Return a line with its control characters escaped. It may contain text from outside, which must not control the
-    terminal.
-    """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+        # it may contain text from outside, which must not control the terminal
+        return escape_to_one_line(mask_passwords(f"{self.role}: " + " ".join(text.split())))
 
 
 def _exception(value: Any) -> BaseException | None:

@@ -22,11 +22,14 @@ class Tail:
 
     def __init__(self, path: Path, offset: int = 0, *, inode: int | None = None) -> None:
         self.path, self.offset, self._inode = path, offset, inode
+        self._last_inode: int | None = None
+        """The file of the last read."""
         self.caught_up = False
         """Whether the last read reached the end of the file."""
 
     def read(self, max_bytes: int = sys.maxsize) -> Iterator[bytes]:
-        """Yield the complete lines with their line ends. A file that became shorter is read from its beginning.
+        """Yield the complete lines with their line ends. A file that became shorter, or that replaced the file of the
+        last read, is read from its beginning.
 
         The offset moves past a line when the next line is requested, so a line whose handling fails is read again.
 
@@ -45,8 +48,9 @@ class Tail:
             status = os.fstat(file.fileno())
             if self._inode not in {None, status.st_ino}:  # the file was renamed
                 return
-            if status.st_size < self.offset:
+            if status.st_size < self.offset or self._last_inode not in {None, status.st_ino}:
                 self.offset = 0
+            self._last_inode = status.st_ino
             end = min(status.st_size, self.offset + max_bytes)
             self.caught_up = end == status.st_size
             file.seek(self.offset)

@@ -82,8 +82,7 @@ class LocalRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics written so far."""
-        path = self.run_dir / METRICS_FILE
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(self.run_dir / METRICS_FILE)
 
     def values(self, name: str) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one metric, in order of writing."""

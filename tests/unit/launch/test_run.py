@@ -244,18 +244,6 @@ def test_a_broker_that_is_not_there_or_refuses_the_password(bench: Bench) -> Non
     assert "resume with the same command" in out
 
 
-def test_sigterm_is_143_and_a_second_run_in_the_folder_is_refused(bench: Bench) -> None:
-    (bench.run_dir / "go-slow").touch()
-    with bench.start() as process:
-        read_until(process, lambda line: "agents 5/5" in line)
-        code, _, err = bench.finish()
-        assert code == 2
-        assert f"is in use by process {process.pid}" in err
-        process.terminate()
-        process.communicate(timeout=50)
-    assert process.returncode == 143
-
-
 def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     (bench.run_dir / "trainer-0.script").write_text("78")
@@ -281,20 +269,13 @@ def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(ben
     arguments, model = err.splitlines()
     assert arguments == "trinity-mq run: taskset 'train': workflow_args.x does not exist; there are greedy_baseline"
     assert model.startswith("model.model_path /no/such/model: no such folder; give a Hugging Face folder or a hub id")
-    code, _, err = bench.finish()
-    assert (code, err) == (0, ""), "another model than at the start that was refused"
-
-
-def test_a_run_begins_with_the_programs_that_this_machine_does_not_have(bench: Bench) -> None:
-    for file in bench.unavailable:
-        file.unlink()  # the check of a workflow's arguments imports it
     taskset = "{storage_type: queue, workflow: program_workflow, workflow_args: {command: [/nowhere/agent]}}"
     code, _, err = bench.finish("run", str(bench.config), f"buffer.taskset={taskset}")
-    assert code == 0
+    assert code == 0, "another model than at the start that was refused"
     assert err.startswith("taskset 'train': warning: there is no program '/nowhere/agent' on this machine; install it")
 
 
-def test_status_while_it_runs(bench: Bench) -> None:
+def test_while_it_runs_its_status_is_shown_a_second_run_is_refused_and_sigterm_is_143(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     with bench.start() as process:
         read_until(process, lambda line: "agents 5/5" in line)
@@ -310,5 +291,9 @@ def test_status_while_it_runs(bench: Bench) -> None:
         code, out, err = bench.finish("dead", "list", str(bench.config), TRINITY_MQ_BROKER_URL="")
         assert (code, err) == (0, "")
         assert "has no dead letters" in out
-        process.kill()
+        code, _, err = bench.finish()
+        assert code == 2
+        assert f"is in use by process {process.pid}" in err
+        process.terminate()
         process.communicate(timeout=50)
+    assert process.returncode == 143

@@ -206,11 +206,18 @@ def test_a_cut_stream_begins_where_it_begins() -> None:
 # -- files
 
 
+BODY = Experience.serialize_many([TINY, SINGLE])
+
+
+def stored(folder: Path, body: bytes) -> str:
+    path = folder / "some.tmqx"
+    path.write_bytes(body)
+    return str(path)
+
+
 @pytest.fixture
 def body(tmp_path: Path) -> str:
-    path = tmp_path / "some.tmqx"
-    path.write_bytes(Experience.serialize_many([TINY, SINGLE]))
-    return str(path)
+    return stored(tmp_path, BODY)
 
 
 @pytest.mark.parametrize(
@@ -225,9 +232,8 @@ def body(tmp_path: Path) -> str:
 def test_the_first_or_the_last_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], runs: list[int]
 ) -> None:
-    path = tmp_path / "some.tmqx"
-    path.write_bytes(Experience.serialize_many([made(1, run=run) for run in range(5)]))
-    assert main(["inspect", str(path), "--json", *words]) == 0
+    path = stored(tmp_path, Experience.serialize_many([made(1, run=run) for run in range(5)]))
+    assert main(["inspect", path, "--json", *words]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["eid"]["run"] for line in out.splitlines()] == runs
     assert ("3 shown; there are more" in err) is (len(runs) == 3)
@@ -247,18 +253,15 @@ def test_a_file_token_by_token(body: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_file_without_values_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a buffer of Trinity-RFT becomes one: no logprobs, only the mask that follows from the length of the prompt."""
-    path = tmp_path / "plain.tmqx"
-    path.write_bytes(Experience.serialize_many([Experience(tokens=torch.tensor([5, 6, 7]), prompt_length=1)]))
-    assert main(["inspect", str(path)]) == 0
+    plain = Experience(tokens=torch.tensor([5, 6, 7]), prompt_length=1)
+    assert main(["inspect", stored(tmp_path, Experience.serialize_many([plain]))]) == 0
     assert re.search(r"^ +1 +6 +- +1 *\n +2 +7 +- +1 *$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_expected_answer_is_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answered = made(1)
     answered.response_text, answered.info = "it is 8", {"truth": "7", "engine": "e"}
-    path = tmp_path / "some.tmqx"
-    path.write_bytes(Experience.serialize_many([answered]))
-    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", stored(tmp_path, Experience.serialize_many([answered]))]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     place = lines.index(["answered", "it", "is", "8"])
     assert lines[place + 1] == ["expected", "7"]
@@ -283,43 +286,33 @@ def test_a_file_as_json(body: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_type_can_be_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], experiences: list[Experience]
 ) -> None:
-    path = tmp_path / "some.tmqx"
-    path.write_bytes(Experience.serialize_many(experiences))
+    path = stored(tmp_path, Experience.serialize_many(experiences))
     for more in ([], ["--json"]):
-        assert main(["inspect", str(path), *more]) == 0
+        assert main(["inspect", path, *more]) == 0
         out = capsys.readouterr().out
         assert [one for one in experiences if one.eid.suffix not in out] == []
 
 
-def test_nothing_to_show_says_so(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", body, "--task", "99", "--run", "1"]) == 1
-    out, err = capsys.readouterr()
-    assert (out, "none of 2 experiences matches task 99, run 1" in err) == ("", True)
-
-
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "words", "code", "said"),
     [
-        (None, "cannot be read: No such file"),
-        (b"TMQX nonsense", "body"),
-        (trxp(), "convert it with `trinity-mq convert-experiences`"),
+        (BODY, ["--task", "99", "--run", "1"], 1, "none of 2 experiences matches task 99, run 1"),
+        (BODY, ["--limit", "0"], 2, "--limit is 0"),
+        (BODY, ["--tokenizer", "/nowhere"], 2, "tokenizer.json cannot be loaded"),
+        (None, [], 2, "cannot be read: No such file"),
+        (b"TMQX nonsense", [], 2, "body"),
+        (trxp(), [], 2, "convert it with `trinity-mq convert-experiences`"),
     ],
 )
-def test_files_that_are_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes | None, words: str
+def test_what_cannot_be_shown_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes | None, words: list[str], code: int, said: str
 ) -> None:
     path = tmp_path / "odd.tmqx"
     if data is not None:
         path.write_bytes(data)
-    assert main(["inspect", str(path)]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_wrong_words_are_explained(body: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["inspect", body, "--limit", "0"]) == 2
-    assert "--limit is 0" in capsys.readouterr().err
-    assert main(["inspect", body, "--tokenizer", str(tmp_path)]) == 2
-    assert "tokenizer.json cannot be loaded" in capsys.readouterr().err
+    assert main(["inspect", str(path), *words]) == code
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True)
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         {"step": step, "eval/held/accuracy/mean@4": step / 4, "eval/held/pass@4": 1.0, "eval/b/accuracy/mean@4": 0.5}
         for step in (0, 4)
     ]
+    lines.append({"step": 4, "eval/of/detail/pass@4/mean": 0.125, "eval/of/detail/pass@4/max": 1.0})
     lines.append({"step": 4, "sample/dropped_stale_groups": 3.0, "odd/<script>alert(1)</script>": 1.0})
     folder = run_folder(tmp_path / "run", *lines)
     assert main(["report", str(folder)]) == 0
@@ -149,7 +150,7 @@ def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [words.strip() for words in re.findall(r">([^<>]+)<", text)]
     assert texts.count("shown") == 2, "title and heading"
     assert "groups too old" in " ".join(texts)
-    assert {"held", "accuracy/mean@4", "pass@4", "1.000"} <= set(texts)
+    assert {"held", "of/detail", "accuracy/mean@4", "pass@4", "1.000", "0.125"} <= set(texts)
     assert text.count("<svg") == 4, "accuracy, pass@k, reward, seconds; what is not known has none"
     assert "<script" not in text
     assert {link[0] for link in re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)""", text)} <= {"#"}, "of elsewhere"

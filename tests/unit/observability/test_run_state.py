@@ -331,6 +331,9 @@ def test_each_line_of_metrics_comes_once_also_of_a_run_that_was_begun_anew(tmp_p
     path.unlink()
     path.write_bytes(line % 7)
     assert [message.step for message in tail.read()] == [7]
+    path.rename(tmp_path / "aside")
+    path.write_bytes(line % 8 + line % 9)
+    assert [message.step for message in tail.read()] == [8, 9], "another file, although it is longer"
 
 
 def test_a_connection_that_breaks_under_an_answer_ends_nothing() -> None:

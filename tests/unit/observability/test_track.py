@@ -432,12 +432,13 @@ def test_the_command_sends_a_run_that_is_over(folder: Path, capsys: pytest.Captu
         assert main(["track", str(run), "--to", "otlp", "--endpoint", receiver.url]) == 0
     assert list(receiver.batches()) == ["batch 1"]
     assert f"5 spans to {receiver.url}/v1/traces" in capsys.readouterr().out
-    assert main(["track", str(run)]) == 2
-    assert "the run has no monitor.trackers: name a service with --to" in capsys.readouterr().err
-    assert main(["track", str(run), "--to", "otlp"]) == 2
-    assert "the run has no monitor.otlp: name a collector with --endpoint" in capsys.readouterr().err
-    assert main(["track", str(run), "--to", "otlp", "--endpoint", "localhost"]) == 2
-    assert "--endpoint is 'localhost', wanted a URL" in capsys.readouterr().err
+    for words, said in (
+        ([], "the run has no monitor.trackers: name a service with --to"),
+        (["--to", "otlp"], "the run has no monitor.otlp: name a collector with --endpoint"),
+        (["--to", "otlp", "--endpoint", "localhost"], "--endpoint is 'localhost', wanted a URL"),
+    ):
+        assert main(["track", str(run), *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_settings_and_headers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import stat
@@ -20,7 +19,6 @@ from trinity_mq.bus import Topology, create_bus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig, SupervisorConfig
-from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.node import NodeError, find_rabbitmq
 from trinity_mq.messages import BatchClosed, TaskBody, TaskResult, TaskResults, TaskSlice
 from trinity_mq.runtime.deliveries import envelope
@@ -91,17 +89,14 @@ async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
                 await asyncio.Event().wait()
 
 
-async def test_one_that_finds_no_room_for_its_files_names_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def launch(_node: LocalNode) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    wanted = f"the broker died and cannot be started again in {tmp_path}: the disk is full"
+@private
+async def test_one_whose_files_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
+    wanted = f"the broker died and cannot be started again in {tmp_path}: Is a directory"
     async with asyncio.timeout(50):
         with pytest.RaisesGroup(pytest.RaisesExc(NodeError, match=wanted)):
             async with private_broker(tmp_path, SupervisorConfig(), lambda _text: None):
-                monkeypatch.setattr(LocalNode, "launch", launch)
+                (tmp_path / "rabbitmq.conf").unlink()
+                (tmp_path / "rabbitmq.conf").mkdir()
                 os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
                 await asyncio.Event().wait()
 

@@ -37,6 +37,11 @@ def test_a_letter_is_readable_on_a_terminal_of_80_columns() -> None:
     assert lines[-1] == f"   id closed-{'0' * 32}-{'1' * 32}"
 
 
+def test_a_list_of_no_letters_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead", "list", "r", "--limit", "-1"]) == 2
+    assert "--limit is -1, wanted at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.broker
 def test_listing_leaves_them_where_they_are(
     broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]

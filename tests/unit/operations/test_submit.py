@@ -18,8 +18,9 @@ TASK = '{"raw_task": {"question": "+372="}, "repeat_times": 2}'
 def test_a_task_from_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.json").write_text(TASK)
     monkeypatch.setattr("sys.stdin", io.StringIO(TASK))
-    tasks = [read_task(text) for text in (TASK, f"@{tmp_path}/t.json", "-")]
-    assert tasks[0] == tasks[1] == tasks[2]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tasks = [read_task(text) for text in (TASK, f"@{tmp_path}/t.json", "@~/t.json", "-")]
+    assert all(task == tasks[0] for task in tasks)
     assert (tasks[0].raw_task, tasks[0].repeat_times) == ({"question": "+372="}, 2)
 
 

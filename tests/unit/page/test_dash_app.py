@@ -255,7 +255,8 @@ async def test_the_state_comes_as_events() -> None:
 
 def test_curves_are_bounded_and_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
     found = Curves(max_points=100)
-    found.add_all([metrics("explorer", step, **{"rollout/reward/mean": step / 10}) for step in (1, 2, 3)])
+    for step in (1, 2, 3):
+        found.add(metrics("explorer", step, **{"rollout/reward/mean": step / 10}))
     found.add(metrics("explorer", 2, **{"rollout/reward/mean": 0.9}))
     assert found.named("rollout/reward/mean") == [(1, 0.1), (2, 0.9), (3, 0.3)]
     [picture] = found.pictures()

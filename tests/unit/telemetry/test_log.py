@@ -75,7 +75,7 @@ def test_an_error_line_cannot_command_the_terminal(tmp_path: Path, capsys: pytes
     get_logger("trinity_mq.x").error("refused", **{evil: evil}, reason=f"unknown workflow {evil}")
     logging.getLogger("x").error("no %s", evil)
     lines = capsys.readouterr().err.splitlines()
-    assert [line[:15] for line in lines] == ["runner: unknown", r"runner: no \x1b"[:15]]
+    assert [line[:15] for line in lines] == ["runner: unknown", r"runner: no \u001b"[:15]]
     assert all(line.isprintable() for line in lines)
     written = [json.loads(line) for line in (tmp_path / "logs" / "runner-0.jsonl").read_text().splitlines()]
     assert [line["event"] for line in written] == ["refused", f"no {evil}"]

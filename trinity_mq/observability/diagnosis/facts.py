@@ -203,16 +203,6 @@ def slices_of(beat: Heartbeat) -> list[tuple[str, int, int, float]]:
     return beat.detail.slices if isinstance(beat.detail, RunnerStatus) else []
 
 
-def expected_agents(config: Config | None) -> Mapping[str, int]:
-    """Return the number of agents of each role that ``trinity-mq run`` starts; empty without a configuration."""
-    return {} if config is None else config.agent_counts
-
-
-def limits(config: Config | None) -> Mapping[str, float]:
-    """Return the settings in seconds that bound waits, by key."""
-    return {} if config is None else {"explorer.max_timeout": config.explorer.max_timeout}
-
-
 def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Room] | None:
     """Return the free resources of a machine that hosts all agents of a run; None without a configuration. A thread
     count of ``auto`` takes all cores.
@@ -230,7 +220,7 @@ def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Ro
     threads += [config.explorer.rollout_model.num_threads] * (computing - trainer.nproc)
     numbers = [number for number in threads if number != "auto"]
     is_full = len(numbers) < len(threads) or sum(numbers) >= cores if is_on_cpu else computing >= gpus
-    small = sum(expected_agents(config).values()) - 1
+    small = sum(config.agent_counts.values()) - 1
     resources: set[Room] = set() if is_full else {"devices"}
     if small + (computing if is_on_cpu else 0) < cores:
         resources.add("cores")

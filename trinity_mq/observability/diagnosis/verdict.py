@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from trinity_mq.messages import (
     EngineStatus,
@@ -132,14 +133,6 @@ def _silent_cause(facts: ObservationIndex, agent: SilentAgent) -> _Cause:
     evidence.append(f"agents of its role that send heartbeats: {', '.join(heard) or 'none'}")
     remedy = lever("silent_runner" if agent.role == "runner" else "silent", agent.id)
     return _Cause("stuck", agent.id, words, remedy, tuple(evidence))
-
-
-def _silent_now(facts: ObservationIndex) -> Iterator[_Cause]:
-    yield from _silent(facts, long=False)
-
-
-def _silent_long(facts: ObservationIndex) -> Iterator[_Cause]:
-    yield from _silent(facts, long=True)
 
 
 def _missing(facts: ObservationIndex) -> Iterator[_Cause]:
@@ -292,7 +285,7 @@ def _no_tasks(facts: ObservationIndex) -> Iterator[_Cause]:
 
 RULES: tuple[Callable[[ObservationIndex], Iterator[_Cause]], ...] = (
     _frozen_engine,
-    _silent_now,
+    partial(_silent, long=False),
     _missing,
     _starting,
     _lost_slices,
@@ -301,7 +294,7 @@ RULES: tuple[Callable[[ObservationIndex], Iterator[_Cause]], ...] = (
     _overdue_operator,
     _paused_lane,
     _overdue_slice,
-    _silent_long,
+    partial(_silent, long=True),
     _no_tasks,
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trinity_mq.observability.experiences.printer import note
-from trinity_mq.targets.connection import Target, open_bus, saved_run_id
+from trinity_mq.targets.connection import Target, open_streams
 
 if TYPE_CHECKING:
     from trinity_mq.bus import Bus, Topology
@@ -90,14 +90,10 @@ async def tap_run(target: Target, lines: ExperienceLinePrinter, start: int | Non
         follow: Wait for further batches.
     """
     from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
-    from trinity_mq.transport.blobs import open_store
 
     is_ours = target.broker.url is None
     """True if no other process uses the broker, because it is the private broker of a run that is not running."""
-    async with open_bus(target, "tap") as (bus, topology):
-        if target.folder is not None:
-            bus.run_id = saved_run_id(target.folder.path)
-        store = open_store(target.broker, target.run)
+    async with open_streams(target, "tap") as (bus, topology, store):
         reader = ReadyReader(bus, topology, ExperienceFilter(), store, lines.take, since=start or None, note=note)
         if not follow or is_ours:
             await reader.read()

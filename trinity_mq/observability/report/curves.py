@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,13 @@ PICTURES = (
     Picture("Seconds a step", ["time/batch", "time/wait_data", "time/sync"], "where the trainer's time goes"),
 )
 """Pictures of a report in order. Pictures without data are omitted."""
+
+
+def drawn_pictures(curves: Mapping[str, Sequence[Point]]) -> Iterator[tuple[Picture, dict[str, list[Point]]]]:
+    """Yield each picture that has data, with its curves."""
+    for picture in PICTURES:
+        if chosen := drawn(curves, picture):
+            yield picture, chosen
 
 
 def drawn(curves: Mapping[str, Sequence[Point]], picture: Picture) -> dict[str, list[Point]]:

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_FIGURE = re.compile(r"eval/(?P<taskset>[^/]+)/(?P<figure>(?:accuracy|reward)/mean@\d+|pass@\d+|majority@\d+)")
+from trinity_mq.terminal import align_columns
+
+_FIGURE = re.compile(r"eval/(?P<taskset>.+)/(?P<figure>(?:accuracy|reward)/mean@\d+|pass@\d+|majority@\d+)(?:/mean)?")
+"""With ``monitor.detailed_stats`` the names end in ``/mean``."""
 _ORDER = ("accuracy", "pass", "majority", "reward")
 
 
@@ -30,10 +33,7 @@ class EvaluationTable:
         body = [
             [str(step), *("-" if value is None else f"{value:.3f}" for value in row)] for step, row in self.rows.items()
         ]
-        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-        return [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)
-        ]
+        return align_columns([head, *body], right=True)
 
     def as_csv(self) -> str:
         """Return the table in full precision, for a spreadsheet."""

@@ -11,7 +11,7 @@ import yaml
 
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.report.curves import PICTURES, as_svg, drawn
+from trinity_mq.observability.report.curves import as_svg, drawn_pictures
 from trinity_mq.observability.report.evaluations import evaluation_table
 from trinity_mq.observability.report.text import distinct, load_failures, loss_counts, make_report, metric_curve
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE, mask_passwords, read_metrics
@@ -70,10 +70,10 @@ def page(config: Config) -> str:
     lines = distinct(all_lines)
     names = sorted({name for line in lines for name in line if name not in LINE_FIELDS})
     curves = {name: points for name in names if (points := metric_curve(lines, name))}
-    pictures = []
-    for number, picture in enumerate(PICTURES):
-        if chosen := drawn(curves, picture):
-            pictures.append((picture.title, picture.about, as_svg(chosen, number)))
+    pictures = [
+        (picture.title, picture.about, as_svg(chosen, number))
+        for number, (picture, chosen) in enumerate(drawn_pictures(curves))
+    ]
     text: str = _template().render(
         config=config,
         facts=_facts(config, folder),

@@ -18,7 +18,7 @@ from trinity_mq.observability.timeline import TIMELINE_FILE
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
 from trinity_mq.telemetry.group_drops import GROUP_DROPS
-from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
 
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
@@ -63,10 +63,7 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
     if not all_lines:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
     lines = distinct(all_lines)
-    results: dict[str, list[Point]] = {}
-    for line in lines:
-        for taskset, value in evaluations(line).items():
-            results.setdefault(taskset, []).append((line["step"], value))
+    results = evaluation_curves(lines)
     rows = [
         ("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}")
         for taskset, points in sorted(results.items())
@@ -139,6 +136,15 @@ def metric_curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     return list({line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}.items())
 
 
+def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Return (step, result) pairs of each evaluation taskset, by its name."""
+    curves: dict[str, list[Point]] = {}
+    for line in lines:
+        for taskset, value in evaluations(line).items():
+            curves.setdefault(taskset, []).append((line["step"], value))
+    return curves
+
+
 def loss_counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the non-zero counts of :data:`LOST` by their names in reports."""
     sums = {label: round(sum(value for _, value in metric_curve(lines, name))) for name, label in LOST.items()}
@@ -169,6 +175,11 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint from which a trainer would resume, or None if no checkpoint exists."""
-    folder = run_dir / "checkpoints"
-    checkpoints = find_checkpoints(folder)[0] if folder.is_dir() else []
+    checkpoints = saved_checkpoints(run_dir)
     return checkpoints[0].path if checkpoints else None
+
+
+def saved_checkpoints(run_dir: Path) -> list[Checkpoint]:
+    """Return the undamaged checkpoints of a run, newest first."""
+    folder = run_dir / "checkpoints"
+    return find_checkpoints(folder)[0] if folder.is_dir() else []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from trinity_mq.config import Config
 from trinity_mq.targets.run_folder import RunFolder
@@ -47,67 +49,59 @@ class TrackerProcess:
             sender.kill()
 
 
+@dataclass
 class _Sender:
-    """One process that sends ``what`` to the services ``kinds``. ``where`` names the services in messages."""
+    """One process that sends data to services."""
 
-    def __init__(
-        self,
-        what: str,
-        kinds: Sequence[str],
-        where: str,
-        finish_seconds: float,
-        folder: RunFolder,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._data_kind, self._kinds, self._destination, self._finish_seconds = what, kinds, where, finish_seconds
-        self._folder, self._report = folder, tell
-        self._output = folder.logs / ("track.out" if what == "metrics" else f"track-{what}.out")
-        self._process: asyncio.subprocess.Process | None = None
+    data: str
+    """The sent data, in messages: ``metrics`` or ``spans``."""
+    kinds: Sequence[str]
+    """The services."""
+    destination: str
+    """Names of the services in messages."""
+    finish_seconds: float
+    folder: RunFolder
+    report: Callable[[str], None]
+    process: asyncio.subprocess.Process | None = None
+
+    @property
+    def output(self) -> Path:
+        """File with the output of the process."""
+        return self.folder.logs / ("track.out" if self.data == "metrics" else f"track-{self.data}.out")
 
     async def start(self) -> None:
         """Start the process."""
-        service_arguments = [word for kind in self._kinds for word in ("--to", kind)]
-        arguments = [
-            "-m",
-            "trinity_mq.cli.main",
-            "track",
-            str(self._folder.config_file),
-            *service_arguments,
-            "--follow",
-        ]
-        self._folder.logs.mkdir(parents=True, exist_ok=True)
-        with self._output.open("ab") as out:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        service_arguments = [word for kind in self.kinds for word in ("--to", kind)]
+        arguments = ["track", str(self.folder.config_file), *service_arguments, "--follow"]
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        with self.output.open("ab") as out:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "trinity_mq.cli.main", *arguments,
+                stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
 
     async def end(self) -> None:
         """Let the process send the rest, and end it. Report its output file if it fails."""
-        if (process := self._process) is None:
+        if (process := self.process) is None:
             return
         if process.stdin is not None:
             process.stdin.close()
         try:
-            async with asyncio.timeout(self._finish_seconds):
+            async with asyncio.timeout(self.finish_seconds):
                 code = await process.wait()
         except TimeoutError:
             self.kill()
             await process.wait()
             code = None
-        self._process = None
+        self.process = None
         if code != 0:
-            outcome = f"did not end within {self._finish_seconds:g} s" if code is None else f"ended with {code}"
-            self._report(
-                f"{self._data_kind} were not all sent to {self._destination}: the process {outcome}, see "
-                f"{self._output}; `trinity-mq track {self._folder.path}` sends the rest"
+            outcome = f"did not end within {self.finish_seconds:g} s" if code is None else f"ended with {code}"
+            self.report(
+                f"{self.data} were not all sent to {self.destination}: the process {outcome}, see "
+                f"{self.output}; `trinity-mq track {self.folder.path}` sends the rest"
             )
 
     def kill(self) -> None:
         """Kill the process."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()

@@ -11,6 +11,7 @@ from typing import Any
 from trinity_mq.config import Config, TrackerConfig
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.trackers.base import FOLDER, Tracker, TrackerError
+from trinity_mq.targets.run_folder import flat_settings
 
 KINDS = ("wandb", "mlflow", "swanlab")
 STEP = "step"
@@ -69,24 +70,30 @@ def _as_tracker_errors(kind: str, advice: str) -> Iterator[None]:
         raise TrackerError(f"{kind}: {' '.join(str(error).split()) or type(error).__name__}; {advice}") from error
 
 
-class WandbTracker:
+class _RunTracker:
+    """A service whose library has a current run: Weights & Biases, or SwanLab, whose library imitates it."""
+
+    kind = ""
+
+    def __init__(
+        self, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
+    ) -> None:
+        self._library = _library(self.kind)
+        self._name, self._folder, self._settings = name, folder, dict(settings)
+        self._project, self._group, self._offline = project, group, offline
+        self._run: Any = None
+
+
+class WandbTracker(_RunTracker):
     """Tracker for Weights & Biases."""
 
     kind = "wandb"
     ADVICE = "set WANDB_API_KEY, or offline: true and `wandb sync` later"
 
-    def __init__(
-        self, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
-    ) -> None:
-        self._wandb = _library("wandb")
-        self._name, self._folder, self._settings = name, folder, dict(settings)
-        self._project, self._group, self._offline = project, group, offline
-        self._run: Any = None
-
     def begin(self, run_id: str) -> str:
         """Start or resume the run. Offline, a resumed part becomes another folder of the same run."""
         with _as_tracker_errors(self.kind, self.ADVICE):
-            self._run = self._wandb.init(
+            self._run = self._library.init(
                 project=self._project,
                 group=self._group or None,
                 name=self._name,
@@ -95,7 +102,7 @@ class WandbTracker:
                 dir=str(self._folder),
                 config=self._settings,
                 mode="offline" if self._offline else "online",
-                settings=self._wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+                settings=self._library.Settings(console="off", silent=True, disable_git=True, disable_code=True),
             )
             self._run.define_metric("*", step_metric=STEP)
             return str(self._run.id)
@@ -113,29 +120,21 @@ class WandbTracker:
             return str(location)
 
 
-class SwanlabTracker:
+class SwanlabTracker(_RunTracker):
     """Tracker for SwanLab."""
 
     kind = "swanlab"
     ADVICE = "set SWANLAB_API_KEY, or offline: true and `swanlab sync` later"
 
-    def __init__(
-        self, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
-    ) -> None:
-        self._swanlab = _library("swanlab")
-        self._name, self._folder, self._settings = name, folder / "swanlab", dict(settings)
-        self._project, self._group, self._offline = project, group, offline
-        self._run: Any = None
-
     def begin(self, run_id: str) -> str:
         """Start the run. Online, an earlier run is resumed."""
         resume_arguments = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
         with _as_tracker_errors(self.kind, self.ADVICE):
-            self._run = self._swanlab.init(
+            self._run = self._library.init(
                 project=self._project,
                 experiment_name=self._name,
                 group=self._group or None,
-                logdir=str(self._folder),
+                logdir=str(self._folder / "swanlab"),
                 config=self._settings,
                 mode="offline" if self._offline else "cloud",
                 **resume_arguments,
@@ -145,13 +144,17 @@ class SwanlabTracker:
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
         with _as_tracker_errors(self.kind, self.ADVICE):
-            self._swanlab.log(dict(values), step=step)
+            self._library.log(dict(values), step=step)
 
     def finish(self) -> str:
         """Wait until everything is sent. Return the run's location."""
         with _as_tracker_errors(self.kind, self.ADVICE):
-            self._swanlab.finish()
-            return f"{self._folder}, for `swanlab sync`" if self._offline else f"SwanLab, project {self._project}"
+            self._library.finish()
+            return (
+                f"{self._folder / 'swanlab'}, for `swanlab sync`"
+                if self._offline
+                else f"SwanLab, project {self._project}"
+            )
 
 
 class MlflowTracker:
@@ -179,8 +182,10 @@ class MlflowTracker:
                 existing = self._api.get_experiment_by_name(self._project)
                 experiment = existing.experiment_id if existing else self._api.create_experiment(self._project)
                 run_id = self._api.create_run(experiment, run_name=self._name).info.run_id
-                flat = list(_flat(self._settings))
-                params = [self._entities.Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in flat]
+                params = [
+                    self._entities.Param(key, str(value)[: self.PARAMETER_CHARACTERS])
+                    for key, value in flat_settings(self._settings).items()
+                ]
                 for start in range(0, len(params), self.PARAMETERS_AT_ONCE):
                     self._api.log_batch(run_id, params=params[start : start + self.PARAMETERS_AT_ONCE])
             self._run_id = str(run_id)
@@ -201,11 +206,3 @@ class MlflowTracker:
         with _as_tracker_errors(self.kind, self.ADVICE):
             self._api.set_terminated(self._run_id)
             return f"MLflow, experiment {self._project}, run {self._run_id}"
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

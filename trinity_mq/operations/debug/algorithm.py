@@ -143,7 +143,6 @@ def losses(
     advantages: Tensor,
     config: AlgorithmConfig,
     answers: slice = slice(None),
-    scales: Tensor | None = None,
 ) -> Losses:
     """Return the loss of selected answers and its gradient.
 
@@ -152,7 +151,6 @@ def losses(
         advantages: Advantages, ``[answers, tokens]``.
         config: Configuration of the algorithm.
         answers: Selected answers. Their scales, and pieces that compare tokens, are computed over the whole batch.
-        scales: Scales of all answers, if known.
     """
     mask = sample.mask
     logprob = sample.logprob.clone().requires_grad_()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from trinity_mq.families.family import ParsedAnswer
 from trinity_mq.families.messages import Message, MessageError, read_messages, read_tools
 from trinity_mq.observability.experiences.show_experience import line, print_title
 from trinity_mq.observability.experiences.token_texts import tokenizer_folder
+from trinity_mq.operations.submit import read_json_argument
 from trinity_mq.targets.run_folder import CONFIG_FILE
 from trinity_mq.targets.target import find_configuration
 
@@ -87,12 +87,14 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
     Raises:
         CommandError: An argument cannot be read, or messages or tools have another form than in the OpenAI API.
     """
-    value = _read_json("--conversation", text, EXAMPLE)
+    value = read_json_argument("--conversation", text, EXAMPLE)
     fields: Mapping[str, Any] = value if isinstance(value, dict) else {"messages": value}
-    listed = fields.get("tools") if tools is None else _read_json("--tools", tools, '[{"type": "function", ...}]')
+    listed = (
+        fields.get("tools") if tools is None else read_json_argument("--tools", tools, '[{"type": "function", ...}]')
+    )
     merged = fields.get("chat_template_kwargs") or {}
     if switches is not None:
-        added = _read_json("--switches", switches, '{"enable_thinking": false}')
+        added = read_json_argument("--switches", switches, '{"enable_thinking": false}')
         merged = {**merged, **added} if isinstance(merged, dict) and isinstance(added, dict) else added
     for name, part, kind, wanted in (
         ("messages", fields.get("messages"), list, f"a list such as {EXAMPLE}"),
@@ -109,19 +111,6 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
         return ConversationInput(read_messages(fields["messages"]), tools_read, {**chosen, SWITCHES: merged})
     except MessageError as error:
         raise CommandError(str(error)) from error
-
-
-def _read_json(name: str, text: str, example: str) -> Any:
-    try:
-        if text.startswith("@"):
-            text = Path(text[1:]).expanduser().read_text(encoding="utf-8")
-        elif text == "-":
-            text = sys.stdin.read()
-        return json.loads(text)
-    except OSError as error:
-        raise CommandError(f"{name} {text!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{name} is not JSON: {error}; wanted {example}, @FILE or -") from error
 
 
 # -- rendering

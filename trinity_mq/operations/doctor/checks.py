@@ -187,27 +187,20 @@ def _message_size(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     return first(size(limit), ("problem", limit < needs.config.broker.max_message_bytes, lower))
 
 
-@check("alarms", "none")
+@check("alarms", "none", "nodes", by_hand=STATUS)
 def _alarms(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     alarm_kinds = (
         ("mem_alarm", "memory", "free memory or raise vm_memory_high_watermark"),
         ("disk_free_alarm", "disk", "free space or lower disk_free_limit"),
     )
     raised: list[Judgement] = []
-    for node in facts.get("nodes", ()):
+    for node in facts["nodes"]:
         alarms = [(alarm, do) for key, alarm, do in alarm_kinds if node.get(key)]
         alarms += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
         raised += [
             ("problem", f"{alarm} ({node['name']}) alarm: the broker blocks publishers", do) for alarm, do in alarms
         ]
-    if raised:
-        return raised
-    if facts.get("blocked"):
-        seen = "the broker holds back what is published: an alarm, or it is overloaded"
-        return [("problem", seen, f"see {STATUS}: free memory or disk space there")]
-    if "nodes" in facts or "blocked" in facts:
-        return first("none" if "nodes" in facts else "none: a message was published and confirmed")
-    return [("not looked at", facts.why("nodes"), STATUS)]
+    return raised or first("none")
 
 
 @check("broker's disk", "{stream_size} for the run's streams above that", "nodes", by_hand=STATUS)
@@ -226,27 +219,21 @@ def _broker_disk(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     return judgements or [("not looked at", "the node has not measured its disk yet", STATUS)]
 
 
-@check("permissions", "configure, write and read for all names of the run", of_run=True)
+@check(
+    "permissions",
+    "configure, write and read for all names of the run",
+    "permissions",
+    by_hand="`rabbitmqctl list_permissions -p VHOST` on the broker's machine",
+    of_run=True,
+)
 def _permissions(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
-    operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), needs.named
-    command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(topology.run, "agent")))
-    if "permissions" in facts:
-        patterns: Mapping[str, str] = facts["permissions"]
-        lacking = [
-            operation
-            for operation in operations
-            if not all(allows(patterns[operation], name) for name in names_of(topology))
-        ]
-        seen = f"configure, write, read: {' '.join(repr(patterns[operation]) for operation in operations)}"
-        seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
-        return first(seen, ("problem", lacking, command))
-    if refused := [f"{operation} refused: {words}" for operation, words in attempts.items() if words]:
-        return [("problem", "; ".join(refused), command)]
-    if untried := [operation for operation in operations if operation not in attempts]:
-        why = "the run has no exchanges yet to try it on, and the patterns are unknown: " + facts.why("permissions")
-        list_them = "`rabbitmqctl list_permissions -p VHOST` on the broker's machine"
-        return [("not looked at", f"{', '.join(untried)}: {why}", list_them)]
-    return first("configure, write and read were tried on names of the run, and granted")
+    patterns: Mapping[str, str] = {name: facts["permissions"][name] for name in ("configure", "write", "read")}
+    names = names_of(needs.named)
+    lacking = [operation for operation, pattern in patterns.items() if not all(allows(pattern, name) for name in names)]
+    seen = f"configure, write, read: {' '.join(map(repr, patterns.values()))}"
+    seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
+    command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(needs.named.run, "agent")))
+    return first(seen, ("problem", lacking, command))
 
 
 def queues_of(topology: Topology) -> list[Queue]:

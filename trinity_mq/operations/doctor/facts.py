@@ -125,11 +125,10 @@ class Needs:
 
 
 async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: DoctorFacts) -> None:
-    """Answer ``server`` (its properties), ``depths``, ``beats``, ``attempts`` and ``blocked`` over an AMQP connection.
+    """Answer ``server`` (its properties), ``depths`` and ``beats`` over an AMQP connection.
 
-    ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``attempts`` are the tried
-    permissions (configure, write, read), each with the broker's refusal or ``""``. ``beats`` are the last heartbeats of
-    the run's working agents by id; missing if no agent works.
+    ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``beats`` are the last heartbeats
+    of the run's working agents by id; missing if no agent works.
 
     Raises:
         BusRefused: The broker refuses the connection.
@@ -143,7 +142,6 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
             facts["depths"] = await _depths(connection, topology)
             if any(consumers for _, consumers in facts["depths"].values()):
                 await _collect_heartbeats(connection, topology, facts)
-            await _try_permissions(connection, topology, facts)
     finally:
         await connection.close()
 
@@ -151,7 +149,7 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
 async def _call(connection: BrokerConnection, question: Callable[[Any], Awaitable[Any]]) -> Any:
     """Ask on a separate channel, because a refusal closes the channel."""
     async with asyncio.timeout(ANSWER_SECONDS):
-        channel = await connection.channel(confirms=True)
+        channel = await connection.channel()
         with amqp_errors():
             return await question(channel)
 
@@ -181,39 +179,6 @@ async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, 
         facts.missing(f"heartbeats cannot be received ({error})", "beats")
         return
     facts["beats"] = beats
-
-
-async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: DoctorFacts) -> None:
-    """Try the permissions with an exclusive queue, the telemetry exchange and a routing key without a bound queue."""
-    attempts: dict[str, str] = facts.setdefault("attempts", {})
-    key = f"doctor.{secrets.token_hex(6)}"
-    queue = topology.listener("doctor", key.rpartition(".")[2], "telemetry").name
-    exchange = topology.exchange("telemetry")
-
-    async def attempt(permission: str, question: Callable[[Any], Awaitable[Any]]) -> None:
-        attempts.setdefault(permission, "")
-        try:
-            await _call(connection, question)
-        except BusRefused as error:
-            attempts[permission] = str(error)
-
-    await attempt("configure", lambda channel: channel.queue_declare(queue, exclusive=True))
-    if attempts["configure"]:
-        return
-    await attempt("read", lambda channel: channel.basic_get(queue))
-    try:
-        await _call(connection, lambda channel: channel.exchange_declare(exchange, passive=True))
-    except (BrokerConnectError, BusRefused):
-        return  # the run has not started, so it does not have an exchange to publish to
-    await attempt("write", lambda channel: channel.queue_bind(queue, exchange, key))
-    facts["blocked"] = True  # stays True unless the broker confirms a message and accepts further messages
-    try:
-        await attempt("write", lambda channel: channel.basic_publish(b"", exchange=exchange, routing_key=key))
-        async with asyncio.timeout(0):
-            await connection.unblocked()
-        facts["blocked"] = False
-    except TimeoutError:
-        return
 
 
 def management_url(broker: str, management: str | None) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+import numpy as np
+
 SHOWN = 10
 """Number of most changed experiences that are kept."""
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
@@ -164,20 +166,12 @@ class Comparison:
         return {f"{old:g}": {f"{new:g}": self.pairs[old, new] for new in (0.0, 1.0)} for old in (0.0, 1.0)}
 
     def _quantiles(self) -> list[dict[str, float]]:
-        old, new = sorted(self.old), sorted(self.new)
-        return [{"quantile": q, "old": _quantile(old, q), "new": _quantile(new, q)} for q in QUANTILES]
+        old, new = (np.quantile(rewards, QUANTILES).tolist() for rewards in (self.old, self.new))
+        return [{"quantile": q, "old": old[n], "new": new[n]} for n, q in enumerate(QUANTILES)]
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if len(values) else None
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile with linear interpolation."""
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def print_figures(figures: Mapping[str, Any], out: TextIO) -> None:

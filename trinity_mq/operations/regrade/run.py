@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
-from trinity_mq.targets.connection import Target, open_bus, saved_run_id
+from trinity_mq.targets.connection import Target, open_streams
 
 if TYPE_CHECKING:
     from trinity_mq.experience import ExperienceBatch
@@ -50,7 +50,6 @@ async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegr
     from trinity_mq.experience import ExperienceBatch
     from trinity_mq.observability.experiences.printer import note
     from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
-    from trinity_mq.transport.blobs import open_store
 
     loop = asyncio.get_running_loop()
 
@@ -60,10 +59,7 @@ async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegr
         return asyncio.run_coroutine_threadsafe(regrading.take(whole), loop).result() if len(whole) else False
 
     try:
-        async with open_bus(target, "regrade") as (bus, topology):
-            if target.folder is not None:
-                bus.run_id = saved_run_id(target.folder.path)
-            store = open_store(target.broker, target.run)
+        async with open_streams(target, "regrade") as (bus, topology, store):
             reader = ReadyReader(bus, topology, ExperienceFilter(batch=batch), store, take, note=note)
             await reader.read()
     except BusUnavailable as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.proof.chaos.injector import InjectedFault
 from trinity_mq.proof.chaos.trial import TrialOutcome
+from trinity_mq.terminal import align_columns
 
 SIGNS = {"holds": "holds", "violated": "VIOLATED", "not checked": "not checked"}
 HEADS = ("fault", "at s", "kind", "victim", "marked point", "back s", "recovered s", "")
@@ -23,7 +24,7 @@ def lines(outcome: TrialOutcome, schedule: Path, again: str) -> Iterator[str]:
         schedule: File with its schedule.
         again: Command that repeats the trial.
     """
-    yield from _table([HEADS, *(_row(done, outcome.began) for done in outcome.done)])
+    yield from align_columns([HEADS, *(_row(done, outcome.began) for done in outcome.done)])
     yield ""
     width = max(len(verdict.name) for verdict in outcome.verdicts)
     for verdict in outcome.verdicts:
@@ -87,12 +88,6 @@ def _row(done: InjectedFault, began: float) -> tuple[str, ...]:
         _after(done.recovered, done.at),
         ("together with the previous fault; " if fault.together else "") + done.note,
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _counts(outcome: TrialOutcome) -> Iterator[str]:

@@ -57,11 +57,6 @@ class Launched:
     is_private: bool
     """True if the broker is a private node started by this process."""
 
-    @property
-    def code(self) -> int | None:
-        """Exit code of ``trinity-mq run``; None while it runs."""
-        return self.process.returncode
-
     async def stop(self) -> None:
         """End the run: drain it, and kill it if draining takes too long."""
         if self.process.returncode is not None:
@@ -155,27 +150,12 @@ DRAINED = (0, 128 + signal.SIGTERM)
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrialOptions:
-    """The options of the command line."""
-
-    count: int
-    seed: int
-    file: Path | None
-    kinds: Sequence[str]
-    roles: Sequence[str]
-    every: float
-    timeout: float
-    after: int
-    further: int | None
-    inside: float | None
-    """Share of the faults at points inside agents; None: the default of the mode."""
-    clients: int
-    """Number of session clients, in mode ``serve``."""
-
-
-async def try_new_run(arguments: argparse.Namespace, wishes: TrialOptions, tell: Tell) -> tuple[TrialOutcome, Path]:
+async def try_new_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialOutcome, Path]:
     """Start the run of TARGET, inject faults and wait for its end. Return the outcome and the folder for the report.
+
+    Args:
+        arguments: Arguments of ``trinity-mq chaos``.
+        tell: Called with a line of text for a person.
 
     Raises:
         CommandError: The run cannot be started, or does not make train steps.
@@ -198,7 +178,7 @@ async def try_new_run(arguments: argparse.Namespace, wishes: TrialOptions, tell:
             targets = _local_targets(config, run.process.pid, bus, topology, run)
             serves = config.mode == "serve"  # a serving run does not end by itself
             further = FURTHER_STEPS if serves else None
-            plan = _plan(wishes, targets, config, config.path / FOLDER, tell, further, marks=marks)
+            plan = _plan(arguments, targets, config, config.path / FOLDER, tell, further, marks=marks)
             weights = _kept_weights(config)
             ended = asyncio.create_task(run.process.wait(), name="the run's end")
             try:
@@ -221,13 +201,13 @@ async def try_new_run(arguments: argparse.Namespace, wishes: TrialOptions, tell:
                 targets=targets,
                 weights=weights,
                 store=open_store(broker, config.name),
-                code=None if run.code in DRAINED and not reached_end else run.code,
+                code=None if run.process.returncode in DRAINED and not reached_end else run.process.returncode,
             )
             targets.end_left_over()
     return outcome, config.path / FOLDER
 
 
-async def try_local_run(arguments: argparse.Namespace, wishes: TrialOptions, tell: Tell) -> tuple[TrialOutcome, Path]:
+async def try_local_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialOutcome, Path]:
     """Inject faults into a running local run, and leave it running. It returns and raises as :func:`try_new_run`."""
     config = load_target_configuration(arguments)
     folder = RunFolder(config)
@@ -238,43 +218,26 @@ async def try_local_run(arguments: argparse.Namespace, wishes: TrialOptions, tel
     async with open_bus(target, "chaos") as (bus, topology):
         targets = _local_targets(config, supervisor, bus, topology)
         budget = config.supervisor.max_restarts, config.supervisor.restart_window
-        plan = _plan(wishes, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
+        plan = _plan(arguments, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
         weights = _kept_weights(config)
         outcome = await run_trial(
-            bus,
-            topology,
-            targets,
-            plan,
-            ended=lambda: folder.holder() != supervisor,
-            tell=tell,
-            weights=weights,
+            bus, topology, targets, plan, ended=lambda: folder.holder() != supervisor, tell=tell, weights=weights
         )
     # a private broker ends with its run, and is restarted for reading
     async with open_bus(find_target(arguments), "chaos") as (bus, topology):
         store = open_store(target.broker, target.run)
-        await judge(
-            bus,
-            topology,
-            config,
-            outcome,
-            run_dir=config.path,
-            targets=targets,
-            weights=weights,
-            store=store,
-        )
+        await judge(bus, topology, config, outcome, run_dir=config.path, targets=targets, weights=weights, store=store)
     return outcome, config.path / FOLDER
 
 
-async def elsewhere(
-    arguments: argparse.Namespace, wishes: TrialOptions, targets: FaultTargets, tell: Tell
-) -> tuple[TrialOutcome, Path]:
+async def elsewhere(arguments: argparse.Namespace, targets: FaultTargets, tell: Tell) -> tuple[TrialOutcome, Path]:
     """Inject faults into a run in containers or pods, and leave it running. Returns and raises the same as
     :func:`try_new_run`.
     """
     config, target = load_target_configuration(arguments), find_target(arguments)
     folder = Path(f"{FOLDER}-{config.name}")
     async with open_bus(target, "chaos") as (bus, topology):
-        plan = _plan(wishes, targets, config, folder, tell, FURTHER_STEPS)
+        plan = _plan(arguments, targets, config, folder, tell, FURTHER_STEPS)
         outcome = await run_trial(bus, topology, targets, plan, ended=lambda: False, tell=tell)
         store = open_store(target.broker, target.run)
         await judge(bus, topology, config, outcome, run_dir=None, targets=targets, store=store)
@@ -289,21 +252,17 @@ def _local_targets(
     config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None
 ) -> LocalTargets:
     """Return the processes of a local run; ``run`` is set if this trial started it."""
-    if run is None:
-        is_private = Addresses.of(config.broker) is None
-        return LocalTargets(
-            config.path.absolute(),
-            supervisor,
-            restart=_restart_function(bus, topology),
-            broker_parent=supervisor if is_private else None,
-        )
+    if run is not None:
+        broker_parent = os.getpid() if run.is_private else None
+    else:
+        broker_parent = supervisor if Addresses.of(config.broker) is None else None
     return LocalTargets(
         config.path.absolute(),
         supervisor,
         restart=_restart_function(bus, topology),
-        mark=run.mark,
-        proxy=run.proxy,
-        broker_parent=os.getpid() if run.is_private else None,
+        mark=None if run is None else run.mark,
+        proxy=None if run is None else run.proxy,
+        broker_parent=broker_parent,
     )
 
 
@@ -321,7 +280,7 @@ def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable
 
 
 def _plan(
-    wishes: TrialOptions,
+    arguments: argparse.Namespace,
     targets: FaultTargets,
     config: Config,
     folder: Path,
@@ -337,35 +296,35 @@ def _plan(
     """
     roles = {*config.agent_counts, "broker", *(["engine"] if "explorer" in config.agent_counts else [])}
     possible = {
-        role: [kind for kind in kinds if kind in wishes.kinds]
+        role: [kind for kind in kinds if kind in arguments.kinds]
         for role, kinds in targets.possible.items()
-        if role in roles and role in wishes.roles
+        if role in roles and role in arguments.roles
     }
     if not any(possible.values()):
         raise CommandError(
-            f"none of --kinds {','.join(wishes.kinds)} can be done to --roles {','.join(wishes.roles)} in "
+            f"none of --kinds {','.join(arguments.kinds)} can be done to --roles {','.join(arguments.roles)} in "
             f"{targets.where}"
         )
-    if wishes.file is None:
-        share = wishes.inside if wishes.inside is not None else INSIDE_SHARE * (config.mode == "serve")
-        schedule = draw(wishes.seed, wishes.count, possible, wishes.every, 0.0 if marks is None else share)
+    if arguments.schedule is None:
+        share = arguments.inside if arguments.inside is not None else INSIDE_SHARE * (config.mode == "serve")
+        schedule = draw(arguments.seed, arguments.kills, possible, arguments.every, 0.0 if marks is None else share)
     else:
-        read = load(wishes.file)
+        read = load(arguments.schedule)
         faults = [fault for fault in read.faults if fault.kind in possible.get(fault.role, ())]
         if len(faults) < len(read.faults):
             tell(
-                f"{len(read.faults) - len(faults)} faults of {wishes.file} cannot be done in {targets.where}, and are "
-                "left out"
+                f"{len(read.faults) - len(faults)} faults of {arguments.schedule} cannot be done in {targets.where}, "
+                "and are left out"
             )
         schedule = ChaosSchedule(faults, read.seed, read.drawn_from)
     folder.mkdir(parents=True, exist_ok=True)
     save(schedule, folder / "schedule.json")
     return Plan(
         schedule=schedule,
-        timeout=wishes.timeout,
-        after=wishes.after,
-        further=wishes.further if wishes.further is not None else further,
+        timeout=arguments.timeout,
+        after=arguments.after,
+        further=arguments.further if arguments.further is not None else further,
         budget=budget,
         marks=marks,
-        clients=clients_of(config, schedule.seed or 0, wishes.clients, tell) if targets.is_local else None,
+        clients=clients_of(config, schedule.seed or 0, arguments.clients, tell) if targets.is_local else None,
     )

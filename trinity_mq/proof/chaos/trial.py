@@ -12,6 +12,7 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
+from trinity_mq.observability.report.text import saved_checkpoints
 from trinity_mq.operations.dead_letters import letters
 from trinity_mq.proof import invariants
 from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
@@ -27,7 +28,7 @@ from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.proof.invariants import Expected, FaultCounts, InvariantVerdict
 from trinity_mq.proof.record import read_record, read_sets
 from trinity_mq.targets.connection import saved_run_id
-from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint
 from trinity_mq.transport.blobs import BlobStore
 
 START_SECONDS = 300.0
@@ -265,9 +266,8 @@ async def judge(
 
 
 def _checkpoints(run_dir: Path | None) -> list[Checkpoint]:
-    folder = None if run_dir is None else run_dir / "checkpoints"
     with contextlib.suppress(OSError):
-        return find_checkpoints(folder)[0] if folder is not None and folder.is_dir() else []
+        return [] if run_dir is None else saved_checkpoints(run_dir)
     return []
 
 

@@ -211,7 +211,7 @@ def test_the_report_has_each_fault_each_verdict_what_it_cost_and_what_clients_we
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
     arguments = argument_parser().parse_args(["chaos", *words])
-    again = command._repeat_command(arguments, arguments.overrides, ChaosSchedule([], arguments.seed or 5))
+    again = command.repeat_command(arguments, arguments.overrides, ChaosSchedule([], arguments.seed or 5))
     program, name, *rest = shlex.split(again)
     assert (program, name) == ("trinity-mq", "chaos")
     repeated = vars(argument_parser().parse_args(["chaos", *rest]))

@@ -122,10 +122,8 @@ def answers_trained_once(
     a retry.
     """
     name = "answers trained on once"
-    if not traffic.sessions or sessions.begin:
-        return InvariantVerdict(
-            name, "not checked", "retention has cut the stream" if sessions.begin else "no client sent a request"
-        )
+    if (reason := _missing_evidence(traffic, sessions)) is not None:
+        return InvariantVerdict(name, "not checked", reason)
     violations: list[str] = []
     count = 0
     for client in traffic.sessions:
@@ -136,6 +134,13 @@ def answers_trained_once(
         violations += problems
         count += answers
     return verdict_of(name, violations, f"{count} answers")
+
+
+def _missing_evidence(traffic: Traffic, sessions: SessionRecord) -> str | None:
+    """Return why the answers to clients cannot be compared with the stream; None: they can."""
+    if sessions.begin:
+        return "retention has cut the stream"
+    return None if traffic.sessions else "no client sent a request"
 
 
 def _answer_violations(
@@ -181,10 +186,8 @@ def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
 def answers_match_stream(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
     """Check that the answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
     name = "answers to clients match the stream"
-    if not traffic.sessions or sessions.begin:
-        return InvariantVerdict(
-            name, "not checked", "retention has cut the stream" if sessions.begin else "no client sent a request"
-        )
+    if (reason := _missing_evidence(traffic, sessions)) is not None:
+        return InvariantVerdict(name, "not checked", reason)
     violations = [*traffic.refused]
     for client in traffic.sessions:
         session = sessions.ledger.get(client.id)

@@ -169,15 +169,13 @@ class KubernetesTargets:
 
     Args:
         namespace: The pods' namespace.
-        selectors: Label selectors of agents and broker.
     """
 
     is_local = False
 
-    def __init__(self, namespace: str, selectors: Sequence[str] = SELECTORS) -> None:
+    def __init__(self, namespace: str) -> None:
         self.where = f"pods of namespace {namespace}"
         self._kubectl = ("kubectl", "--namespace", namespace)
-        self._selectors = selectors
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
@@ -215,7 +213,7 @@ class KubernetesTargets:
 
     async def _pods(self) -> list[Mapping[str, Any]]:
         pods_by_uid: dict[str, Mapping[str, Any]] = {}
-        for selector in self._selectors:
+        for selector in SELECTORS:
             printed = await output_of(*self._kubectl, "get", "pods", "--selector", selector, "--output", "json")
             pods_by_uid |= {pod["metadata"]["uid"]: pod for pod in json.loads(printed)["items"]}
         return list(pods_by_uid.values())
