@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,13 +74,10 @@ class TokenView:
         renumbered.
         """
         columns: dict[str, Any] = {
-            column.name: getattr(self, column.name) for column in fields(self) if column.name != "custom"
+            name: column[selection] for name, column in vars(self).items() if isinstance(column, Tensor)
         }
-        chosen: dict[str, Any] = {
-            name: None if column is None else column[selection] for name, column in columns.items()
-        }
-        _, chosen["segment"] = torch.unique_consecutive(chosen["segment"], return_inverse=True)
-        return TokenView(**chosen, custom={name: column[selection] for name, column in self.custom.items()})
+        _, columns["segment"] = torch.unique_consecutive(columns["segment"], return_inverse=True)
+        return replace(self, **columns, custom={name: column[selection] for name, column in self.custom.items()})
 
 
 def segment_sums(values: Tensor, view: TokenView) -> Tensor:

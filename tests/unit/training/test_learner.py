@@ -25,7 +25,7 @@ from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.state import Parts, read_parts
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.policy import LearnerError
-from trinity_mq.training.packing import MicroBatch, train_tokens
+from trinity_mq.training.packing import DivisionSettings, MicroBatch, train_tokens
 
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789,="
@@ -36,7 +36,7 @@ VOCABULARY = len(CHARACTERS) + 2
 def pack(experiences: list[Experience], max_tokens: int, algorithm: AlgorithmConfig | None = None) -> list[MicroBatch]:
     settings = algorithm or AlgorithmConfig()
     tokens = train_tokens(experiences, settings, component_weights(settings, 1), 1)
-    return tokens.micro_batches(range(len(experiences)), max_tokens, settings.reduction)
+    return tokens.micro_batches(range(len(experiences)), DivisionSettings(max_tokens), settings.reduction)
 
 
 def make_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
