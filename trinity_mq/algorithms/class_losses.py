@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trinity_mq.algorithms.estimators.runs import finite_metrics
 from trinity_mq.algorithms.evaluator import anchor_logprob
@@ -84,7 +85,7 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
     """Call the classes of a loss.
 
     Args:
-        view: All tokens of an optimizer step, with the logprobs of the policy before it.
+        view: All tokens of an optimizer step, at least one, with the logprobs of the policy before it.
         config: The loss.
         is_expert: bool ``[tokens]``: whether the token's answer is imitated.
 
@@ -97,9 +98,8 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
     with torch.enable_grad():
         logprob = view.logprob.detach().requires_grad_()
         entropy = view.entropy.detach().requires_grad_()
-        rows = _Rows(view)
-        inputs = _inputs(view, config, rows, is_expert)
-        others = {"logprob": rows.padded(logprob), "entropy": rows.padded(entropy), "loss_agg_mode": _mode(config)}
+        inputs = _inputs(view, config, is_expert)
+        others = {"logprob": _padded(logprob, view), "entropy": _padded(entropy, view), "loss_agg_mode": _mode(config)}
         for form, path, method in _methods(config):
             available = {**inputs, **{name: others[name] for name in form.takes}}
             value, own_metrics = _called(path, method, _arguments(path, method, available))
@@ -116,27 +116,17 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
         except RuntimeError as error:  # such as a tensor that was changed in place, or a graph that is used up
             raise PluginError(f"the gradient of {', '.join(terms)} cannot be computed: {error}") from error
     slope, entropy_slope = (torch.zeros_like(logprob) if gradient is None else gradient.detach() for gradient in slopes)
-    level = total.detach().expand_as(slope) / max(view.tokens, 1)
+    level = total.detach().expand_as(slope) / view.tokens
     metrics |= {name: value.item() for name, value in terms.items()}
     return ClassLoss({"slope": slope, "entropy_slope": entropy_slope, "level": level}, metrics)
 
 
-class _Rows:
-    """The places of a view's tokens in padded rows, ``[sequences, longest sequence]``."""
-
-    def __init__(self, view: TokenView) -> None:
-        counts = torch.bincount(view.segment, minlength=view.segments)
-        starts = counts.cumsum(0) - counts
-        self.row, self.first = view.segment, starts
-        self.place = torch.arange(view.tokens, device=view.segment.device) - starts[view.segment]
-        self.shape = (view.segments, int(counts.max()) if view.segments else 0)
-
-    def padded(self, values: Tensor) -> Tensor:
-        """Return ``[tokens]`` values as rows, padded with 0 on the right."""
-        return values.new_zeros(self.shape).index_put((self.row, self.place), values)
+def _padded(values: Tensor, view: TokenView) -> Tensor:
+    """Return ``[tokens]`` values as rows ``[sequences, longest sequence]``, padded with 0 on the right."""
+    return pad_sequence(list(values.split(view.segment.bincount().tolist())), batch_first=True)
 
 
-def _inputs(view: TokenView, config: LossConfig, rows: _Rows, is_expert: Tensor) -> dict[str, Tensor]:
+def _inputs(view: TokenView, config: LossConfig, is_expert: Tensor) -> dict[str, Tensor]:
     """Return the tensors of a class by their names in Trinity-RFT, except logprob and entropy."""
     columns = {
         "old_logprob": anchor_logprob(view, config.anchor).detach(),
@@ -146,9 +136,9 @@ def _inputs(view: TokenView, config: LossConfig, rows: _Rows, is_expert: Tensor)
         "teacher_logprobs": view.teacher,
         "action_mask": torch.ones_like(view.segment, dtype=torch.bool),
     }
-    inputs = {name: column[rows.first] for name, column in view.custom.items()}
-    inputs |= {name: rows.padded(column) for name, column in columns.items() if column is not None}
-    inputs.setdefault("expert_mask", is_expert[rows.first])
+    inputs = {name: column[view.first] for name, column in view.custom.items()}
+    inputs |= {name: _padded(column, view) for name, column in columns.items() if column is not None}
+    inputs.setdefault("expert_mask", is_expert[view.first])
     return inputs
 
 

@@ -20,7 +20,7 @@ from trinity_mq.algorithms.mismatch import AGES, age_mask
 from trinity_mq.algorithms.plugins import has_classes, is_class
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
-from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums, sequence_sums
 from trinity_mq.config.algorithm.pieces import (
     OVER_STEP,
     Anchor,
@@ -233,9 +233,7 @@ def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
 def pair_terms(view: TokenView, config: LossConfig) -> LossTerms:
     """Return the loss of pairs, see :func:`pair_loss`. A pair has the scale of its chosen answer's tokens."""
     losses, sums = pair_loss(view, config.pair)
-    first = torch.ones_like(view.segment, dtype=torch.bool)
-    first[1:] = view.segment[1:] != view.segment[:-1]
-    scale = view.scale[first][::2]
+    scale = view.scale[view.first][::2]
     loss = (losses * scale).sum()
     shares = {f"pair_{name}": value * scale[0] for name, value in sums.items()}
     return LossTerms(loss, {"pair_loss": loss.detach(), **shares})
@@ -260,10 +258,9 @@ def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
     if view.segments % 2:
         raise ValueError(f"{view.segments} sequences, wanted a chosen and a rejected sequence of each pair")
     log_ratio = view.logprob - view.ref
-    sums = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio)
+    sums = sequence_sums(log_ratio, view)
     if args.form == "ipo":
-        lengths = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio.new_ones(view.tokens))
-        means = sums / lengths
+        means = sums / sequence_sums(torch.ones_like(log_ratio), view)
         losses = (means[::2] - means[1::2] - 1 / (2 * args.beta)).square()
     else:
         margin = args.beta * (sums[::2] - sums[1::2])

@@ -238,6 +238,13 @@ def test_the_rate_that_is_said_wins_over_the_presets() -> None:
     assert AlgorithmConfig.model_validate(resolved.model_dump()).optimizer.lr == 3e-4
 
 
+def test_the_distillation_of_old_data_is_a_square() -> None:
+    """``-(A + log mu - log pi)`` is the gradient of ``-A log pi + (log pi - log mu)^2 / 2``."""
+    arguments = {"clip_mode": "none", "weight": "none", "fix_opd_advantage": True}
+    config = AlgorithmConfig.model_validate({"policy_loss_fn": "rec", "policy_loss_fn_args": arguments})
+    assert [(term.kind, term.coef) for term in config.regularisers] == [("square", 0.5)]
+
+
 PIECES = ("repeat_times", "estimator", *LossConfig.model_fields)
 
 
