@@ -24,15 +24,11 @@ from trinity_mq.algorithms.forms import VERL_NAMES
 from trinity_mq.algorithms.plugins import PluginError, is_class
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
+from trinity_mq.config.algorithm.trinity_losses import REDUCTIONS
 from trinity_mq.runtime.errors import custom_code
 from trinity_mq.runtime.plugins import resolve
 
-MODES = {
-    "token": "token-mean",
-    "sequence": "seq-mean-token-mean",
-    "sequence_sum": "seq-mean-token-sum",
-    "constant": "seq-mean-token-sum-norm",
-}
+MODES = {kind: mode for mode, kind in REDUCTIONS.items()}
 """Trinity-RFT's ``loss_agg_mode`` by kind of ``reduction``."""
 
 
@@ -123,7 +119,7 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
 
 def _padded(values: Tensor, view: TokenView) -> Tensor:
     """Return ``[tokens]`` values as rows ``[sequences, longest sequence]``, padded with 0 on the right."""
-    return pad_sequence(list(values.split(view.segment.bincount().tolist())), batch_first=True)
+    return pad_sequence(list(torch.split(values, view.segment.bincount().tolist())), batch_first=True)
 
 
 def _inputs(view: TokenView, config: LossConfig, is_expert: Tensor) -> dict[str, Tensor]:

@@ -76,6 +76,7 @@ def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Co
         batch = packed.to(policy.device)
         scores = policy.score(batch, entropy_gradient=False, with_baseline=with_baseline)
         for column, values in zip(columns, scores, strict=False):
+            assert values is not None
             column[batch.index] = values
     policy.ranks.sum(*columns)
     return Scores(*columns)
