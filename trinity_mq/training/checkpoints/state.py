@@ -497,7 +497,7 @@ class TensorReader(FileSystemReader):
             return self.read_metadata().state_dict_metadata  # type: ignore[return-value]
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of torch becomes a :class:`DamagedCheckpointError`."""
+        """Turn errors of torch in the ``with`` block into a :class:`DamagedCheckpointError`."""
         return self._errors(f"{self.folder} does not load")
 
     @contextmanager
