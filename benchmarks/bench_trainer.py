@@ -54,7 +54,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.attention import model_inputs, use_packed_attention
 from trinity_mq.training.model.policy import Policy
-from trinity_mq.training.packing import MicroBatch, StepTokens, train_tokens
+from trinity_mq.training.packing import DivisionSettings, MicroBatch, StepTokens, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 LOW, HIGH = 0.2, 0.28
@@ -151,7 +151,7 @@ def peak_of(system: str, threads: int) -> float:
 
     def train(sequences: int, response: int) -> None:
         tokens = all_tokens(sampled([response + 1] * sequences, 1, MEMORY["vocabulary"], 0))
-        batches = tokens.micro_batches(range(sequences), 2**20)
+        batches = tokens.micro_batches(range(sequences), DivisionSettings(2**20))
         if system == "naive":
             for batch in batches:
                 torch.autograd.backward(bare_loss(policy.model, batch.to(policy.device)))
@@ -303,7 +303,8 @@ def speed(threads: int, repetitions: int) -> tuple[bool, dict[str, float]]:
         systems: dict[str, Callable[[], float]] = {}
         learners = []
         for packing in ("padded", "packed"):
-            batches = tokens.micro_batches(range(len(lengths)), SPEED["budget"], packed=packing == "packed")
+            division = DivisionSettings(SPEED["budget"], packed=packing == "packed")
+            batches = tokens.micro_batches(range(len(lengths)), division)
             systems[f"bare loop, {packing}"] = bare_loop(folder, batches, packed=packing == "packed")
             config = settings(folder, threads, packing=packing, max_tokens_per_micro_batch=SPEED["budget"])
             learner = TorchLearner(config, folder, None)

@@ -154,6 +154,7 @@ NAMES = {
     "trinity_mq.algorithms.estimators.group": (
         "Sizes=RunSizes length_penalised=apply_length_penalty moved=update_average rank_penalised=apply_rank_penalty"
     ),
+    "trinity_mq.algorithms.estimators.plugin": "EstimatorError=PluginError",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
     "trinity_mq.algorithms.evaluator": "over_step=needs_whole_step scheduled=schedule_value",
     "trinity_mq.algorithms.mismatch": "of_age=age_mask",

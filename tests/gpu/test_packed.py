@@ -13,7 +13,7 @@ from trinity_mq.algorithms.scoring import head_scores, token_logprobs
 from trinity_mq.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training.model.policy import Policy
-from trinity_mq.training.packing import train_tokens
+from trinity_mq.training.packing import DivisionSettings, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the first test compiles flex attention
@@ -80,7 +80,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones(tmp_path: Path, dtype: str
         for max_tokens in (300, 700):
             for parameter in policy.parameters:
                 parameter.grad = None
-            batches = tokens.micro_batches(range(len(experiences)), max_tokens, packed=policy.packs)
+            batches = tokens.micro_batches(range(len(experiences)), DivisionSettings(max_tokens, packed=policy.packs))
             accumulate(policy, batches, loss, {})
             found.append(torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None]))
     assert found[0].abs().max() > 1e-3

@@ -17,10 +17,10 @@ from torch.nn.functional import logsigmoid
 
 from trinity_mq.algorithms.corrections import corrections
 from trinity_mq.algorithms.mismatch import AGES, age_mask
-from trinity_mq.algorithms.plugins import is_class
+from trinity_mq.algorithms.plugins import has_classes, is_class
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
-from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums, sequence_sums
 from trinity_mq.config.algorithm.pieces import (
     OVER_STEP,
     Anchor,
@@ -29,7 +29,6 @@ from trinity_mq.config.algorithm.pieces import (
     LossConfig,
     Pair,
     Piece,
-    PluginPiece,
     Schedule,
 )
 
@@ -101,7 +100,7 @@ def evaluate(
         entropy_coef: Weight of the entropy bonus of ``rl``.
     """
     weighted_terms: list[tuple[float, LossTerms]] = []
-    has_class = isinstance(config.surrogate, PluginPiece) and is_class(config.surrogate)
+    is_whole_loss = is_class(config.surrogate)
     for name, view in views.items():
         weight = weights.get(name, 0.0)
         if not weight or not view.tokens:
@@ -109,7 +108,7 @@ def evaluate(
         match name:
             case "rl":
                 weighted_terms.append((weight, policy_terms(view, config, entropy_coef)))
-            case "ce" | "ref_kl" | "pair" if has_class:  # the class computes the loss of all tokens
+            case "ce" | "ref_kl" | "pair" if is_whole_loss:  # the class computes the loss of all tokens
                 weighted_terms.append((1.0, LossTerms((0 * view.logprob).sum())))
             case "ce":
                 loss = (likelihood(view.logprob, config.imitation).loss * view.scale).sum()
@@ -120,7 +119,7 @@ def evaluate(
                 weighted_terms.append((weight, pair_terms(view, config)))
             case _:
                 raise ValueError(f"{name!r} is not a component, wanted rl, ce, ref_kl or pair")
-    if has_class or config.kl_loss is not None or config.entropy_loss is not None:
+    if has_classes(config):
         weighted_terms += [(1.0, LossTerms(loss)) for loss in _class_parts(views, weights)]
     if not weighted_terms:
         raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
@@ -181,7 +180,7 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
     token. Maxima are ``ratio_max`` and ``correction_weight_max``; the minimum is ``ratio_min``.
     """
-    if isinstance(config.surrogate, PluginPiece) and is_class(config.surrogate):
+    if is_class(config.surrogate):
         loss, counts, reduced = 0 * view.logprob, dict[str, Tensor](), dict[str, Tensor]()
     else:
         loss, counts = token_losses(view, config)
@@ -234,9 +233,7 @@ def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
 def pair_terms(view: TokenView, config: LossConfig) -> LossTerms:
     """Return the loss of pairs, see :func:`pair_loss`. A pair has the scale of its chosen answer's tokens."""
     losses, sums = pair_loss(view, config.pair)
-    first = torch.ones_like(view.segment, dtype=torch.bool)
-    first[1:] = view.segment[1:] != view.segment[:-1]
-    scale = view.scale[first][::2]
+    scale = view.scale[view.first][::2]
     loss = (losses * scale).sum()
     shares = {f"pair_{name}": value * scale[0] for name, value in sums.items()}
     return LossTerms(loss, {"pair_loss": loss.detach(), **shares})
@@ -261,10 +258,9 @@ def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
     if view.segments % 2:
         raise ValueError(f"{view.segments} sequences, wanted a chosen and a rejected sequence of each pair")
     log_ratio = view.logprob - view.ref
-    sums = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio)
+    sums = sequence_sums(log_ratio, view)
     if args.form == "ipo":
-        lengths = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio.new_ones(view.tokens))
-        means = sums / lengths
+        means = sums / sequence_sums(torch.ones_like(log_ratio), view)
         losses = (means[::2] - means[1::2] - 1 / (2 * args.beta)).square()
     else:
         margin = args.beta * (sums[::2] - sums[1::2])

@@ -10,10 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.masked import aggregate_loss, masked_mean
+from trinity_mq.algorithms.masked import aggregate_loss
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.plugins import Registry
 from trinity_mq.telemetry import aggregate_metrics
@@ -66,14 +65,6 @@ class PolicyLossFn(ABC):
         """Return the constructor's arguments that hold without ``policy_loss_fn_args``."""
         return {}
 
-    @property
-    def select_keys(self) -> list[str]:
-        """Names of the tensors that ``__call__`` takes besides ``logprob``."""
-        return [name for name in inspect.signature(type(self).__call__).parameters if name not in _NOT_SELECTED]
-
-
-_NOT_SELECTED = ("self", "logprob", "kwargs")
-
 
 def _with_known_arguments(call: Callable[..., Any]) -> Callable[..., Any]:
     names = {name for name in inspect.signature(call).parameters if name not in {"self", "kwargs"}}
@@ -90,7 +81,7 @@ class KLFn(ABC):
     """A KL between the policy and a reference, from logprobs.
 
     Args:
-        adaptive: Whether :meth:`update_kl_coef` changes ``kl_coef``.
+        adaptive: Whether :meth:`update_kl_coef`, which a class may call itself, changes ``kl_coef``.
         kl_coef: Weight of the term.
         target_kl: adaptive: KL to hold, in nats per token.
         horizon: adaptive: samples over which the weight changes by at most a fifth.
@@ -117,24 +108,6 @@ class KLFn(ABC):
         if self.adaptive and self.target_kl is not None and self.horizon is not None:
             error = max(-0.2, min(0.2, current_kl / self.target_kl - 1))
             self.kl_coef *= 1 + error * batch_size / self.horizon
-
-    def apply_kl_penalty_to_reward(self, experiences: Any) -> tuple[Any, dict[str, float]]:
-        """Subtract the KL from the rewards of tokens. ``experiences`` has the mapping ``batch`` with
-        ``token_level_scores``, ``old_log_probs``, ``response_mask`` and, where there is a reference, ``ref_log_prob``;
-        ``token_level_rewards`` is added.
-
-        Returns:
-            The experiences, and the metrics ``kl`` (mean over samples, in nats per token) and ``kl_coef``.
-        """
-        batch = experiences.batch
-        mask, scores, coef = batch["response_mask"], batch["token_level_scores"], 0.0
-        kl = torch.zeros_like(scores)
-        if "ref_log_prob" in batch:
-            kl, coef = self.calculate_kl(batch["old_log_probs"], batch["ref_log_prob"]) * mask, self.kl_coef
-        batch["token_level_rewards"] = scores - coef * kl
-        mean = masked_mean(kl, mask, -1).mean().item()
-        self.update_kl_coef(mean, len(mask))
-        return experiences, {"kl": mean, "kl_coef": coef}
 
     def calculate_kl_loss(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, sequence_sums
 
 AGES = {"age_0": (0, 0), "age_1_2": (1, 2), "age_3_7": (3, 7), "age_8": (8, None)}
 """Age groups of tokens by name: the first and the last staleness in train steps. None: no upper limit."""
@@ -37,10 +37,9 @@ def mismatch_sums(view: TokenView) -> tuple[dict[str, Tensor], dict[str, Tensor]
     policy, sampler = view.logprob.detach().double(), view.mu.double()  # variances are small differences of large sums
     change = clamp_log_ratio(policy - sampler)
     ratio, p, q = change.exp(), policy.exp(), sampler.exp()
-    lengths = change.new_zeros(view.segments).index_add(0, view.segment, torch.ones_like(change))
-    log_weights = change.new_zeros(view.segments).index_add(0, view.segment, change)
+    lengths, log_weights = sequence_sums(torch.ones_like(change), view), sequence_sums(change, view)
     weights = clamp_log_ratio(log_weights).exp()
-    perplexity = change.new_zeros(view.segments).index_add(0, view.segment, -policy) / lengths
+    perplexity = sequence_sums(-policy, view) / lengths
     sums = {
         "tokens": torch.ones_like(change).sum(),
         "change": change.sum(),

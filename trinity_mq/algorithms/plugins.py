@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,17 +47,9 @@ def is_class(piece: Piece) -> bool:
     return inspect.isclass(kind) and any("__call__" in vars(base) for base in kind.__mro__)
 
 
-def class_of(piece: PluginPiece) -> type:
-    """Return the class that a piece names.
-
-    Raises:
-        UnknownNameError: It cannot be imported.
-        PluginError: It is not a class.
-    """
-    kind = resolve("plug-in of the loss", piece.kind)
-    if not inspect.isclass(kind):
-        raise PluginError(f"{piece.kind} is {kind!r}, wanted a class in the form of Trinity-RFT's")
-    return kind
+def has_classes(config: LossConfig) -> bool:
+    """Return whether a class computes a part of the loss."""
+    return config.kl_loss is not None or config.entropy_loss is not None or is_class(config.surrogate)
 
 
 def load_function(plugin: PluginPiece, positional: tuple[str, ...]) -> Callable[..., Tensor]:
@@ -70,40 +63,47 @@ def load_function(plugin: PluginPiece, positional: tuple[str, ...]) -> Callable[
         UnknownNameError: The function cannot be imported.
         PluginError: The function does not accept the arguments.
     """
-    function = _imported(plugin.kind)
-    signature = f"def {plugin.kind.rpartition('.')[2]}({', '.join([*positional, *plugin.args])}) -> Tensor"
+    function = resolve("plug-in of the loss", plugin.kind)
+    if not callable(function) or inspect.isclass(function):
+        raise PluginError(f"{plugin.kind} is {function!r}, wanted a function")
+    wanted = f"def {plugin.kind.rpartition('.')[2]}({', '.join([*positional, *plugin.args])}) -> Tensor"
+    check_signature(plugin.kind, function, positional, plugin.args, wanted, may_take_more=positional == SURROGATE)
+    return function  # type: ignore[no-any-return]  # what it returns is checked at each call
+
+
+def check_signature(
+    path: str,
+    function: Callable[..., Any],
+    positional: Sequence[str],
+    args: Mapping[str, Any],
+    wanted: str,
+    *,
+    may_take_more: bool = False,
+) -> None:
+    """Check that a custom function accepts its arguments.
+
+    Args:
+        path: Dotted path of the function, for messages.
+        function: The function.
+        positional: Names of its positional arguments.
+        args: Its arguments by name.
+        wanted: Signature of such a function, for messages.
+        may_take_more: Whether it gets more arguments by name when it is called.
+
+    Raises:
+        PluginError: It does not accept them.
+    """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise PluginError(f"{plugin.kind} has no signature that can be read: {error}; wanted {signature}") from error
-    places = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
-    ]
-    if len(places) < len(positional) and not any(
-        parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters
-    ):
+        raise PluginError(f"{path} has no signature that can be read: {error}; wanted {wanted}") from error
+    try:
+        (signature.bind_partial if may_take_more else signature.bind)(*positional, **args)
+    except TypeError as error:
         raise PluginError(
-            f"{plugin.kind} takes {len(places)} positional arguments, wanted {len(positional)}: "
-            f"{', '.join(positional)}. Write {signature}"
-        )
-    rest = _named(function, len(positional))
-    unknown = [name for name in plugin.args if name not in rest]
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise PluginError(
-            f"{plugin.kind} takes no argument {unknown[0]!r}, which args gives it; it takes "
-            f"{', '.join(rest) or 'none besides ' + ', '.join(positional)}. Write {signature}, or leave it out of args"
-        )
-    lacking = [
-        name for name, parameter in rest.items() if parameter.default is parameter.empty and name not in plugin.args
-    ]
-    if lacking and positional == CORRECTION:
-        raise PluginError(
-            f"{plugin.kind} needs an argument {lacking[0]!r}, which args does not give it; add it to args, or give it "
-            "a default. Custom fields are in view.custom"
-        )
-    return function
+            f"{path} cannot be called with {', '.join(positional)} and args {dict(args)!r}: {error}; it is "
+            f"{path.rpartition('.')[2]}{signature}, wanted {wanted}"
+        ) from error
 
 
 def plugin_losses(
@@ -123,8 +123,8 @@ def plugin_losses(
     """
     function = load_function(plugin, SURROGATE)
     chosen = {}
-    for name, parameter in _named(function, len(SURROGATE)).items():
-        if name in plugin.args:
+    for name, parameter in list(inspect.signature(function).parameters.items())[len(SURROGATE) :]:
+        if name in plugin.args or parameter.kind not in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}:
             continue
         if name in custom:
             chosen[name] = custom[name]
@@ -160,23 +160,6 @@ def plugin_weights(plugin: PluginPiece, view: TokenView) -> Tensor:
             "tokens or leaves them out, and must not change their sign"
         )
     return weights
-
-
-def _imported(path: str) -> Callable[..., Tensor]:
-    function = resolve("plug-in of the loss", path)
-    if not callable(function) or inspect.isclass(function):
-        raise PluginError(f"{path} is {function!r}, wanted a function")
-    return function  # type: ignore[no-any-return]  # what it returns is checked at each call
-
-
-def _named(function: Callable[..., Tensor], places: int) -> dict[str, inspect.Parameter]:
-    """Return the parameters after the first ``places`` that can be passed by name."""
-    parameters = list(inspect.signature(function).parameters.values())[places:]
-    return {
-        parameter.name: parameter
-        for parameter in parameters
-        if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
-    }
 
 
 def _checked(path: str, result: object, like: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

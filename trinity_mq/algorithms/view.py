@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,24 +69,30 @@ class TokenView:
         """Number of sequences."""
         return int(self.segment[-1]) + 1 if self.tokens else 0
 
+    @property
+    def first(self) -> Tensor:
+        """Bool ``[tokens]``: whether a token is the first of its sequence."""
+        return self.segment.diff(prepend=self.segment.new_tensor([-1])) > 0
+
     def where(self, selection: Tensor) -> TokenView:
         """Return the view of the tokens that ``selection`` selects: a bool mask or token indexes. Sequences are
         renumbered.
         """
         columns: dict[str, Any] = {
-            column.name: getattr(self, column.name) for column in fields(self) if column.name != "custom"
+            name: column[selection] for name, column in vars(self).items() if isinstance(column, Tensor)
         }
-        chosen: dict[str, Any] = {
-            name: None if column is None else column[selection] for name, column in columns.items()
-        }
-        _, chosen["segment"] = torch.unique_consecutive(chosen["segment"], return_inverse=True)
-        return TokenView(**chosen, custom={name: column[selection] for name, column in self.custom.items()})
+        _, columns["segment"] = torch.unique_consecutive(columns["segment"], return_inverse=True)
+        return replace(self, **columns, custom={name: column[selection] for name, column in self.custom.items()})
+
+
+def sequence_sums(values: Tensor, view: TokenView) -> Tensor:
+    """Return the sum of ``values`` over each sequence, ``[sequences]``."""
+    return values.new_zeros(view.segments).index_add(0, view.segment, values)
 
 
 def segment_sums(values: Tensor, view: TokenView) -> Tensor:
     """Return the sum of ``values`` over each sequence, ``[tokens]``: every token gets the sum of its sequence."""
-    sums = values.new_zeros(view.segments).index_add(0, view.segment, values)
-    return sums[view.segment]
+    return sequence_sums(values, view)[view.segment]
 
 
 def segment_means(values: Tensor, view: TokenView) -> Tensor:

@@ -48,17 +48,26 @@ class EpochOrder:
         Raises:
             ValueError: The position is invalid.
         """
-        if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= self._count):
-            raise ValueError(
-                f"the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an epoch from 0 and a cursor from 0 "
-                f"to {self._count}"
-            )
-        if epoch != self.epoch:
-            self._order = self._order_of(epoch)
-        self.epoch, self.cursor = epoch, cursor
+        before, (self.epoch, self.cursor) = self.epoch, checked_position(epoch, cursor, self._count)
+        if self.epoch != before:
+            self._order = self._order_of(self.epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(self._count))
         if self._selector == "shuffle":
             random.Random(self._seed + epoch).shuffle(order)
         return order
+
+
+def checked_position(epoch: object, cursor: object, count: int) -> tuple[int, int]:
+    """Return a saved position in an order of ``count`` records.
+
+    Raises:
+        ValueError: The position is invalid.
+    """
+    if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= count):
+        raise ValueError(
+            f"the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an epoch from 0 and a cursor from 0 to "
+            f"{count}"
+        )
+    return epoch, cursor

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from trinity_mq.runtime.errors import FatalError, describe_error
+from trinity_mq.runtime.errors import FatalError, custom_code
 from trinity_mq.runtime.plugins import Registry, resolve
 
 PRIORITY_FUNC = Registry({}, "PRIORITY_FUNC")
@@ -52,15 +52,11 @@ class Priorities:
     """
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
-        kind = resolve("priority_fn", path)
-        try:
+        self._path, kind = path, resolve("priority_fn", path)
+        with custom_code(
+            PriorityError, f"replay.priority_fn {path} cannot be made with priority_fn_args {dict(args)!r}:"
+        ):
             self._made = kind(**{**kind.default_config(), **args})
-        except Exception as error:  # custom code may raise any error
-            raise PriorityError(
-                f"replay.priority_fn {path} cannot be made with priority_fn_args {dict(args)!r}: "
-                f"{describe_error(error)}"
-            ) from error
-        self._path = path
 
     def of(self, born: int, uses: int) -> float:
         """Return the priority of a group, minus infinity if it must not be replayed.
@@ -73,11 +69,9 @@ class Priorities:
             PriorityError: The object raised an error, or did not return a priority.
         """
         item = SimpleNamespace(info={"model_version": born, "use_count": uses + 1})
-        try:
+        with custom_code(PriorityError, f"replay.priority_fn {self._path} raised"):
             priority, is_kept = self._made(item=[item])
             number = float(priority)
-        except Exception as error:  # custom code may raise any error
-            raise PriorityError(f"replay.priority_fn {self._path} raised {describe_error(error)}") from error
         if math.isnan(number):
             raise PriorityError(f"replay.priority_fn {self._path} returns {priority!r}, wanted a number and a boolean")
         return number if is_kept else -math.inf

@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.config import ExplorerOutputConfig
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.files import read_file
-from trinity_mq.data.storage import ExperienceSink, RecordsConfig, Storage
+from trinity_mq.data.storage import NO_SQLALCHEMY, ExperienceSink, RecordsConfig, Storage
 from trinity_mq.data.synthetic import problems
 from trinity_mq.telemetry import mask_passwords
 
@@ -71,10 +71,7 @@ class SqlStorage(Storage):
             import sqlalchemy
             from sqlalchemy.exc import SQLAlchemyError
         except ImportError as error:
-            raise TasksetError(
-                f"taskset {config.name!r}: storage_type sql needs the package SQLAlchemy: pip install "
-                "'trinity-mq[sql]', and a driver for databases other than SQLite, such as psycopg"
-            ) from error
+            raise TasksetError(f"taskset {config.name!r}: {NO_SQLALCHEMY}") from error
         engine = None
         try:
             engine = sqlalchemy.create_engine(config.path)

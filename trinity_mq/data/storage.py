@@ -19,6 +19,13 @@ RecordsConfig = TasksetConfig | ExperienceBufferConfig
 """Settings of a source of records."""
 
 
+NO_SQLALCHEMY = (
+    "storage_type sql needs the package SQLAlchemy: pip install 'trinity-mq[sql]', and a driver for databases other "
+    "than SQLite, such as psycopg"
+)
+"""Message if the package of databases is not installed."""
+
+
 class SinkError(FatalError):
     """The output cannot be used. The message gives the remedy."""
 

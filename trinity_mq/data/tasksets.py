@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config import TasksetConfig
+from trinity_mq.data.epochs import checked_position
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.data.selectors import TaskStats, create_selector
@@ -114,7 +115,8 @@ class Taskset:
                     "old data and settings back, or start over with `trinity-mq run CONFIG --fresh`"
                 )
         try:
-            count = _returned(state.get("epoch"), state.get("cursor"), len(self._rows))
+            epoch, cursor = checked_position(state.get("epoch"), state.get("cursor"), len(self._rows))
+            count = epoch * len(self._rows) + cursor
             self._selector.restore(state.get("position", {"given": count}))
             self._returned = count
         except ValueError as error:
@@ -134,15 +136,6 @@ class Taskset:
             is_eval=self._is_eval,
             index={"taskset": self.config.name, "index": position},
         )
-
-
-def _returned(epoch: object, cursor: object, count: int) -> int:
-    if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= count):
-        raise ValueError(
-            f"the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an epoch from 0 and a cursor from 0 "
-            f"to {count}"
-        )
-    return epoch * count + cursor
 
 
 def open_taskset(

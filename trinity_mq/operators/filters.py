@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -24,13 +25,11 @@ class RewardFilter(ColumnOperator):
         return batch.select(rows), {"filtered_count": len(batch) - len(rows)}
 
 
-class InvalidRewardFilter(ColumnOperator):
+class InvalidRewardFilter(RewardFilter):
     """Drops experiences whose reward is missing or not a finite number."""
 
-    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, and ``filtered_count``."""
-        rows = [number for number, reward in enumerate(batch.values("reward")) if is_finite(reward)]
-        return batch.select(rows), {"filtered_count": len(batch) - len(rows)}
+    def __init__(self) -> None:
+        super().__init__(-math.inf)
 
 
 class RewardStdFilter(ColumnOperator):

@@ -6,10 +6,11 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trinity_mq.algorithms.estimators.runs import finite_metrics, is_finite
 from trinity_mq.config.agents import REVIEW_SECONDS
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
@@ -170,13 +171,14 @@ def _question(run: Sequence[Experience], reasons: Sequence[str]) -> Question:
         ReviewedCall(
             prompt=_shown(exp.prompt_text),
             response=_shown(exp.response_text),
-            reward=_finite(exp.reward),
+            reward=exp.reward if is_finite(exp.reward) else None,
             truncated=exp.truncate_status == RESPONSE_TRUNCATED,
         )
         for exp in run[-MOST_CALLS:]
     ]
     expected = _shown(str(last.info[TRUTH])) if TRUTH in last.info else None
-    return Question(last.eid.uid, calls, _finite(last.reward), _parts(last.metrics), reasons, expected)
+    reward, parts = last.reward if is_finite(last.reward) else None, finite_metrics(last.metrics)
+    return Question(last.eid.uid, calls, reward, dict(list(parts.items())[:MOST_PARTS]), reasons, expected)
 
 
 def _shown(text: str | None) -> str:
@@ -186,15 +188,6 @@ def _shown(text: str | None) -> str:
         return text
     half = LONGEST_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _parts(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    return dict([(name, value) for name, value in numbers.items() if math.isfinite(value)][:MOST_PARTS])
 
 
 def _apply(exps: Sequence[Experience], answers: Mapping[str, Answer]) -> tuple[list[Experience], dict[str, int]]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_mq.bus import BusError
@@ -51,6 +53,17 @@ def describe_error(error: BaseException) -> str:
     error = first_leaf(error)  # the text of a group does not describe the error
     name, text = type(error).__name__, " ".join(str(error).split())
     return f"{name}: {text}{place(error)}" if text else f"{name}{place(error)}"
+
+
+@contextmanager
+def custom_code(kind: type[Exception], what: str) -> Iterator[None]:
+    """Run the user's own code in the ``with`` block. Any error of it becomes an error ``kind``. Its message is
+    ``what``, followed by the error and its place.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what} {describe_error(error)}") from error
 
 
 def place(error: BaseException) -> str:

@@ -95,7 +95,7 @@ def trainer_advantages(
         tokens = train_tokens(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step, routed)
         model = critic or reference
         assert model is not None
-        batches = model.division.of(tokens, range(len(batch)))
+        batches = tokens.micro_batches(range(len(batch)), model.division)
     if critic is not None:
         values[mask] = critic.values(batches, tokens.tokens).cpu()
         inputs["values"] = values

@@ -95,11 +95,6 @@ class Critic:
         """
         return self.steps < self.settings.warmup_steps
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Return the values of a micro-batch on the critic's device, float32 ``[tokens]``, with gradient."""
-        values: Tensor = self.module(batch)
-        return values
-
     @torch.no_grad()
     def values(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         """Return the values of the tokens in ``batches`` by token index, float32 ``[tokens]``, 0 for all other
@@ -108,7 +103,7 @@ class Critic:
         result = torch.zeros(tokens, device=self.device)
         for packed in batches:
             batch = packed.to(self.device)
-            result[batch.index] = self.forward(batch)
+            result[batch.index] = self.module(batch)
         self.ranks.sum(result)
         return result
 
@@ -125,7 +120,7 @@ class Critic:
         for packed in batches:
             batch = packed.to(self.device)
             old, returns = targets.old[batch.index], targets.returns[batch.index]
-            losses, clipped = clipped_value_loss(self.forward(batch), old, returns, self.settings.value_clip)
+            losses, clipped = clipped_value_loss(self.module(batch), old, returns, self.settings.value_clip)
             loss = losses.sum() / tokens
             torch.autograd.backward(loss)
             total, cut = total + loss.detach(), cut + clipped.sum()

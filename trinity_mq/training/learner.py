@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from trinity_mq.algorithms.class_losses import has_classes, load_classes
+from trinity_mq.algorithms.class_losses import load_classes
 from trinity_mq.algorithms.evaluator import component_weights
-from trinity_mq.algorithms.plugins import load_plugins
+from trinity_mq.algorithms.plugins import has_classes, load_plugins
 from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
@@ -185,8 +185,9 @@ class TorchLearner:
         self._pass_limit: PassLimit | None = None
         """Size of a pass that was chosen for the GPU; None if it is configured."""
         self._has_trained = False
-        self._has_classes = False
         """Whether this process has made a train step."""
+        self._has_classes = False
+        """Whether classes compute a part of the loss."""
         self._copies = HostCopies()
         self._parked = ParkedTensors()
         self._host_weights: dict[str, Tensor] = {}
@@ -338,7 +339,7 @@ class TorchLearner:
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return ``(name, dtype, shape)`` of every weight."""
-        return await self._ask(Policy.manifest)
+        return await self._run(self.policy.manifest)
 
     async def weights(self) -> list[tuple[str, Tensor]]:
         """Return the weights, detached, on the device. They are the live weights unless ``model.dtype`` is bfloat16.
@@ -376,9 +377,6 @@ class TorchLearner:
                 return work()
 
         return await self._run(led)
-
-    async def _ask(self, work: Callable[[Policy], T]) -> T:
-        return await self._run(lambda: work(self.policy))
 
     @property
     def policy(self) -> Policy:
@@ -813,7 +811,7 @@ class TorchLearner:
         for epoch in range(config.epochs):
             purpose = f"{self._config.seed}/{step_number}/{epoch}"
             for number, part in enumerate(split(len(batch), config.mini_batches, purpose)):
-                batches = policy.division.of(tokens, part, reduction)
+                batches = tokens.micro_batches(part, policy.division, reduction)
                 if not batches:
                     tally.add_empty()
                     continue
@@ -826,8 +824,8 @@ class TorchLearner:
                     with watch.part("score"):
                         scored = None if has_moved or self._has_classes else before
                         scored = scored or score(policy, batches, tokens.tokens, needed)
-                        everything = tokens.micro_batches(part, policy.division.max_tokens, reduction)
-                        joined = step_columns(everything, scored, columns, loss, f"{purpose}/{number}")
+                        whole = tokens.whole_step(part, reduction)
+                        joined = step_columns(whole, scored, columns, loss, f"{purpose}/{number}")
                         extra, class_metrics = extra | joined.columns, joined.metrics
                 applied, metrics = optimizer_step(
                     policy,
@@ -867,7 +865,7 @@ class TorchLearner:
         columns: dict[str, Tensor] = {}
         before: Scores | None = None
         if "old" in needed:
-            batches = policy.division.of(tokens, tokens.experiences({SAMPLED}))
+            batches = tokens.micro_batches(tokens.experiences({SAMPLED}), policy.division)
             before = score(policy, batches, tokens.tokens, needed)
             columns["old"] = before.logprob
         if ref is not None:
@@ -875,7 +873,7 @@ class TorchLearner:
         elif "ref" in needed:
             assert self.reference is not None
             roles = {SAMPLED, PAIRED, IMITATED} if self._has_classes else {SAMPLED, PAIRED}
-            batches = policy.division.of(tokens, tokens.experiences(roles))
+            batches = tokens.micro_batches(tokens.experiences(roles), policy.division)
             columns["ref"] = self.reference.logprobs(batches, tokens.tokens)
         return columns, before
 

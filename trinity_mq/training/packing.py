@@ -235,29 +235,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class DivisionSettings:
-    """How a model divides an optimizer step; the arguments of :meth:`StepTokens.micro_batches`."""
+    """How a model divides an optimizer step into micro-batches."""
 
     max_tokens: int
+    """Maximum number of tokens in a micro-batch, padding included. A longer single sequence or pair gets its own
+    micro-batch.
+    """
     packed: bool = False
+    """Whether the sequences of a micro-batch form one row."""
     shares_prefixes: bool = False
+    """Whether padded rows may omit prefixes that sequences share, where this saves enough work. Requires a single
+    rank.
+    """
     rank: int = 0
+    """Rank whose micro-batches are computed, from 0."""
     ranks: int = 1
+    """Number of processes that share the optimizer step."""
     hidden_size: int = 1024
-
-    def of(
-        self, tokens: StepTokens, experiences: Sequence[int] | Indexes, reduction: Reduction | None = None
-    ) -> list[MicroBatch]:
-        """Return this rank's micro-batches. All ranks get the same number of micro-batches; some may be empty."""
-        return tokens.micro_batches(
-            experiences,
-            self.max_tokens,
-            reduction,
-            packed=self.packed,
-            shares_prefixes=self.shares_prefixes,
-            rank=self.rank,
-            ranks=self.ranks,
-            hidden_size=self.hidden_size,
-        )
+    """Width of the model. It determines the cost of attention in the division of the work."""
 
 
 @dataclass(frozen=True)
@@ -308,33 +303,18 @@ class StepTokens:
         return there[np.isin(self.role[self.first[there]], list(roles))]
 
     def micro_batches(
-        self,
-        experiences: Sequence[int] | Indexes,
-        max_tokens: int,
-        reduction: Reduction | None = None,
-        *,
-        packed: bool = False,
-        shares_prefixes: bool = False,
-        rank: int = 0,
-        ranks: int = 1,
-        hidden_size: int = 1024,
+        self, experiences: Sequence[int] | Indexes, division: DivisionSettings, reduction: Reduction | None = None
     ) -> list[MicroBatch]:
-        """Divide an optimizer step into micro-batches, longest first, so that a lack of memory shows at once.
+        """Divide an optimizer step into micro-batches, longest first, so that a lack of memory shows at once. Return
+        the micro-batches of the rank in ``division``.
 
         The two answers of a pair stay together. All ranks get the same number of micro-batches, so the last
         micro-batches may have no sequences; see :func:`trinity_mq.training.parallel.division.divide`.
 
         Args:
             experiences: Indexes of the experiences in the optimizer step, over all ranks.
-            max_tokens: Maximum number of tokens in a micro-batch, padding included. A longer single sequence or pair
-                gets its own micro-batch.
+            division: How to divide the step.
             reduction: Computes the scales from the counts of these experiences. None: the mean over tokens.
-            packed: Whether the sequences of a micro-batch form one row.
-            shares_prefixes: Whether padded rows may omit prefixes that sequences share, where this saves enough work.
-                Requires a single rank.
-            rank: Rank whose micro-batches are returned, from 0.
-            ranks: Number of processes that share the optimizer step.
-            hidden_size: Width of the model. It determines the cost of attention in the division of the work.
         """
         units = self._units(np.asarray(experiences, dtype=np.int64))
         if not len(units):
@@ -342,16 +322,27 @@ class StepTokens:
         members = units[units >= 0]
         scale = np.zeros(len(self.counts))
         scale[members] = self._scales(members, reduction or Reduction())
-        if shares_prefixes and not packed and ranks == 1:
+        if division.shares_prefixes and not division.packed and division.ranks == 1:
             prefixes = self._prefixes()
-            shared = divide_shared(units, self.lengths, prefixes, max_tokens)
+            shared = divide_shared(units, self.lengths, prefixes, division.max_tokens)
             if shared is not None:
                 chosen = (units[part].reshape(-1) for part in shared)
                 return [self._micro_batch(part[part >= 0], scale, prefixes=prefixes) for part in chosen]
         lengths = np.where(units >= 0, self.lengths[units], 0)
-        parts = divide(lengths, max_tokens, packed=packed, ranks=ranks, hidden_size=hidden_size)[rank]
+        parts = divide(
+            lengths,
+            division.max_tokens,
+            packed=division.packed,
+            ranks=division.ranks,
+            hidden_size=division.hidden_size,
+        )[division.rank]
         chosen = (units[part].reshape(-1) for part in parts)
-        return [self._micro_batch(part[part >= 0], scale, packed=packed) for part in chosen]
+        return [self._micro_batch(part[part >= 0], scale, packed=division.packed) for part in chosen]
+
+    def whole_step(self, experiences: Sequence[int] | Indexes, reduction: Reduction) -> MicroBatch:
+        """Return all tokens of an optimizer step, which must have a trained token, as one row."""
+        [batch] = self.micro_batches(experiences, DivisionSettings(len(self.ids), packed=True), reduction)
+        return batch
 
     def _prefixes(self) -> Prefixes:
         """Return the prefix of each sequence. It ends before the token that predicts the first trained token."""

@@ -66,7 +66,8 @@ class Reference:
     def logprobs(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         """Return the logprobs of the tokens in ``batches`` at their sampling temperatures, see :func:`score`."""
         if self.is_shared:
-            with self.policy.without_adapters():
+            assert self.policy.adapters is not None
+            with self.policy.adapters.off():
                 return score(self.policy, batches, tokens)[0]
         self.policy.model.to(self.policy.device)
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from trinity_mq.algorithms.class_losses import ClassLoss, class_losses, has_classes
+from trinity_mq.algorithms.class_losses import ClassLoss, class_losses
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators.runs import is_finite, scores
 from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, step_weights
 from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
+from trinity_mq.algorithms.plugins import has_classes
 from trinity_mq.algorithms.regularisers import kl_estimate
 from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
@@ -69,16 +70,16 @@ def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Co
         tokens: Number of trained tokens in the train step.
         needed: Columns that the loss reads. Entropy baselines are computed only if ``needed`` contains them.
     """
-    logprobs, entropies, baselines = (torch.zeros(tokens, device=policy.device) for _ in range(3))
-    has_baseline = "entropy_baseline" in needed
+    with_baseline = "entropy_baseline" in needed
+    columns = [torch.zeros(tokens, device=policy.device) for _ in range(2 + with_baseline)]
     for packed in batches:
         batch = packed.to(policy.device)
-        if has_baseline:
-            logprobs[batch.index], entropies[batch.index], baselines[batch.index] = policy.score_with_baseline(batch)
-        else:
-            logprobs[batch.index], entropies[batch.index] = policy.score(batch, entropy_gradient=False)
-    policy.ranks.sum(logprobs, entropies, *([baselines] if has_baseline else []))
-    return Scores(logprobs, entropies, baselines if has_baseline else None)
+        scores = policy.score(batch, entropy_gradient=False, with_baseline=with_baseline)
+        for column, values in zip(columns, scores, strict=False):
+            assert values is not None
+            column[batch.index] = values
+    policy.ranks.sum(*columns)
+    return Scores(*columns)
 
 
 def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Columns) -> TokenView:
@@ -106,100 +107,51 @@ def compares_tokens(config: LossConfig) -> bool:
 
 
 @torch.no_grad()
-def compared(
-    batches: Sequence[MicroBatch], scored: Scores, columns: Columns, config: LossConfig, seed: str
-) -> dict[str, Tensor]:
-    """Return the columns ``weight`` and ``chosen`` for the parts of a loss that compare the tokens of an optimizer
-    step.
+def step_columns(batch: MicroBatch, scored: Scores, columns: Columns, loss: StepLoss, seed: str) -> ClassLoss:
+    """Return the columns of the parts of a loss that need all tokens of an optimizer step, ``[tokens]`` of the whole
+    train step, and the metrics of its classes: ``weight`` and ``chosen`` for the parts that compare sampled tokens, and
+    the columns of :class:`ClassLoss`.
 
     The tokens are ordered by index, so neither packing nor the division among ranks affects the result.
 
     Args:
-        batches: All micro-batches of the optimizer step.
+        batch: All tokens of the optimizer step.
         scored: Scores of the policy before the step, ``[tokens]`` of the train step, see :func:`score`.
-        columns: Contains ``old`` where the loss uses it as anchor.
-        config: Configuration of the loss.
-        seed: Seed of the random draws.
-    """
-    views: list[TokenView] = []
-    places: list[Tensor] = []
-    if scored.entropy_baseline is not None:
-        columns = {**columns, "entropy_baseline": scored.entropy_baseline}
-    for packed in batches:
-        batch = packed.to(scored.logprob.device)
-        is_sampled = batch.role == SAMPLED
-        places.append(torch.stack([batch.index, batch.sequence])[:, is_sampled])
-        views.append(
-            token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns).where(is_sampled)
-        )
-    index, sequence = torch.cat(places, 1)
-    if not len(index):
-        return {}
-    order = index.argsort()
-    view = _join_views(views, sequence).where(order)
-    result = {}
-    for name, column in (
-        ("weight", step_weights(view, config, seed)),
-        ("chosen", step_choice(view, config.regularisers)),
-    ):
-        if column is not None:
-            result[name] = column.new_zeros(scored.logprob.shape).index_copy(0, index[order], column)
-    return result
-
-
-def step_columns(
-    batches: Sequence[MicroBatch], scored: Scores, columns: Columns, loss: StepLoss, seed: str
-) -> ClassLoss:
-    """Return the columns of the parts of a loss that need all tokens of an optimizer step, and their metrics; see
-    :func:`compared` and :func:`class_columns`.
-    """
-    result = ClassLoss({}, {})
-    if has_classes(loss.config):
-        result = class_columns(batches, scored, columns, loss.config)
-    if loss.weights.get("rl") and compares_tokens(loss.config):
-        result.columns.update(compared(batches, scored, columns, loss.config, seed))
-    return result
-
-
-def class_columns(batches: Sequence[MicroBatch], scored: Scores, columns: Columns, config: LossConfig) -> ClassLoss:
-    """Call the classes of a loss with all tokens of an optimizer step, in the order of their indexes. The columns of
-    the result have shape ``[tokens]`` of the whole train step.
-
-    Args:
-        batches: All micro-batches of the optimizer step.
-        scored: Scores of the policy before the step, ``[tokens]`` of the train step.
         columns: Contains ``old`` and ``ref`` where the loss uses them.
-        config: Configuration of the loss.
+        loss: The loss of the train step.
+        seed: Seed of the random draws.
 
     Raises:
         PluginError: A class cannot be called, or did not return a loss.
     """
-    parts = [packed.to(scored.logprob.device) for packed in batches]
-    index, sequence, role = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("index", "sequence", "role")
-    )
-    views = [token_view(part, scored.logprob[part.index], scored.entropy[part.index], columns) for part in parts]
-    order = index.argsort()
-    result = class_losses(_join_views(views, sequence).where(order), config, (role == IMITATED)[order])
-    spread = {
-        name: column.new_zeros(scored.logprob.shape).index_copy(0, index[order], column)
-        for name, column in result.columns.items()
-    }
-    return ClassLoss(spread, {f"actor/{name}": value for name, value in result.metrics.items()})
+    batch = replace(batch, experts=None).to(scored.logprob.device)
+    if scored.entropy_baseline is not None:
+        columns = {**columns, "entropy_baseline": scored.entropy_baseline}
+    view = token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns)
+    order = batch.index.argsort()
+    result, metrics = dict[str, Tensor](), dict[str, float]()
+    if has_classes(loss.config):
+        classes = class_losses(view.where(order), loss.config, (batch.role == IMITATED)[order])
+        result |= {name: _spread(column, batch.index[order], scored) for name, column in classes.columns.items()}
+        metrics = {f"actor/{name}": value for name, value in classes.metrics.items()}
+    sampled = order[batch.role[order] == SAMPLED]
+    if loss.weights.get("rl") and compares_tokens(loss.config) and len(sampled):
+        samples = view.where(sampled)
+        compared = {
+            "weight": step_weights(samples, loss.config, seed),
+            "chosen": step_choice(samples, loss.config.regularisers),
+        }
+        result |= {
+            name: _spread(column, batch.index[sampled], scored)
+            for name, column in compared.items()
+            if column is not None
+        }
+    return ClassLoss(result, metrics)
 
 
-def _join_views(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
-    """Return the tokens of all ``views`` as one view. ``sequence`` holds the sequence index of each token."""
-    columns: dict[str, Tensor] = {}
-    for name in (
-        "logprob", "mu", "advantage", "scale", "old", "ref", "teacher", "entropy", "entropy_baseline", "staleness",
-    ):  # fmt: skip
-        parts = [getattr(view, name) for view in views]
-        if parts[0] is not None:
-            columns[name] = torch.cat(parts)
-    more: dict[str, Any] = columns
-    custom = {name: torch.cat([view.custom[name] for view in views]) for name in views[0].custom}
-    return TokenView(segment=sequence, custom=custom, **more)
+def _spread(column: Tensor, index: Tensor, scored: Scores) -> Tensor:
+    """Return the values of the tokens ``index`` as a column of the whole train step, 0 for all other tokens."""
+    return column.new_zeros(scored.logprob.shape).index_copy(0, index, column)
 
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
@@ -259,7 +211,7 @@ def accumulate(
         total.sequences += int((packed.sequence[packed.role == SAMPLED].bincount() > 0).sum())
         batch = packed.to(policy.device)
         with watch.part("forward"):
-            logprob, entropy = policy.score(batch, entropy_gradient=has_entropy)
+            logprob, entropy, _ = policy.score(batch, entropy_gradient=has_entropy)
         if not batch.tokens:
             with watch.part("backward"):
                 torch.autograd.backward(logprob.sum())
@@ -274,11 +226,11 @@ def accumulate(
             torch.autograd.backward(terms.loss)
         total.tokens += batch.tokens
         total.sampled += present[SAMPLED].tokens
-        _add(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
+        _merge(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
         with span("observe tokens"):
-            _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
-            _add_maxima(total.maxima, terms.maxima)
-            _add_minima(total.minima, terms.minima)
+            _merge(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
+            _merge(total.maxima, terms.maxima, torch.maximum)
+            _merge(total.minima, terms.minima, torch.minimum)
             _observe(total, present[SAMPLED], {name: flags[masks[SAMPLED]] for name, flags in batch.engines.items()})
     return over_ranks(total, policy.ranks)
 
@@ -295,8 +247,9 @@ def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
             if not isinstance(part, dict):
                 setattr(result, name, getattr(result, name) + part)
                 continue
-            merge = _add_maxima if name.endswith("maxima") else _add_minima if name == "minima" else _add
-            merge(getattr(result, name), {key: torch.tensor(value, dtype=torch.float64) for key, value in part.items()})
+            join = torch.maximum if name.endswith("maxima") else torch.minimum if name == "minima" else torch.add
+            scalars = {key: torch.tensor(value, dtype=torch.float64) for key, value in part.items()}
+            _merge(getattr(result, name), scalars, join)
     return result
 
 
@@ -313,27 +266,25 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     total.entropies.append(samples.entropy.detach())
     difference = (samples.logprob.detach() - samples.mu).abs()
     advantage = samples.advantage.double()  # a variance is a small difference of large sums, so it needs float64
-    _add(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
-    _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
-    _add_maxima(total.maxima, {"difference": difference.max()})
+    _merge(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
+    _merge(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
+    _merge(total.maxima, {"difference": difference.max()}, torch.maximum)
     if samples.ref is not None:
         ref_difference = clamp_log_ratio(samples.logprob.detach() - samples.ref)
-        _add(total.sums, {f"kl_ref_{kind}": kl_estimate(ref_difference, kind).sum() for kind in ("k1", "k3")})
+        _merge(total.sums, {f"kl_ref_{kind}": kl_estimate(ref_difference, kind).sum() for kind in ("k1", "k3")})
     sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
     groups = {age: age_mask(samples.staleness, age) for age in AGES}
     groups |= {f"engine/{name}": flags for name, flags in engines.items()}
-    _add(total.mismatch, sums | sums_by(samples, groups))
-    _add_maxima(total.mismatch_maxima, maxima)
+    _merge(total.mismatch, sums | sums_by(samples, groups))
+    _merge(total.mismatch_maxima, maxima, torch.maximum)
 
 
-def _add(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _merge(
+    total: dict[str, Tensor], values: Mapping[str, Tensor], join: Callable[[Tensor, Tensor], Tensor] = torch.add
+) -> None:
+    """Join each value with the total of its name."""
     for name, value in values.items():
-        total[name] = total[name] + value if name in total else value
-
-
-def _add_maxima(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        total[name] = torch.maximum(total[name], value) if name in total else value
+        total[name] = join(total[name], value) if name in total else value
 
 
 def optimizer_step(
@@ -433,11 +384,6 @@ def step_metrics(total: StepSums) -> dict[str, float]:
 def _mean_of_largest(values: Tensor, share: float) -> float:
     """Return the mean of the largest values: a fraction ``share`` of all values, at least one value."""
     return values.topk(max(1, round(share * len(values)))).values.mean().item()
-
-
-def _add_minima(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        total[name] = torch.minimum(total[name], value) if name in total else value
 
 
 def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ class Square(EntropyLossFn):
         self.entropy_coef = entropy_coef
 
     def __call__(self, entropy, action_mask, loss_agg_mode="token-mean", **kwargs):
-        term = aggregate_loss(entropy ** 2, action_mask, loss_agg_mode=loss_agg_mode)
+        term = aggregate_loss(entropy ** 2 * kwargs["advantages"], action_mask, loss_agg_mode=loss_agg_mode)
         return term * self.entropy_coef, {"entropy_loss": term.detach().item()}
 
 
@@ -217,78 +218,74 @@ def bridged(config: AlgorithmConfig, view: TokenView) -> tuple[float, Tensor, Te
     return loss, logprob.grad, torch.zeros_like(entropy) if entropy.grad is None else entropy.grad, result.metrics
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "name", "args"),
-    [
-        ({"policy_loss_fn": "centred"}, "Centred", {"tau": 2.0}),
-        (
-            {"policy_loss_fn": "centred", "policy_loss_fn_args": {"tau": 0.5, "loss_agg_mode": "token-mean"},
-             "loss_agg_mode": "seq-mean-token-sum"},
-            "Centred", {"tau": 0.5, "loss_agg_mode": "seq-mean-token-sum"},
-        ),
-        ({"policy_loss_fn": "mixed", "policy_loss_fn_args": {"mu": 0.4}}, "Mixed", {"mu": 0.4}),
-    ],
-)  # fmt: skip
-def test_a_loss_has_the_value_and_the_gradient_of_a_direct_call(
-    folder: Path, algorithm: dict[str, Any], name: str, args: dict[str, Any]
-) -> None:
-    config = configured(folder, kl_loss_fn="none", **algorithm).algorithm
-    load_classes(config)
-    logprob, inputs = direct_inputs(step())
-    expected, own_metrics = class_named(name)(**args)(**inputs)
-    torch.autograd.backward(expected)
-    loss, gradient, of_entropy, metrics = bridged(config, step())
-    assert loss == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(gradient, logprob.grad, rtol=1e-12, atol=1e-12)
-    assert not of_entropy.any()
-    assert metrics["pg_loss"] == pytest.approx(expected.item())
-    assert {key: metrics[key] for key in own_metrics} == {
-        key: pytest.approx(float(value)) for key, value in own_metrics.items()
-    }
+MODE = "seq-mean-token-mean"
+KL = {"kl_loss_fn": "cubic", "kl_loss_fn_args": {"kl_coef": 0.3}}
+TERMS = {"entropy_loss_fn": "square", "entropy_loss_fn_args": {"entropy_coef": 0.2}, **KL, "loss_agg_mode": MODE}
+OTHER = {"policy_loss_fn_args": {"tau": 0.5, "loss_agg_mode": "token-mean"}, "loss_agg_mode": "seq-mean-token-sum"}
+DIRECT: dict[str, tuple[dict[str, Any], dict[str, tuple[str, dict[str, Any]]]]] = {
+    "default arguments": ({"policy_loss_fn": "centred"}, {"pg_loss": ("Centred", {"tau": 2.0})}),
+    "other arguments": (
+        {"policy_loss_fn": "centred", **OTHER},
+        {"pg_loss": ("Centred", {"tau": 0.5, "loss_agg_mode": "seq-mean-token-sum"})},
+    ),
+    "imitated answers": (
+        {"policy_loss_fn": "mixed", "policy_loss_fn_args": {"mu": 0.4}},
+        {"pg_loss": ("Mixed", {"mu": 0.4})},
+    ),
+    "three terms": (
+        {"policy_loss_fn": "centred", **TERMS},
+        {
+            "pg_loss": ("Centred", {"tau": 2.0, "loss_agg_mode": MODE}),
+            "kl_loss": ("Cubic", {"kl_coef": 0.3}),
+            "entropy_loss": ("Square", {"entropy_coef": 0.2}),
+        },
+    ),
+    "a KL beside a built-in loss": (KL, {"kl_loss": ("Cubic", {"kl_coef": 0.3})}),
+}
 
 
-def test_kl_and_entropy_terms_have_the_numbers_of_direct_calls(folder: Path) -> None:
-    config = configured(
-        folder, kl_loss_fn="cubic", kl_loss_fn_args={"kl_coef": 0.3}, entropy_loss_fn="square",
-        entropy_loss_fn_args={"entropy_coef": 0.2}, policy_loss_fn="centred", loss_agg_mode="seq-mean-token-mean",
-    ).algorithm  # fmt: skip
-    view = step()
+def direct_terms(
+    classes: Mapping[str, tuple[str, dict[str, Any]]], view: TokenView, mode: str
+) -> tuple[dict[str, tuple[Tensor, Mapping[str, Any]]], Tensor, Tensor]:
+    """Return what direct calls of classes return, by term; and the logprobs and entropies that have the gradient."""
     logprob, inputs = direct_inputs(view)
     assert view.entropy is not None
     entropy = view.entropy.clone().requires_grad_()
-    mode = "seq-mean-token-mean"
-    pg_loss, _ = class_named("Centred")(tau=2.0, loss_agg_mode=mode)(**inputs)
-    kl_loss, _ = class_named("Cubic")(kl_coef=0.3).calculate_kl_loss(
-        inputs["logprob"], inputs["ref_logprob"], inputs["action_mask"], mode, inputs["old_logprob"]
-    )
-    bonus, _ = class_named("Square")(entropy_coef=0.2)(padded(entropy), inputs["action_mask"], loss_agg_mode=mode)
-    expected = pg_loss + kl_loss - bonus
+    found = {}
+    for term, (name, args) in classes.items():
+        made = class_named(name)(**args)
+        if term == "kl_loss":
+            names = ("logprob", "ref_logprob", "action_mask", "old_logprob")
+            policy, ref, mask, old = (inputs[each] for each in names)
+            found[term] = made.calculate_kl_loss(policy, ref, mask, mode, old)
+        elif term == "entropy_loss":
+            value, metrics = made(padded(entropy), loss_agg_mode=mode, **inputs)
+            found[term] = -value, metrics
+        else:
+            found[term] = made(**inputs)
+    return found, logprob, entropy
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_terms_have_the_value_and_the_gradient_of_direct_calls(folder: Path, name: str) -> None:
+    algorithm, classes = DIRECT[name]
+    config, view = configured(folder, **{"kl_loss_fn": "none", **algorithm}).algorithm, step()
+    load_classes(config)
+    terms, logprob, entropy = direct_terms(classes, view, algorithm.get("loss_agg_mode", "token-mean"))
+    expected = torch.stack([value for value, _ in terms.values()]).sum()
+    if "pg_loss" not in terms:
+        plain = configured(folder, kl_loss_fn="none").algorithm
+        expected = expected + evaluate({"rl": replace(view, logprob=logprob)}, plain, component_weights(plain, 1)).loss
     torch.autograd.backward(expected)
     loss, gradient, of_entropy, metrics = bridged(config, view)
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, logprob.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(of_entropy, entropy.grad, rtol=1e-12, atol=1e-12)
-    assert metrics["kl_loss"] == pytest.approx(kl_loss.item())
-    assert metrics["entropy_loss"] == pytest.approx(-bonus.item())
-
-
-def test_a_kl_class_is_added_to_a_built_in_loss(folder: Path) -> None:
-    config = configured(folder, kl_loss_fn="cubic", kl_loss_fn_args={"kl_coef": 0.3}).algorithm
-    plain = configured(folder, kl_loss_fn="none").algorithm
-    view = step()
-    logprob, inputs = direct_inputs(view)
-    kl_loss, _ = class_named("Cubic")(kl_coef=0.3).calculate_kl_loss(
-        inputs["logprob"], inputs["ref_logprob"], inputs["action_mask"], "token-mean", inputs["old_logprob"]
-    )
-    torch.autograd.backward(kl_loss)
-    assert logprob.grad is not None
-    loss, gradient, _, _ = bridged(config, view)
-    alone = TokenView(**{**vars(view), "logprob": view.logprob.clone().requires_grad_()})
-    built_in = evaluate({"rl": alone}, plain, component_weights(plain, 1)).loss
-    torch.autograd.backward(built_in)
-    assert alone.logprob.grad is not None
-    assert loss == pytest.approx(built_in.item() + kl_loss.item(), rel=1e-9)
-    torch.testing.assert_close(gradient, alone.logprob.grad + logprob.grad, rtol=1e-9, atol=1e-12)
+    wanted = torch.zeros_like(entropy) if entropy.grad is None else entropy.grad
+    torch.testing.assert_close(of_entropy, wanted, rtol=1e-12, atol=1e-12)
+    for term, (value, own_metrics) in terms.items():
+        assert metrics[term] == pytest.approx(value.item())
+        for key, number in own_metrics.items():
+            assert key in terms or metrics[key] == pytest.approx(float(number))
 
 
 def experiences() -> list[Experience]:

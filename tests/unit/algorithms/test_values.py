@@ -22,6 +22,7 @@ from trinity_mq.algorithms.surrogates import clipped_value_loss, likelihood, sur
 from trinity_mq.algorithms.view import TokenView, segment_maxima
 from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig
 from trinity_mq.config.algorithm.reference import RewardKL
+from trinity_mq.training.memory.measure import LiveBytes
 
 
 def close(found: torch.Tensor, expected: object) -> None:
@@ -446,25 +447,29 @@ def test_a_logit_of_minus_infinity_of_a_head_has_no_part_in_the_entropy(entropy_
     assert not slopes[0][1][masked].any()
 
 
-def test_no_more_than_a_chunk_of_logits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+class Sizes(LiveBytes):
+    """Notes the number of elements of the results of all operations, also in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        results = output if isinstance(output, tuple | list) else (output,)
+        self.noted.extend(one.numel() for one in results if isinstance(one, Tensor))
+        return output
+
+
+def test_no_more_than_a_chunk_of_logits_is_kept() -> None:
     """Of what the backward pass keeps and of what is computed, nothing has more elements than the inputs or a chunk."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            output = func(*args, **(kwargs or {}))
-            found = output if isinstance(output, tuple | list) else (output,)
-            largest.extend(one.numel() for one in found if isinstance(one, Tensor))
-            return output
-
+    sizes = Sizes()
     hidden, head, targets, temperature = inputs()
     chunk = 10 * VOCABULARY
     for entropy_gradient in (False, True):
-        with Watch():
+        with sizes:
             found = head_scores(
                 hidden, head, targets, temperature, entropy_gradient=entropy_gradient, with_baseline=True, chunk=chunk
             )
             (found.logprob.sum() + found.entropy.sum()).backward()
-    assert max(largest) == chunk < TOKENS * VOCABULARY
+    assert max(sizes.noted) == chunk < TOKENS * VOCABULARY

@@ -25,7 +25,15 @@ from tests.unit.algorithms.vectors import (
 from trinity_mq.algorithms.corrections import correction, covariance, step_choice
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.teacher import jsd_advantage
-from trinity_mq.algorithms.evaluator import anchor_logprob, evaluate, needs_whole_step, schedule_value, token_losses
+from trinity_mq.algorithms.evaluator import (
+    LossTerms,
+    anchor_logprob,
+    evaluate,
+    needs_whole_step,
+    schedule_value,
+    token_losses,
+)
+from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.estimators import (
@@ -82,6 +90,17 @@ def config_of(name: str, **pieces: Any) -> LossConfig:
     return LossConfig.model_validate(pieces | reduction)
 
 
+def evaluated(
+    name: str, case: Case, views: Mapping[str, TokenView], config: LossConfig, weights: Mapping[str, float]
+) -> LossTerms:
+    """Return the terms of a loss, whose value and gradient are those of the vector."""
+    terms, expected = evaluate(views, config, weights), VECTORS[name]["expected"]
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+    return terms
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_policy_losses(name: str) -> None:
     expected, case = VECTORS[name]["expected"], case_of(name)
@@ -89,10 +108,7 @@ def test_policy_losses(name: str) -> None:
     view = replace(case.view, scale=case.scaled(config.reduction))
     view = with_step_weights(view, config)
     view = replace(view, chosen=step_choice(view, config.regularisers))
-    terms = evaluate({"rl": view}, config, {"rl": 1.0})
-    close(terms.loss.detach(), expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
+    terms = evaluated(name, case, {"rl": view}, config, {"rl": 1.0})
     if expected["per_token"] is not None and not config.regularisers:
         losses, _ = token_losses(view, config)
         close(case.full(losses), expected["per_token"])
@@ -105,53 +121,41 @@ def test_policy_losses(name: str) -> None:
 
 @pytest.mark.parametrize("name", KL)
 def test_estimates_of_the_kl_to_a_reference(name: str) -> None:
-    expected, case = VECTORS[name]["expected"], case_of(name)
-    config = config_of(name, kl={"kind": KL[name], "coef": 1.0})
+    case, config = case_of(name), config_of(name, kl={"kind": KL[name], "coef": 1.0})
     view = replace(case.view, scale=case.scaled(config.reduction), advantage=torch.zeros_like(case.view.mu))
-    terms = evaluate({"rl": view}, config, {"rl": 1.0})
-    close(terms.reduced["kl_loss"], expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
+    terms = evaluated(name, case, {"rl": view}, config, {"rl": 1.0})
+    close(terms.reduced["kl_loss"], VECTORS[name]["expected"]["loss"])
 
 
 @pytest.mark.parametrize("name", [*LIKELIHOODS, "ref_kl/prime-rl"])
 def test_likelihoods_and_distillation_as_a_component(name: str) -> None:
-    expected, component = VECTORS[name]["expected"], "ce" if name in LIKELIHOODS else "ref_kl"
+    component = "ce" if name in LIKELIHOODS else "ref_kl"
     case = case_of(name) if name in LIKELIHOODS else Case("losses")
     config = config_of(name, **({"imitation": {"weight": LIKELIHOODS[name]}} if name in LIKELIHOODS else {}))
-    terms = evaluate({component: replace(case.view, scale=case.scaled(config.reduction))}, config, {component: 1.0})
-    close(terms.loss.detach(), expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
+    view = replace(case.view, scale=case.scaled(config.reduction))
+    evaluated(name, case, {component: view}, config, {component: 1.0})
 
 
 @pytest.mark.parametrize(("name", "weight"), [("mix", "none"), ("mix_chord", "uncertainty")])
 def test_a_mixture_reduces_each_component_over_its_own_tokens(name: str, weight: str) -> None:
-    expected, case = VECTORS[name]["expected"], case_of(name)
+    case = case_of(name)
     config = config_of(name, surrogate=CLIP, imitation={"weight": weight}, weights={"rl": 0.9, "ce": 0.1})
     expert = torch.tensor([False, False, True])[case.view.segment]
-    views = {}
-    for component, kept in (("rl", ~expert), ("ce", expert)):
-        scales = case.scaled(config.reduction, kept)
-        views[component] = replace(case.view, scale=scales).where(kept)
-    terms = evaluate(views, config, config.weights.model_dump())
-    close(terms.loss.detach(), expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
+    views = {
+        component: replace(case.view, scale=case.scaled(config.reduction, kept)).where(kept)
+        for component, kept in (("rl", ~expert), ("ce", expert))
+    }
+    evaluated(name, case, views, config, config.weights.model_dump())
 
 
 @pytest.mark.parametrize(
     ("name", "args"), [("dpo", {}), ("dpo/label_smoothing", {"label_smoothing": 0.1}), ("dpo/ipo", {"form": "ipo"})]
 )
 def test_pairs(name: str, args: dict[str, Any]) -> None:
-    expected, case = VECTORS[name]["expected"], Case("pairs")
-    config = LossConfig.model_validate({"pair": args})
+    case, config = Case("pairs"), LossConfig.model_validate({"pair": args})
     view = replace(case.view, scale=torch.full_like(case.view.mu, 2 / case.view.segments))
-    terms = evaluate({"pair": view}, config, {"pair": 1.0})
-    close(terms.loss.detach(), expected["loss"])
-    terms.loss.backward()
-    close(case.logprob.grad, expected["grad_logprob"])
-    for metric, value in expected["metrics"].items():
+    terms = evaluated(name, case, {"pair": view}, config, {"pair": 1.0})
+    for metric, value in VECTORS[name]["expected"]["metrics"].items():
         close(terms.reduced[f"pair_{metric}"], value)
 
 

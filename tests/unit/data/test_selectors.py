@@ -133,8 +133,8 @@ def test_a_registered_selector_is_chosen_by_its_name(rising: Path, path: Path) -
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return [0, 1]", r"get_indices\(5\) returns \[0, 1\], wanted 5 numbers from 0 to 11"),
-        ("return range(8, 13)", r"wanted 5 numbers from 0 to 11"),
+        ("return [0, 1]", r"chose \[0, 1\], wanted 5 indexes from 0 to 11; fix selector_wrong_plugin\.Wrong"),
+        ("return range(8, 13)", r"wanted 5 indexes from 0 to 11"),
         ("return None", r"get_indices returns None, wanted a list of numbers"),
         ("raise KeyError(3)", r"get_indices raised KeyError"),
     ],
@@ -147,7 +147,7 @@ def test_a_selector_in_class_form_that_chooses_no_tasks_is_one_error(
         f"    def get_indices(self, batch_size):\n        {body}\n"
     )
     taskset = opened(path, "selector_wrong_plugin.Wrong")
-    with pytest.raises(TasksetError, match=f"selector_wrong_plugin.Wrong.*{message}"):
+    with pytest.raises(TasksetError, match=message):
         taskset.next_batch(5)
 
 

@@ -140,17 +140,6 @@ def test_an_evaluation_set_gives_every_task_once_and_in_order(jsonl):
     assert questions(jsonl, limit=3) == ["q0", "q1", "q2"]
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own(jsonl):
-    def order(seed, count):
-        bodies = open_taskset(file_config(jsonl), seed=seed).next_batch(count)
-        return [body.raw_task["question"] for body in bodies]
-
-    both = order(3, 20)
-    assert sorted(both[:10]) == sorted(both[10:]) == [f"q{i}" for i in range(10)]
-    assert both[:10] != both[10:]
-    assert both[:10] == order(3, 10) != order(4, 10)
-
-
 def test_a_position_of_other_data_or_order_is_refused(jsonl):
     state = open_taskset(file_config(jsonl), seed=1).state()
     with pytest.raises(TasksetError, match="belongs to seed 1, this one has 2"):

@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.operators.test_operators import chain
 from trinity_agents.operator.chain_run import outcome_metrics
 from trinity_mq.config import OperatorConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.operators import OPERATORS, OperatorConfigError, create_operators, run_chain
+from trinity_mq.operators import OPERATORS, OperatorConfigError, create_operators
 
 LENGTHS = {"max_response_length": 10, "cache_length": 4}
 SHAPING = {
@@ -36,11 +37,6 @@ def exp(
     eid = EID(batch=1, task=task, run=run, step=step)
     tokens = how.pop("tokens", [1, 2, *range(length)])
     return Experience(eid=eid, tokens=tokens, prompt_length=2, reward=reward, **how)
-
-
-async def chain(name: str, exps: Any, **args: Any) -> tuple[Any, dict[str, float]]:
-    kept, metrics = await run_chain(create_operators([OperatorConfig(name=name, args=args)]), exps)
-    return list(kept), metrics
 
 
 def own(metrics: dict[str, float]) -> dict[str, float]:

@@ -336,8 +336,8 @@ class Named(ExperienceOperatorV1):
     """Has attributes of its own with names that the base class might use."""
 
     def __init__(self):
-        for name in ("name", "label", "operator", "metrics", "batch", "place", "threshold", "models"):
-            setattr(self, name, {"mine": name})
+        names = ("name", "label", "operator", "metrics", "batch", "place", "threshold", "models")
+        vars(self).update({name: {"mine": name} for name in names})
 
     async def process(self, exps):
         return exps, {"kept": float(len(exps))}

@@ -26,8 +26,8 @@ from trinity_mq.training.guard import HISTORY, LEAST_HISTORY, Guard, TrainingSto
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.attention import Packing
 from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.packing import SAMPLED, train_tokens
-from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, length_metrics, score
+from trinity_mq.training.packing import SAMPLED, DivisionSettings, train_tokens
+from trinity_mq.training.update import StepLoss, accumulate, compares_tokens, length_metrics, score, step_columns
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -86,11 +86,12 @@ def gradient(
             parameter.mul_(1 + 0.01 * (number % 3))
     loss = StepLoss(algorithm, component_weights(algorithm, 4), entropy)
     tokens = train_tokens(experiences, algorithm, loss.weights, 4)
-    batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction, packed=policy.packs)
+    every, division = range(len(experiences)), DivisionSettings(budget, packed=policy.packs)
+    batches = tokens.micro_batches(every, division, algorithm.reduction)
     columns = {"ref": score(other, batches, tokens.tokens)[0], "old": score(other, batches, tokens.tokens)[0]}
-    if compares_tokens(algorithm) and loss.weights.get("rl"):
+    if compares_tokens(algorithm):
         scored = score(policy, batches, tokens.tokens, needs(algorithm, loss.weights))
-        columns |= compared(batches, scored, columns, algorithm, "seed")
+        columns |= step_columns(tokens.whole_step(every, algorithm.reduction), scored, columns, loss, "seed").columns
     assert len(batches) >= ranks
     for rank in range(ranks):
         accumulate(policy, batches[rank::ranks], loss, columns)
@@ -234,7 +235,7 @@ async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experi
     """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
     policy = learner.policy
     tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
-    batches = tokens.micro_batches(tokens.experiences({SAMPLED}), 16384)
+    batches = tokens.micro_batches(tokens.experiences({SAMPLED}), policy.division)
     logprobs = score(policy, batches, tokens.tokens).logprob
     start = 0
     for one in experiences:
@@ -368,7 +369,7 @@ async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> Non
     settings = with_algorithm(config(max_tokens=40, lr=1e-2, epochs=2), epochs=2)
     learner, experiences = await opened(settings), rows("grpo")
     tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
-    batches = tokens.micro_batches(range(len(experiences)), 40)
+    batches = tokens.micro_batches(range(len(experiences)), DivisionSettings(40))
     assert len(batches) > 1
     logprob = score(learner.policy, batches, tokens.tokens)[0]
     before = (logprob - tokens.columns["mu"]).exp()
@@ -394,7 +395,7 @@ async def test_weights_left_out_sequences_and_decisions_are_measured(opened: Ope
     settings = with_algorithm(config(max_tokens=40), anchor="old", correction=rules)
     learner, experiences = await opened(settings), rows("grpo")
     tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
-    batches = tokens.micro_batches(range(len(experiences)), 40)
+    batches = tokens.micro_batches(range(len(experiences)), DivisionSettings(40))
     assert len(batches) > 1
     logprob, entropy, _ = score(learner.policy, batches, tokens.tokens)
     apart = logprob - tokens.columns["mu"]

@@ -20,7 +20,7 @@ from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_adva
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.packing import train_tokens
+from trinity_mq.training.packing import DivisionSettings, train_tokens
 from trinity_mq.training.reference import Reference
 
 
@@ -109,9 +109,8 @@ def test_values_are_zero_at_first_and_returns_are_then_the_rewards(folder: Path)
 def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
     settings, critic = ppo(), Critic(ppo(), folder)
     found, targets = learned(critic, rewarded(2), settings)
-    batches = train_tokens(found.batch, settings.algorithm, {"rl": 1.0}, 1).micro_batches(
-        range(len(found.batch)), 16384
-    )
+    tokens = train_tokens(found.batch, settings.algorithm, {"rl": 1.0}, 1)
+    batches = tokens.micro_batches(range(len(found.batch)), critic.division)
     before = [one.detach().clone() for one in critic.parameters]
     finite, _ = critic.optimizer_step(batches, Targets(targets.old, targets.returns * float("inf")))
     assert not finite
@@ -311,7 +310,7 @@ def test_logprobs_are_at_the_temperature_of_the_sample(
     places: list[str] = []
     monkeypatch.setattr(reference.policy.model, "to", lambda device: places.append(str(device)))
     tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 1)
-    found = reference.logprobs(tokens.micro_batches(range(len(experiences)), 40), tokens.tokens)
+    found = reference.logprobs(tokens.micro_batches(range(len(experiences)), DivisionSettings(40)), tokens.tokens)
     assert places == ["cpu", "cpu"][: 1 + offload], "to the policy's device, and away from it"
     with torch.no_grad():
         wanted = torch.cat([plain_logprobs(reference.policy.model, one) for one in experiences])

@@ -29,7 +29,7 @@ from trinity_mq.operations.validate import check_lora
 from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
-from trinity_mq.training.packing import train_tokens
+from trinity_mq.training.packing import DivisionSettings, train_tokens
 
 TOKENS = [2, 3, 4, 5, 6, 7]
 HELD = {"kl": {"kind": "k2", "coef": 0.1}}
@@ -167,7 +167,7 @@ async def test_the_reference_is_the_model_without_adapters(folder: Path, opened:
     plain, before = loaded(folder), await learner.canary_logprobs(TOKENS)
     with torch.no_grad():
         wanted = torch.cat([plain_logprobs(plain, one) for one in experiences])
-    found = reference.logprobs(tokens.micro_batches(range(len(experiences)), 40), tokens.tokens)
+    found = reference.logprobs(tokens.micro_batches(range(len(experiences)), DivisionSettings(40)), tokens.tokens)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert await learner.canary_logprobs(TOKENS) == before, "they are on again"
 

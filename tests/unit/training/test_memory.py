@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import subprocess
@@ -109,6 +110,7 @@ def peak(config: Config, shape: PreTrainedConfig, tokens: int, scratch: Path) ->
     folder = scratch / "model"
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
     batch = sequences(2 * tokens // 128, 128, shape.vocab_size)
+    gc.collect()  # tensors of earlier tests that are freed meanwhile would count against the maximum
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         policy = Policy(config.model, folder, 0, config.trainer)
         for weight in policy.parameters:
@@ -117,7 +119,7 @@ def peak(config: Config, shape: PreTrainedConfig, tokens: int, scratch: Path) ->
         weights = {"rl": 1.0}
         step = train_tokens(batch, config.algorithm, weights, 1)
         for _ in range(2):
-            batches = policy.division.of(step, range(len(batch)), config.reduction)
+            batches = step.micro_batches(range(len(batch)), policy.division, config.reduction)
             assert len(batches) == 2
             optimizer_step(policy, optimizer, batches, StepLoss(config.algorithm, weights), {}, 1.0)
     profiler.export_chrome_trace(str(scratch / "trace.json"))

@@ -140,7 +140,7 @@ def tokens_of(experiences: list[Experience]) -> StepTokens:
 def divided(layout: str, experiences: list[Experience], max_tokens: int = 16384) -> list[MicroBatch]:
     """Return the micro-batches of an optimizer step."""
     division = DivisionSettings(max_tokens, packed=layout == "packed", shares_prefixes=layout == "shared")
-    return division.of(tokens_of(experiences), range(len(experiences)))
+    return tokens_of(experiences).micro_batches(range(len(experiences)), division)
 
 
 def has(layout: str, batches: list[MicroBatch]) -> bool:
@@ -202,7 +202,8 @@ def test_logprobs_are_those_of_sequences_alone(case: tuple[str, Path], max_token
     policy, experiences = Policy(config().model, model, 0, trained(layout)), data(layout)
     wanted = alone(model, experiences)
     logprobs = torch.zeros_like(wanted)
-    batches = replace(policy.division, max_tokens=max_tokens).of(tokens_of(experiences), range(len(experiences)))
+    division = replace(policy.division, max_tokens=max_tokens)
+    batches = tokens_of(experiences).micro_batches(range(len(experiences)), division)
     assert len(batches) > 1 or max_tokens == 16384
     assert has(layout, batches) or (layout, max_tokens) == ("shared", 1)
     for one in batches:
@@ -217,7 +218,8 @@ def test_gradients_are_those_of_padded_rows(case: tuple[str, Path]) -> None:
     for rows, max_tokens in (("padded", 16384), (layout, 16384), (layout, 30)):
         policy = Policy(config().model, model, 0, trained(rows))
         experiences = data(layout)
-        batches = replace(policy.division, max_tokens=max_tokens).of(tokens_of(experiences), range(len(experiences)))
+        division = replace(policy.division, max_tokens=max_tokens)
+        batches = tokens_of(experiences).micro_batches(range(len(experiences)), division)
         assert has(rows, batches)
         total = accumulate(policy, batches, loss, {})
         assert (total.padding == 0) == (rows == "packed")
@@ -234,7 +236,7 @@ def test_gradients_are_the_same_without_kept_activations(case: tuple[str, Path])
     for is_on in (False, True):
         settings = trained("padded" if layout == "shared" else layout, gradient_checkpointing=is_on)
         policy = Policy(config().model, model, 0, settings)
-        batches = policy.division.of(tokens_of(batch(2)), range(12))
+        batches = tokens_of(batch(2)).micro_batches(range(12), policy.division)
         elements = [0]
 
         def note(tensor: torch.Tensor, elements: list[int] = elements) -> torch.Tensor:
@@ -258,7 +260,7 @@ def test_the_critic_takes_the_same_rows(case: tuple[str, Path]) -> None:
         critic = Critic(config().model_copy(update={"trainer": trained(rows)}), model)
         torch.nn.init.normal_(critic.module.head.weight, generator=torch.Generator().manual_seed(0))
         tokens = tokens_of(data(layout))
-        batches = replace(critic.division, max_tokens=60).of(tokens, range(len(data(layout))))
+        batches = tokens.micro_batches(range(len(data(layout))), replace(critic.division, max_tokens=60))
         assert has(rows, batches)
         values = critic.values(batches, tokens.tokens)
         _, metrics = critic.optimizer_step(batches, Targets(values, torch.arange(tokens.tokens).float()))
@@ -307,7 +309,7 @@ def test_models_that_would_mix_sequences_are_refused(tmp_path: Path, name: str) 
     assert [(entry["event"], entry["model"]) for entry in logs] == [("rows_are_padded", shape.model_type)]
     assert "no attention for packed rows on cpu" in logs[0]["reason"]
     (padded,) = pack(batch(1), 16384)
-    found, _ = policy.score(padded, entropy_gradient=False)
+    found = policy.score(padded, entropy_gradient=False).logprob
     by_index = torch.zeros_like(found).index_copy(0, padded.index, found)
     torch.testing.assert_close(by_index.detach(), alone(tmp_path, batch(1)), rtol=0, atol=1e-5)
 
@@ -334,10 +336,10 @@ def test_a_rank_without_sequences_still_passes_through_the_model(folder: Path) -
     algorithm = AlgorithmConfig()
     tokens = train_tokens(batch(2, 3), algorithm, {"rl": 1.0}, 1)
     for packed in (False, True):
-        (empty,) = tokens.micro_batches([0], 100, packed=packed, rank=1, ranks=2)
+        (empty,) = tokens.micro_batches([0], DivisionSettings(100, packed=packed, rank=1, ranks=2))
         assert (empty.tokens, empty.input_ids.shape, empty.longest_packed) == (0, (1, 1), 0)
         policy = Policy(config().model, folder, 0, trained() if packed else None)
-        logprob, entropy = policy.score(empty, entropy_gradient=True)
+        logprob, entropy, _ = policy.score(empty, entropy_gradient=True)
         (logprob.sum() + entropy.sum()).backward()
         assert all(one.grad is not None and not one.grad.any() for one in policy.parameters)
 
@@ -493,32 +495,47 @@ def test_the_head_sees_no_token(folder: Path) -> None:
     assert sizes == [0]
 
 
-def test_unknown_logits_are_said_once_and_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(transformers.LlamaConfig(**SHAPE), tmp_path)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Lifted.from_pretrained)
+def saved_as(kind: type[transformers.LlamaForCausalLM], folder: Path) -> Path:
+    """Write a model of a class of our own, which ``AutoModelForCausalLM`` finds by its kind."""
+    shape = type(f"{kind.__name__}Config", (transformers.LlamaConfig,), {"model_type": kind.__name__.lower()})
+    own = type(kind.__name__, (kind,), {"config_class": shape})
+    transformers.AutoConfig.register(shape.model_type, shape, exist_ok=True)
+    AutoModelForCausalLM.register(shape, own, exist_ok=True)
+    return saved(shape(**SHAPE), folder)
+
+
+def test_unknown_logits_are_said_once_and_used(tmp_path: Path) -> None:
+    saved_as(Lifted, tmp_path)
     with capture_logs() as logs:
         policy = Policy(config().model, tmp_path, 0)
     assert [(entry["event"], entry["model"]) for entry in logs] == [("logits_not_chunked", "Lifted")]
     (padded,) = pack(batch(1), 16384)
     sizes: list[int] = []
     policy.model.get_output_embeddings().register_forward_hook(lambda module, given, found: sizes.append(len(found)))
-    found, _ = policy.score(padded, entropy_gradient=False)
+    found = policy.score(padded, entropy_gradient=False).logprob
     assert sizes == [padded.tokens]
     by_index = torch.zeros_like(found).index_copy(0, padded.index, found)
     torch.testing.assert_close(by_index.detach(), alone(tmp_path, batch(1)), rtol=0, atol=1e-5)
 
 
-def test_a_model_without_a_head_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "get_output_embeddings", lambda self: None)
-    with pytest.raises(LearnerError, match=r"Qwen3ForCausalLM has no output embeddings"):
-        Policy(config().model, folder, 0)
+class Headless(transformers.LlamaForCausalLM):
+    """A model that does not tell its head."""
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    saved_as(Headless, tmp_path)
+    with pytest.raises(LearnerError, match=r"Headless has no output embeddings"):
+        Policy(config().model, tmp_path, 0)
 
 
 def micro_batches_of(experiences: list[Experience], max_tokens: int, **pieces: Any) -> list[MicroBatch]:
     """Return the micro-batches of one optimizer step over all experiences, in train step 1."""
     config = LossConfig.model_validate(pieces)
     tokens = train_tokens(experiences, config, component_weights(config, 1), 1)
-    return tokens.micro_batches(range(len(experiences)), max_tokens, config.reduction)
+    return tokens.micro_batches(range(len(experiences)), DivisionSettings(max_tokens), config.reduction)
 
 
 def experience(run: int, prompt: int, response: int, **fields: Any) -> Experience:

@@ -168,7 +168,7 @@ def test_gradients_are_those_of_the_engines_experts(moe_folder: Path) -> None:
     gradients = []
     for trainer in ({}, {"gradient_checkpointing": True}, {"packing": "packed"}, {"max_tokens_per_micro_batch": 30}):
         model = policy(moe_folder, **trainer)
-        batches = model.division.of(tokens_of(experiences), range(len(experiences)))
+        batches = tokens_of(experiences).micro_batches(range(len(experiences)), model.division)
         accumulate(model, batches, StepLoss(AlgorithmConfig(), {"rl": 1.0}, 0.0), {})
         gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters if weight.grad is not None]))
     assert gradients[0].abs().max() > 1e-3
@@ -294,7 +294,7 @@ def scores(model: Policy, tokens: StepTokens) -> Tensor:
     logprobs = torch.zeros(tokens.tokens)
     count = len(tokens.first)
     with torch.no_grad():
-        for batch in model.division.of(tokens, range(count)):
+        for batch in tokens.micro_batches(range(count), model.division):
             logprobs[batch.index] = model.score(batch, entropy_gradient=False)[0]
     return logprobs
 

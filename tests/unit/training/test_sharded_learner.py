@@ -8,15 +8,15 @@ import math
 import os
 import signal
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.unit.training.test_composed_losses import SETTINGS, rows, with_algorithm
 from tests.unit.training.test_critic_and_reference import rewarded
@@ -33,7 +33,7 @@ from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.receiver import WeightReceiver
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
-from trinity_mq.training.checkpoints.state import flat, read_parts
+from trinity_mq.training.checkpoints.state import flat, read_parts, write_shard
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.policy import LearnerError, select_device
 from trinity_mq.training.parallel.ranks import (
@@ -243,7 +243,7 @@ async def test_a_checkpoint_is_the_same_whatever_number_of_ranks_read_and_wrote_
 
 @pytest.mark.parametrize("launcher", ["rank 0", "torchrun"])
 def test_a_rank_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
-    """No GPU is here: torch.cuda is a mock, and the device that FSDP takes is asked of FSDP."""
+    """No GPU is here: torch.cuda is a mock. FSDP takes the current device."""
     variable = "TRINITY_MQ_RANK_PARENT" if launcher == "rank 0" else "TORCHELASTIC_RUN_ID"
     for name, value in {variable: "1", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -259,10 +259,10 @@ def test_a_rank_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch, launche
         ),
     ):
         ranks = Ranks(5, 2 if launcher == "rank 0" else 6)
-        ranks._store = HashStore()  # no rank 0 is here
+        ranks.host()
         ranks.open(select_device("auto", ranks.world))
         assert groups == [(torch.device("cuda", 1), torch.device("cuda", 1))]
-        assert _get_device_from_mesh(mock.Mock(device_type="cuda")) == select_device("cuda", ranks.world)
+        assert current[-1] == select_device("cuda", ranks.world)
         with (
             mock.patch("torch.cuda.device_count", return_value=1),
             pytest.raises(LearnerError, match=r"2 ranks .* see 1 GPUs .*, wanted 2, .* trainer\.nproc"),
@@ -418,7 +418,9 @@ async def lead_cases(ranks: Noted, model: Path, out: Path, checkpoint: Path | No
 
 
 class Mortal(Ranks):
-    """Ends at the command that the environment names."""
+    """Ends, or fails once, at the command that the environment names."""
+
+    has_failed = False
 
     def next(self, patience: float = math.inf) -> RankCommand:
         command = super().next(patience)
@@ -429,40 +431,47 @@ class Mortal(Ranks):
             os.kill(os.getppid(), signal.SIGKILL)
         return command
 
-
-class Failing(TorchLearner):
-    """Fails once, at the command that the environment names."""
-
-    has_failed = False
-
-    def _execute(self, command: RankCommand) -> None:
-        fails = command.name == os.environ.get("FAILS_AT") and not self.has_failed
-        self.has_failed |= fails
-        if fails and os.environ["FAILS_WITH"] == "memory":
-            self.policy.model.register_forward_pre_hook(_fill_memory)
-        super()._execute(command)
-        if fails:
-            raise {"damage": DamagedCheckpointError, "fault": FatalError}[os.environ["FAILS_WITH"]]("it does not load")
-
-    def _write_own(self, *arguments: Any) -> None:
-        if os.environ.get("KILLED_AT") == "write":
-            os.kill(os.getpid(), signal.SIGKILL)
-        full = mock.patch("trinity_mq.training.learner.write_shard", side_effect=OSError("no space is left"))
-        with full if os.environ.get("FAILS_AT") == "write" else nullcontext():
-            super()._write_own(*arguments)
+    @contextmanager
+    def voting(self, what: str) -> Iterator[None]:
+        with super().voting(what):
+            fails = what == os.environ.get("FAILS_AT") and not self.has_failed
+            self.has_failed |= fails
+            if fails and os.environ["FAILS_WITH"] == "memory":
+                _fill_memory_once()
+            yield
+            if fails:
+                raise {"damage": DamagedCheckpointError, "fault": FatalError}[os.environ["FAILS_WITH"]](
+                    "it does not load"
+                )
 
 
-def _fill_memory(_module: torch.nn.Module, _arguments: Any) -> None:
-    raise torch.OutOfMemoryError("no memory is left")
+def _fill_memory_once() -> None:
+    """Let the next pass of a model lack memory, not the passes by which memory is measured after it."""
+
+    def fail(_module: torch.nn.Module, _arguments: Any) -> None:
+        hook.remove()
+        raise torch.OutOfMemoryError("no memory is left")
+
+    hook = register_module_forward_pre_hook(fail)
+
+
+def _write_shard(*arguments: Any) -> Any:
+    """Write as a rank does, or end or fail instead."""
+    if os.environ.get("KILLED_AT") == "write":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("FAILS_AT") == "write":
+        raise OSError("no space is left")
+    return write_shard(*arguments)
 
 
 def follow(model: Path, cases: list[str]) -> None:
     begin_follower()
     ranks = Mortal(own_rank(), WORLD, 60.0)
     torch.set_num_threads(1)
-    for case in cases:
-        with suppress(DeviceMemoryError):
-            Failing(settings(case), model, None, ranks).follow()
+    with mock.patch("trinity_mq.training.learner.write_shard", _write_shard):
+        for case in cases:
+            with suppress(DeviceMemoryError):
+                TorchLearner(settings(case), model, None, ranks).follow()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from trinity_mq.algorithms.estimators.runs import (
     numbered,
     reward_metrics,
     trained_tokens,
+    whole_groups,
     with_scores,
 )
 from trinity_mq.config.estimators import DotsEstimator
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.telemetry.group_drops import TOO_FEW_RUNS
 
 PLACES = {"solve_task": "task_idx", "gen_hint": "hint_idx"}
 """Key of ``info`` with the number of the task, from 0, by ``info["exp_type"]``. A hint has the number of the task that
@@ -71,23 +71,16 @@ def dots_advantages(
         ValueError: An experience has no action mask (dpo), or its ``info`` does not describe a part of a pack.
     """
     mask_lengths(batch)
-    uids, tids, rids = (batch.ids(name) for name in ("uid", "tid", "rid"))
-    parts = [_part(*row) for row in zip(uids, batch.values("info"), batch.values("reward"), strict=True)]
-    unrewarded = {rid for rid, part in zip(rids, parts, strict=True) if part is None}
-    finished: dict[str, set[str]] = {tid: set() for tid in tids}
-    for rid, tid in zip(rids, tids, strict=True):
-        finished[tid] |= {rid} - unrewarded
-    min_runs = args.min_group_runs or min_group_runs
-    whole = {rid for runs in finished.values() if len(runs) >= min_runs for rid in runs}
-    remaining = batch.select([number for number, rid in enumerate(rids) if rid in whole])
-    staying = [part for part, rid in zip(parts, rids, strict=True) if part is not None and rid in whole]
+    parts = [_part(*row) for row in zip(batch.ids("uid"), batch.values("info"), batch.values("reward"), strict=True)]
+    unrewarded = {rid for rid, part in zip(batch.ids("rid"), parts, strict=True) if part is None}
+    rows, metrics = whole_groups(batch, unrewarded, args.min_group_runs or min_group_runs)
+    remaining, staying = batch.select(rows), [part for row in rows if (part := parts[row]) is not None]
     packs: dict[str, dict[str, float]] = {}
     for tid, rid, part in zip(remaining.ids("tid"), remaining.ids("rid"), staying, strict=True):
         packs.setdefault(tid, {})[rid] = float(np.mean(part.rewards))
     groups = [list(pack.values()) for pack in packs.values()]
     return with_scores(remaining, _scores(remaining, staying, args).tolist()), {
-        "rollout/missing_rewards": float(len(unrewarded)),
-        TOO_FEW_RUNS.metric: float(sum(len(runs) < min_runs for runs in finished.values())),
+        **metrics,
         "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in groups)),
         **reward_metrics(groups),
     }

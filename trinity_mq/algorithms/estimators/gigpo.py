@@ -14,12 +14,12 @@ from trinity_mq.algorithms.estimators.runs import (
     mask_lengths,
     numbered,
     reward_metrics,
+    whole_groups,
     with_scores,
 )
 from trinity_mq.algorithms.estimators.trajectories import discounted_sums
 from trinity_mq.config.estimators import GigpoEstimator
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.telemetry.group_drops import TOO_FEW_RUNS
 
 STEP_REWARD = "step_reward"
 """Key of ``info``: reward of one step. Without it the experience's reward counts."""
@@ -52,17 +52,11 @@ def gigpo_advantages(
     mask_lengths(batch)
     rewards = _step_rewards(batch)
     unrewarded = {rid for rid, reward in zip(batch.ids("rid"), rewards, strict=True) if reward is None}
-    finished: dict[str, set[str]] = {tid: set() for tid in batch.ids("tid")}
-    for rid, tid in zip(batch.ids("rid"), batch.ids("tid"), strict=True):
-        finished[tid] |= {rid} - unrewarded
-    min_runs = args.min_group_runs or min_group_runs
-    whole = {rid for runs in finished.values() if len(runs) >= min_runs for rid in runs}
-    staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in whole]
+    staying, metrics = whole_groups(batch, unrewarded, args.min_group_runs or min_group_runs)
     remaining = batch.select(staying)
     scores, episodes = _scores(remaining, np.array([rewards[number] for number in staying], dtype=np.float64), args)
     return with_scores(remaining, scores.tolist()), {
-        "rollout/missing_rewards": float(len(unrewarded)),
-        TOO_FEW_RUNS.metric: float(sum(len(runs) < min_runs for runs in finished.values())),
+        **metrics,
         "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in episodes)),
         **reward_metrics(episodes),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import FEW, Ragged
+from trinity_mq.telemetry.group_drops import TOO_FEW_RUNS
 
 Group = dict[str, float]
 """Rewards by run id."""
@@ -60,6 +61,21 @@ def run_values(
     return groups, len(last) - sum(map(len, groups.values()))
 
 
+def whole_groups(batch: ExperienceBatch, unrewarded: set[str], min_runs: int) -> tuple[list[int], dict[str, float]]:
+    """Return the rows of the runs that remain, and metrics that count the others: the runs in ``unrewarded``, and the
+    tasks with fewer than ``min_runs`` other runs.
+    """
+    rids, tids = batch.ids("rid"), batch.ids("tid")
+    finished: dict[str, set[str]] = {tid: set() for tid in tids}
+    for rid, tid in zip(rids, tids, strict=True):
+        finished[tid] |= {rid} - unrewarded
+    whole = {rid for runs in finished.values() if len(runs) >= min_runs for rid in runs}
+    return [number for number, rid in enumerate(rids) if rid in whole], {
+        "rollout/missing_rewards": float(len(unrewarded)),
+        TOO_FEW_RUNS.metric: float(sum(len(runs) < min_runs for runs in finished.values())),
+    }
+
+
 def scores(batch: ExperienceBatch, metric: str = "accuracy") -> list[Any]:
     """Return the score of each experience: its metric of that name, else its reward, else None. By convention an answer
     is right if its score is above 0.
@@ -72,6 +88,15 @@ def is_finite(number: Any) -> TypeGuard[float]:
     """Return whether ``number`` is a finite number."""
     # check the common type first: an isinstance() check with an abstract class takes five times as long
     return (type(number) is float or isinstance(number, Real)) and math.isfinite(number)
+
+
+def finite_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    """Return the metrics that are finite numbers, or tensors of one finite number."""
+    numbers = {
+        str(name): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in metrics.items()
+    }
+    return {name: float(number) for name, number in numbers.items() if is_finite(number)}
 
 
 def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:

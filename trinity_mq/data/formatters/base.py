@@ -9,6 +9,7 @@ from typing import Any, Literal
 from trinity_mq.config import RecordFormatConfig
 from trinity_mq.engines.generation.text import MaskedTokens, TextCodec
 from trinity_mq.experience import Experience
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.experience.rules import CHOSEN_MASK, DPO, REJECTED_MASK
 from trinity_mq.families.messages import (
     Message,
@@ -51,7 +52,7 @@ class Reader:
         """
         value = record.get(key)
         if not isinstance(value, str) or not value:
-            raise FormatError(f"holds {_shown(value)} at {key!r}, wanted a text")
+            raise FormatError(f"holds {short_repr(value)} at {key!r}, wanted a text")
         return value
 
     def messages(self, record: Mapping[str, Any], key: str) -> list[Message]:
@@ -62,10 +63,12 @@ class Reader:
         """
         value = _parsed(record.get(key), key)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            raise FormatError(f"holds {_shown(value)} at {key!r}, wanted a list of messages")
+            raise FormatError(f"holds {short_repr(value)} at {key!r}, wanted a list of messages")
         for number, message in enumerate(value):
             if not is_message(message):
-                raise FormatError(f"holds {_shown(message)} at {key}[{number}], wanted a message with role and content")
+                raise FormatError(
+                    f"holds {short_repr(message)} at {key}[{number}], wanted a message with role and content"
+                )
         return _read(read_messages, record[key], value, key)
 
     def tools(self, record: Mapping[str, Any]) -> list[Message] | None:
@@ -78,7 +81,7 @@ class Reader:
         if not value:
             return None
         if not isinstance(value, list):
-            raise FormatError(f"holds {_shown(value)} at {self.keys.tools_key!r}, wanted a list of tools")
+            raise FormatError(f"holds {short_repr(value)} at {self.keys.tools_key!r}, wanted a list of tools")
         return _read(read_tools, record[self.keys.tools_key], value, self.keys.tools_key)
 
     def prompt_messages(self, record: Mapping[str, Any]) -> list[Message]:
@@ -240,9 +243,4 @@ def _parsed(value: Any, key: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"holds {_shown(value)} at {key!r}, which is not JSON: {error}") from error
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        raise FormatError(f"holds {short_repr(value)} at {key!r}, which is not JSON: {error}") from error

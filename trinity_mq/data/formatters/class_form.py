@@ -13,7 +13,7 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.formatters.base import FormatError, Formatter, Reader
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.errors import describe_error
+from trinity_mq.runtime.errors import custom_code
 from trinity_mq.runtime.plugins import Registry, resolve
 
 FORMATTER = Registry({}, "FORMATTER")
@@ -58,24 +58,17 @@ def class_formatter(path: str, codec: TextCodec, keys: RecordFormatConfig, data:
     """
     kind = resolve("formatter", path, entry_group=ENTRY_GROUP)
     fields = {"enable_thinking": None, **dict.fromkeys(ABSENT), **keys.model_dump()}
-    try:
+    what = f"training data {data!r}: schema_type {path}"
+    with custom_code(TasksetError, f"{what} cannot be made of a tokenizer_path and a format_config:"):
         made = kind(tokenizer_path=codec.path, format_config=SimpleNamespace(**fields))
-    except Exception as error:  # custom code may raise any error
-        raise TasksetError(
-            f"training data {data!r}: schema_type {path} cannot be made of a tokenizer_path and a format_config: "
-            f"{describe_error(error)}"
-        ) from error
     if not callable(getattr(made, "format", None)):
         raise TasksetError(
-            f"training data {data!r}: schema_type {path} has no method format, wanted a subclass of "
-            "trinity_mq.data.formatters.ExperienceFormatter"
+            f"{what} has no method format, wanted a subclass of trinity_mq.data.formatters.ExperienceFormatter"
         )
 
     def formatted(_: Reader, record: Mapping[str, Any]) -> Experience:
-        try:
+        with custom_code(FormatError, f"cannot be formatted by {path}:"):
             experience = made.format(dict(record))
-        except Exception as error:  # custom code may raise any error
-            raise FormatError(f"cannot be formatted by {path}: {describe_error(error)}") from error
         if not isinstance(experience, Experience):
             raise FormatError(f"becomes {experience!r:.120} by {path}, wanted an Experience")
         return experience

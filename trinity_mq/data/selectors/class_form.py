@@ -10,7 +10,7 @@ from typing import Any, overload
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import Record
 from trinity_mq.data.selectors.base import TaskStats
-from trinity_mq.runtime.errors import describe_error
+from trinity_mq.runtime.errors import custom_code
 from trinity_mq.runtime.plugins import Registry
 
 SELECTORS = Registry({}, "SELECTORS")
@@ -115,33 +115,26 @@ class ClassSelector:
     Args:
         made: The object.
         label: Taskset and class, for error messages.
-        count: Number of records.
     """
 
-    def __init__(self, made: Any, label: str, count: int) -> None:
-        self._made, self._label, self._count = made, label, count
+    def __init__(self, made: Any, label: str) -> None:
+        self._made, self._label = made, label
 
     def next(self, count: int) -> list[int]:
         """Return the next indexes.
 
         Raises:
-            TasksetError: The object did not return ``count`` numbers of records.
+            TasksetError: The object did not return numbers.
         """
         result = self._called("get_indices", count)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
             result = result[0]
         try:
-            indexes = [int(index) for index in result]
+            return [int(index) for index in result]
         except (TypeError, ValueError) as error:
             raise TasksetError(
                 f"{self._label}: get_indices returns {result!r:.120}, wanted a list of numbers"
             ) from error
-        if len(indexes) != count or not all(0 <= index < self._count for index in indexes):
-            raise TasksetError(
-                f"{self._label}: get_indices({count}) returns {indexes!r:.120}, wanted {count} numbers from 0 to "
-                f"{self._count - 1}"
-            )
-        return indexes
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
         """Give the object the mean rewards of the tasks."""
@@ -161,20 +154,15 @@ class ClassSelector:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state. Raises ValueError if the object refuses it."""
-        try:
-            self._made.load_state_dict(copy.deepcopy(dict(state)))
-        except Exception as error:  # custom code may raise any error
-            raise ValueError(f"{self._label}: load_state_dict raised {describe_error(error)}") from error
+        self._called("load_state_dict", copy.deepcopy(dict(state)))
 
     def metrics(self) -> Mapping[str, float]:
         """Return an empty mapping."""
         return {}
 
     def _called(self, method: str, *args: Any) -> Any:
-        try:
+        with custom_code(TasksetError, f"{self._label}: {method} raised"):
             return getattr(self._made, method)(*args)
-        except Exception as error:  # custom code may raise any error
-            raise TasksetError(f"{self._label}: {method} raised {describe_error(error)}") from error
 
     def _plain(self, key: str, value: Any) -> Any:
         if hasattr(value, "tolist"):  # arrays, tensors and their numbers
@@ -204,8 +192,6 @@ def class_selector(
     Raises:
         TasksetError: The class cannot be made of the records and the settings.
     """
-    try:
+    with custom_code(TasksetError, f"{label} cannot be made with {settings}:"):
         made = kind(DataSource(Columns(rows), taskset), settings)
-    except Exception as error:  # custom code may raise any error
-        raise TasksetError(f"{label} cannot be made with {settings}: {describe_error(error)}") from error
-    return ClassSelector(made, label, len(rows))
+    return ClassSelector(made, label)

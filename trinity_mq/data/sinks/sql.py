@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity_mq.data.storage import SinkError
+from trinity_mq.data.storage import NO_SQLALCHEMY, SinkError
 from trinity_mq.experience import EncodeError, Experience
 from trinity_mq.experience.hf import ENCODED, to_record
 from trinity_mq.telemetry import mask_passwords
@@ -14,10 +14,7 @@ try:
     from sqlalchemy import JSON, Column, Float, Integer, LargeBinary, MetaData, String, Table
     from sqlalchemy.exc import SQLAlchemyError
 except ImportError as missing:
-    raise SinkError(
-        "storage_type sql needs the package SQLAlchemy: pip install 'trinity-mq[sql]', and a driver for databases "
-        "other than SQLite, such as psycopg"
-    ) from missing
+    raise SinkError(NO_SQLALCHEMY) from missing
 
 BATCH = "batch_number"
 """Column with the batch number. A repeated write of a batch replaces the rows with its number."""

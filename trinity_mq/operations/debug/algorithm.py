@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.class_losses import class_losses, has_classes
+from trinity_mq.algorithms.class_losses import class_losses
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights, evaluate, step_weights
+from trinity_mq.algorithms.plugins import has_classes
 from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.algorithms.regularisers import sampler_kl
 from trinity_mq.algorithms.view import TokenView

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trinity_mq.release import FIRST, VERSION
 from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.runtime.process import write_atomic
 from trinity_mq.runtime.state_formats import format_of
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.guard import TrainingStopped
@@ -214,7 +215,7 @@ def choose(folder: Path, checkpoint: Checkpoint) -> None:
         whole, _ = find_checkpoints(folder)
         before = max([_last_counted_generation(folder), *(existing.state.generation for existing in whole)])
         choice = _Choice(name=checkpoint.path.name, generation=checkpoint.state.generation, before=before)
-        _replace(folder / CHOICE_FILE, choice.model_dump_json(), durable=True)
+        write_atomic(folder / CHOICE_FILE, choice.model_dump_json().encode())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot write {folder / CHOICE_FILE}: {error}; check space and permissions") from error
 
@@ -292,16 +293,12 @@ class CheckpointStore:
         """
         try:
             whole, _ = find_checkpoints(self._folder)
-            generation = (
-                max([self._last_generation(), after, *(checkpoint.state.generation for checkpoint in whole)]) + 1
-            )
-            _replace(self._folder / COUNTER_FILE, f"{generation}\n", durable=True)
+            last = _last_counted_generation(self._folder)
+            generation = max([last, after, *(checkpoint.state.generation for checkpoint in whole)]) + 1
+            write_atomic(self._folder / COUNTER_FILE, f"{generation}\n".encode())
         except (OSError, ValueError) as error:
             raise self._error(f"count the start in {COUNTER_FILE}", error) from error
         return generation
-
-    def _last_generation(self) -> int:
-        return _last_counted_generation(self._folder)
 
     def usable(self) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
         """Return the result of :func:`find_checkpoints`, and log damaged checkpoints.
@@ -411,7 +408,7 @@ class CheckpointStore:
             raise self._error(f"read {COUNTER_FILE}", error) from error
 
     def _check_generation(self, state: TrainerProgress) -> None:
-        if (newest := self._last_generation()) > state.generation:
+        if (newest := _last_counted_generation(self._folder)) > state.generation:
             raise RestartRequested(
                 f"another trainer has resumed this run as generation {newest}; this trainer, of generation "
                 f"{state.generation}, saves nothing and restarts from there"
@@ -570,7 +567,9 @@ class StepAttempts:
 
     def _write(self, starts: dict[str, int]) -> None:
         try:
-            _replace(self._path, json.dumps(starts), durable=False)
+            new = self._path.with_name(f".{self._path.name}.new")
+            new.write_text(json.dumps(starts), encoding="utf-8")
+            new.replace(self._path)
         except OSError as error:
             raise CheckpointError(f"cannot write {self._path}: {error}; check space and permissions") from error
         self._starts = starts
@@ -608,14 +607,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _replace(path: Path, text: str, *, durable: bool) -> None:
-    """Replace ``path`` with ``text`` atomically: a reader sees the old content or the new content."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    if durable:
-        _sync(new)
-    new.replace(path)
-    if durable:
-        _sync(path.parent)

@@ -15,6 +15,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath
@@ -329,22 +330,18 @@ def read_parts(
         DamagedCheckpointError: The checkpoint does not load, or has different tensors; the live tensors may have
             changed by then.
     """
-    facts, path = read_facts(folder), folder / STATE_FOLDER
+    facts, reader = read_facts(folder), TensorReader(folder / STATE_FOLDER)
     live = {name: StatePart(tensors, facts.get(name, {})) for name, tensors in states.items()}
-    _silence_single_process_warning()
-    reader = TensorReader(path)
-    index = _tensors(reader, path)
+    index = reader.entries()
     parts = {name: StatePart(facts=values) for name, values in facts.items()} | live
-    beyond = _names_outside(live, index, path)
-    try:
-        for name in beyond:
+    with reader.loading():
+        for name in _names_outside(live, index, reader.folder):
             part, _, rest = name.partition(".")
             weight = (weights or {}).get(part, {}).get(rest.rpartition("/")[0])
             new = _empty(index[name], weight)
             parts.setdefault(part, StatePart()).tensors[rest] = new
-        load(_nested(parts), storage_reader=reader, no_dist=True)
-    except _UNREADABLE as error:
-        raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+        nested = {name: part.tensors for name, part in parts.items() if part.tensors}
+        load(nested, storage_reader=reader, no_dist=True)
     return parts
 
 
@@ -407,19 +404,15 @@ def stored_policy(folder: Path) -> LateTensors:
     Raises:
         DamagedCheckpointError: The index cannot be read. Reading a tensor may raise it too.
     """
-    _silence_single_process_warning()
-    path = folder / STATE_FOLDER
-    reader = TensorReader(path)
+    reader = TensorReader(folder / STATE_FOLDER)
     entries = {
-        name.removeprefix(_POLICY): entry for name, entry in _tensors(reader, path).items() if name.startswith(_POLICY)
+        name.removeprefix(_POLICY): entry for name, entry in reader.entries().items() if name.startswith(_POLICY)
     }
 
     def read(name: str) -> Tensor:
         tensor = _empty(entries[name], None)
-        try:
-            load({_POLICY.rstrip("."): {name: tensor}}, storage_reader=reader, no_dist=True)
-        except _UNREADABLE as error:
-            raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+        with reader.loading():
+            load({"policy": {name: tensor}}, storage_reader=reader, no_dist=True)
         return tensor
 
     shapes = {
@@ -435,28 +428,11 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
         DamagedCheckpointError: The weights do not load, or belong to another model; the live tensors may have changed
             by then.
     """
-    path = folder / STATE_FOLDER
-    _silence_single_process_warning()
-    reader = TensorReader(path)
-    names = [name for name in _tensors(reader, path) if name.startswith(_POLICY)]
-    _names_outside({"policy": StatePart(state)}, names, path)
-    try:
+    reader = TensorReader(folder / STATE_FOLDER)
+    names = [name for name in reader.entries() if name.startswith(_POLICY)]
+    _names_outside({"policy": StatePart(state)}, names, reader.folder)
+    with reader.loading():
         load({"policy": state}, storage_reader=reader, no_dist=True)
-    except _UNREADABLE as error:
-        raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
-
-
-def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint by name.
-
-    Raises:
-        DamagedCheckpointError: The index of the checkpoint cannot be read, or asks for a name that is not admitted.
-    """
-    try:
-        index: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
-    except _UNREADABLE as error:
-        raise DamagedCheckpointError(f"{path / INDEX_FILE} is damaged or missing: {_cause(error)}") from error
-    return index
 
 
 def _names_outside(live: Mapping[str, StatePart], names: Iterable[str], path: Path) -> list[str]:
@@ -477,21 +453,12 @@ def _names_outside(live: Mapping[str, StatePart], names: Iterable[str], path: Pa
     return sorted(rest)
 
 
-def _nested(parts: Mapping[str, StatePart]) -> dict[str, Any]:
-    return {name: part.tensors for name, part in parts.items() if part.tensors}
-
-
 def _cause(error: BaseException) -> Exception:
     """Return the first error of a rank; torch wraps it even for a single process."""
     if isinstance(error, CheckpointException):
         inner = next((failure[0] for failure in error.failures.values()), None)
         return inner if isinstance(inner, Exception) else RuntimeError(str(error))
     return error if isinstance(error, Exception) else RuntimeError(str(error))
-
-
-def _silence_single_process_warning() -> None:
-    """Silence torch's warning about saving in a single process, which is intended here."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -515,8 +482,30 @@ class TensorReader(FileSystemReader):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._index = path / INDEX_FILE
+        # saving and loading in a single process is intended here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        self.folder, self._index = path, path / INDEX_FILE
         self._content: dcp.Metadata | None = None
+
+    def entries(self) -> dict[str, TensorStorageMetadata]:
+        """Return the tensors of the checkpoint by name.
+
+        Raises:
+            DamagedCheckpointError: The index of the checkpoint cannot be read, or asks for a name that is not admitted.
+        """
+        with self._errors(f"{self._index} is damaged or missing"):
+            return self.read_metadata().state_dict_metadata  # type: ignore[return-value]
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Turn errors of torch in the ``with`` block into a :class:`DamagedCheckpointError`."""
+        return self._errors(f"{self.folder} does not load")
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except _UNREADABLE as error:
+            raise DamagedCheckpointError(f"{what}: {_cause(error)}") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Return the index, which is read once.

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from trinity_mq.config.algorithm.needs import needs_reference
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
@@ -59,11 +61,6 @@ class Passes:
     """Kept for the backward pass at the end of a forward pass."""
     peak: Line
     """Maximum in a pass with gradients."""
-
-    @classmethod
-    def of(cls, values: Any) -> Passes:
-        """Return the passes that a JSON object describes."""
-        return cls(**{name: Line(**line) for name, line in values.items()})
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ class ModelMemory:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ModelMemory:
         """Return the sizes that a JSON object describes."""
-        passes = values["passes"] and Passes.of(values["passes"])
-        return cls(**{**values, "passes": passes})
+        return TypeAdapter(cls).validate_python(values)
 
 
 Measured = ModelMemory | str
@@ -316,8 +312,8 @@ def pass_parts(
         "weight copies": copies,
         "activations": kept - copies,
         "working memory": peak - kept,
+        "other phases": max(0, *(phase - peak for phase in phases)),
     }
-    parts |= {"working memory": peak - kept, "other phases": max(0, *(phase - peak for phase in phases))}
     return {name: size for name, size in parts.items() if size}
 
 

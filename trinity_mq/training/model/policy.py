@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -265,19 +264,8 @@ class Policy:
         """Return the autocast context of the model's computation."""
         return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32)
 
-    def score(self, batch: MicroBatch, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the batch's trained tokens at their temperatures, float32 ``[tokens]``."""
-        scores = self._scores(batch, entropy_gradient=entropy_gradient)
-        return scores.logprob, scores.entropy
-
-    @torch.no_grad()
-    def score_with_baseline(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logprobs, entropies and entropy baselines of the batch's trained tokens, without gradient."""
-        scores = self._scores(batch, entropy_gradient=False, with_baseline=True)
-        assert scores.entropy_baseline is not None
-        return scores.logprob, scores.entropy, scores.entropy_baseline
-
-    def _scores(self, batch: MicroBatch, *, entropy_gradient: bool, with_baseline: bool = False) -> Scores:
+    def score(self, batch: MicroBatch, *, entropy_gradient: bool, with_baseline: bool = False) -> Scores:
+        """Return the scores of the batch's trained tokens at their temperatures, float32 ``[tokens]`` each."""
         if self._routers is not None:
             self._routers.prescribe(batch.experts)
         with self._autocast():
@@ -329,13 +317,6 @@ class Policy:
             return self.adapters.shown(name).to(self._dtype)
         weight: Tensor = self.model.get_parameter(name).detach().to(self._dtype)
         return weight
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Use the first model of the run in the ``with`` block; requires adapters."""
-        assert self.adapters is not None
-        with self.adapters.off():
-            yield
 
     def digest(self, state: Mapping[str, Tensor]) -> str:
         """Return the checksum of :meth:`weights` from a copy of :meth:`state`, the same as in a weight sync."""

@@ -194,13 +194,9 @@ class Ranks:
         """
         if self.world == 1 or self._store is not None:
             return
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
-            store = TCPStore(host, port, None, self.rank == 0 and not hosted, timeout=OPENING, wait_for_workers=False)
-        except RuntimeError as error:
-            raise RankError(f"rank {self.rank} found no store at {host}:{port}: {error}") from error
-        self._store, self._address = PrefixStore(_prefix(), store), (host, port)
+        self._store = self._connected(_prefix(), is_host=self.rank == 0 and not hosted)
 
     def mailbox(self) -> Mailbox:
         """Return another connection to the store, for another thread. Its thread does not wait for commands, and no
@@ -209,13 +205,16 @@ class Ranks:
         Raises:
             RankError: The store was not found in time.
         """
+        return Mailbox(self, self._connected(f"{_prefix()}/mail"))
+
+    def _connected(self, prefix: str, *, is_host: bool = False) -> Store:
         assert self._address is not None, "connect_store() comes first"
         host, port = self._address
         try:
-            store = TCPStore(host, port, None, False, timeout=OPENING, wait_for_workers=False)
+            store = TCPStore(host, port, None, is_host, timeout=OPENING, wait_for_workers=False)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} found no store at {host}:{port}: {error}") from error
-        return Mailbox(self, PrefixStore(f"{_prefix()}/mail", store))
+        return PrefixStore(prefix, store)
 
     def open(self, device: torch.device) -> None:
         """Create the process group, and make ``device`` the current device of this thread, which must be the thread
@@ -234,7 +233,7 @@ class Ranks:
             torch.cuda.set_device(device)
         if dist.is_initialized():
             return
-        assert self._store is not None, "meet() comes first"
+        assert self._store is not None, "connect_store() comes first"
         self._openings += 1
         store = PrefixStore(f"group/{self._openings}", self._store)  # hides keys of earlier groups
         self._wait_for_all(store)
@@ -302,7 +301,7 @@ class Ranks:
             RankError: Rank 0 is gone, or announced nothing in time.
         """
         ends = time.monotonic() + patience
-        assert self._store is not None, "meet() comes first"
+        assert self._store is not None, "connect_store() comes first"
         key = f"command/{self._number + 1}"
         while True:
             try:
