@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import aiormq
 import pytest
+from yarl import URL
 
 from tests import matrix, other_debian
 from tests.containers.broker_container import (
@@ -24,7 +26,11 @@ from tests.containers.broker_container import (
     engine_version,
     fetch,
 )
+from trinity_mq.bus.base import Envelope
+from trinity_mq.bus.permissions import Permissions, rabbitmqctl_lines
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import NodeError, PrivateNode, find_rabbitmq
 
 URL_VARIABLE = "TRINITY_MQ_TEST_BROKER_URL"
@@ -162,13 +168,47 @@ def unique_run(request: pytest.FixtureRequest) -> Iterator[str]:
     yield run
     used = request.config.stash.get(USED, None)
     if used is not None and request.node.get_closest_marker("broker"):
-        asyncio.run(_clean(used.url, Topology(run)))
+        asyncio.run(delete_run(used.url, Topology(run)))
 
 
 @pytest.fixture
 def topology(unique_run: str) -> Topology:
     """All names of a run of this test's own."""
     return Topology(unique_run)
+
+
+@dataclass(frozen=True)
+class Users:
+    """Makes users of a broker."""
+
+    url: str
+    tools: Tools
+
+    async def make(self, name: str, wanted: Permissions) -> str:
+        """Make a user with the commands that are printed for one, and return its URL, with a password of its own."""
+        password = secrets.token_hex(12)
+        await self.tools.ctl("add_user", name, password)
+        for line in rabbitmqctl_lines(name, "/", wanted):
+            command, *words = shlex.split(line)
+            assert command == "rabbitmqctl"
+            await self.tools.ctl(*words)
+        return str(URL(self.url).with_user(name).with_password(password))
+
+
+@asynccontextmanager
+async def connected(url: str, topology: Topology, **settings: Any) -> AsyncIterator[RabbitBus]:
+    """A connected bus; the names of its connections begin with ``test-RUN``."""
+    bus = RabbitBus(url, topology, config=BrokerConfig(**settings), name=f"test-{topology.run}")
+    await bus.connect()
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+def note(text: object, size: int = 0, **fields: Any) -> Envelope:
+    """A message of no kind of ours: a text, and so many zeros."""
+    return Envelope(body=str(text).encode() + bytes(size), kind="note", **fields)
 
 
 def _private_node(config: pytest.Config, base: Path, aside: str) -> Iterator[str]:
@@ -225,7 +265,8 @@ async def _version(url: str, check: Callable[[], None]) -> str:
                 await asyncio.sleep(0.2)  # a container publishes its port long before the broker listens
 
 
-async def _clean(url: str, topology: Topology) -> None:
+async def delete_run(url: str, topology: Topology) -> None:
+    """Delete the lasting queues and the exchanges of a run."""
     async with aiormq.connect(url) as connection:
         channel = await connection.channel()
         for queue in topology.durable:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+from trinity_mq.testing.runs import LocalRun
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +34,16 @@ async def python(*words: str, env: Mapping[str, str] | None = None) -> tuple[int
             await process.wait()
     assert process.returncode is not None
     return process.returncode, out.decode(), errors.decode(errors="replace")
+
+
+async def completed(
+    config: Path, folder: Path, settings: Sequence[str] = (), *, seconds: float = 300.0
+) -> tuple[LocalRun, str]:
+    """Let a run go to its end in good order; return it, for what it left in its folder, and its output."""
+    async with LocalRun(config, folder, settings) as run:
+        code, output = await run.ended(seconds)
+    assert code == 0, output
+    return run, output
 
 
 def descendants(pid: int) -> list[tuple[psutil.Process, list[str]]]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.testing.runs import LocalRun
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "serve.yaml"
+SESSIONS = 160
+"""Sessions of an example program."""
 AGAIN = 0.25
 """Seconds until a request that found nobody is sent again."""
 PASSING = {502, 503, 429}
@@ -116,6 +123,48 @@ async def until_settled(agents: Agents, sessions: int, seconds: float = 120.0) -
                 if all(shown["state"] in SETTLED for shown in own.values()):
                     return dict(found)
             await asyncio.sleep(AGAIN)
+
+
+@asynccontextmanager
+async def served(folder: Path, *settings: str, seconds: float = 300.0) -> AsyncIterator[tuple[LocalRun, Agents]]:
+    """A run in mode serve whose gateway answers within so many seconds."""
+    [port] = free_ports(1)
+    words = (
+        "mode=serve",
+        f"gateway.port={port}",
+        "gateway.batch_wait=1",
+        "buffer.batch_size=32",
+        "trainer.save_interval=4",
+        "explorer.eval_on_startup=false",
+        "explorer.eval_interval=10000",
+        *settings,
+    )
+    async with LocalRun(EXAMPLE, folder / "run", words) as run, aiohttp.ClientSession() as http:
+        agents = Agents(f"http://127.0.0.1:{port}", http)
+        async with asyncio.timeout(seconds):
+            assert (await agents.send("GET", "/health"))[0] == 200
+        yield run, agents
+
+
+async def done(*words: str) -> str:
+    """Return what a command says that succeeds."""
+    process = await asyncio.create_subprocess_exec(
+        *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(240):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+async def train_by_program(words: Sequence[str], run: LocalRun, agents: Agents, earlier: int = 0) -> None:
+    """Let an example program hold its sessions, and check that they and the earlier ones are trained on."""
+    await done(*words, "--url", agents.url, "--sessions", str(SESSIONS))
+    settled = await until_settled(agents, SESSIONS + earlier)
+    assert settled["states"] == {"trained": SESSIONS + earlier}
+    assert settled["counts"]["calls"] == SESSIONS + earlier
+    assert max(step for step, _ in run.values("trainer/step")) >= SESSIONS // 32
+    check_the_logprobs(run)
 
 
 def check_the_logprobs(run: LocalRun) -> None:

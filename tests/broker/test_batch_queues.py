@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.broker_fixtures import Tools
+from tests.broker_fixtures import Tools, connected, note
 from tests.waiting import until
-from trinity_mq.bus.base import Envelope, Queue
+from trinity_mq.bus.base import Queue
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.dispatch import batch_queues
 from trinity_mq.dispatch.batch_queues import BatchQueues
-from trinity_mq.dispatch.tickets import Ticket, new_ticket
+from trinity_mq.dispatch.tickets import new_ticket
 from trinity_mq.messages import TaskBody
 
 LOSE_LEADER = (
@@ -40,32 +39,21 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-async def buses(broker_url: str, topology: Topology) -> AsyncIterator[tuple[RabbitBus, RabbitBus]]:
-    """The owner's and a runner's."""
-    made = tuple(RabbitBus(broker_url, topology, config=BrokerConfig(), name=name) for name in ("owner", "runner"))
-    for bus in made:
-        await bus.connect()
-    await made[0].declare(topology.dead)
-    yield made[0], made[1]
-    for bus in made:
-        await bus.close()
-
-
-@pytest.fixture
-def ticket() -> Ticket:
-    made = new_ticket(1, [TaskBody(workflow="x")], deliver="pipeline", lane="train", time_left=1.0)
-    made.published = True
-    return made
+async def runner(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
+    async with connected(broker_url, topology) as made:
+        yield made
 
 
 async def test_what_waited_for_its_confirm_is_taken_by_the_new_one(
-    buses: tuple[RabbitBus, RabbitBus], broker_node: Tools, topology: Topology, ticket: Ticket, logs: list[Any]
+    bus: RabbitBus, runner: RabbitBus, broker_node: Tools, topology: Topology, logs: list[Any]
 ) -> None:
-    owner, runner = buses
+    owner = bus
+    ticket = new_ticket(1, [TaskBody(workflow="x")], deliver="pipeline", lane="train", time_left=1.0)
+    ticket.published = True
     queue = topology.batch_queue(1, ticket.ticket)
-    await owner.declare(queue)
+    await owner.declare(topology.dead, queue)
     await broker_node.ctl("eval", LOSE_LEADER.format(name=queue.name))
-    part = Envelope(body=b"part", kind="experience_part", message_id="part-0")
+    part = note("part", message_id="part-0")
     key = topology.batch_routing_key(1, ticket.ticket)
 
     async def deliver() -> None:

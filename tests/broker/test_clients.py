@@ -12,16 +12,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import torch
+from yarl import URL
 
 from tests.golden.forms import experience_form
 from trinity_mq.bus.base import Consumer, Delivery, Envelope, Incoming
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import EID, Experience, encode
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.messages import (
@@ -158,14 +157,6 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 
 @pytest.fixture
-async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
-    await made.connect()
-    yield made
-    await made.close()
-
-
-@pytest.fixture
 async def submitted(bus: RabbitBus, topology: Topology) -> AsyncIterator[Consumer]:
     """What an explorer reads."""
     async with await bus.consume(topology.submitted) as feed:
@@ -293,9 +284,7 @@ async def test_a_lost_connection_ends_the_wait(
 
 
 async def test_a_wrong_password_is_told_without_repeating_it(client: Client, broker_url: str) -> None:
-    split = urlsplit(broker_url)
-    url = split._replace(netloc=f"{split.username}:s3cr3t@{split.hostname}:{split.port}").geturl()
-    async with client.submits(url, "any") as program:
+    async with client.submits(str(URL(broker_url).with_password("s3cr3t")), "any") as program:
         code, _, err = await program.ended()
     assert code == 1
     assert {"go": "wrong user name or password", "js": "ACCESS"}[client.name] in err

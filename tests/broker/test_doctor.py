@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiormq
 import pytest
 
-from tests.broker_fixtures import own_node
+from tests.broker_fixtures import connected, delete_run, own_node
 from tests.processes import command
 from tests.waiting import until
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -84,19 +83,12 @@ async def user(node: PrivateNode, pattern: str | None, tag: str = "") -> AsyncIt
 @asynccontextmanager
 async def agents(node: PrivateNode) -> AsyncIterator[RabbitBus]:
     """The run, as far as the broker sees it; what it declared stays only as long."""
-    bus = RabbitBus(node.url, TOPOLOGY, config=BrokerConfig(), name="test")
-    await bus.connect()
     try:
-        await bus.declare(*TOPOLOGY.durable)
-        yield bus
+        async with connected(node.url, TOPOLOGY) as bus:
+            await bus.declare(*TOPOLOGY.durable)
+            yield bus
     finally:
-        await bus.close()
-        async with aiormq.connect(node.url) as connection:
-            channel = await connection.channel()
-            for queue in TOPOLOGY.durable:
-                await channel.queue_delete(queue.name)
-            for exchange in TOPOLOGY.exchanges:
-                await channel.exchange_delete(exchange)
+        await delete_run(node.url, TOPOLOGY)
 
 
 @asynccontextmanager

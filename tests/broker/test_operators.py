@@ -1,5 +1,5 @@
-"""Real operator processes on a real broker: a failing chain, repaired and run again; work shared; one replaced; human
-review by a plain AMQP client, the command line and the page.
+"""An operator on a real broker: a failing chain, repaired and run again; human review by a plain AMQP client, the
+command line and the page.
 """
 
 from __future__ import annotations
@@ -7,28 +7,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aio_pika
-import psutil
 import pytest
-import yaml
 from aiohttp.test_utils import TestClient, TestServer
 
+from tests.broker_fixtures import connected
 from tests.unit.agents.world import a_slice, experience
 from tests.waiting import until
+from trinity_agents.operator.agent import Operator
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.cli.main import main as command
-from trinity_mq.config import BrokerConfig, SupervisorConfig, load_config
+from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.observability.experiences.token_texts import TokenTexts
@@ -40,17 +37,15 @@ from trinity_mq.page.actions import BrokerActions
 from trinity_mq.page.app import DashApp
 from trinity_mq.page.run_page import RunPage
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
-from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.targets.connection import Target
 from trinity_mq.transport.experience_parts import part_message
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(120), pytest.mark.usefixtures("logs", "fresh_imports")]
 
-ROOT = Path(__file__).parents[2]
 OPERATORS = """
-import asyncio, os, time
 from pathlib import Path
-from trinity_mq.operators import ExperienceOperator, ExperienceOperatorV1
+from trinity_mq.operators import ExperienceOperatorV1
 
 HERE = Path(__file__).parent
 
@@ -58,21 +53,7 @@ class Choosy(ExperienceOperatorV1):
     async def process(self, exps):
         if exps[0].eid.batch == 1 and not (HERE / "repaired").exists():
             raise ArithmeticError("not this one")
-        return exps, {"pid": os.getpid()}
-
-class Meets(ExperienceOperatorV1):
-    async def process(self, exps):
-        (HERE / f"here-{os.getpid()}").touch()
-        while len(list(HERE.glob("here-*"))) < 2:
-            await asyncio.sleep(0.05)
-        return exps, {"pid": os.getpid()}
-
-class Blocks(ExperienceOperator):
-    def process(self, exps):
-        if not (HERE / "blocked").exists():
-            (HERE / "blocked").write_text(str(os.getpid()))
-            time.sleep(1000)
-        return exps, {"pid": os.getpid()}
+        return exps, {}
 """
 
 
@@ -81,8 +62,6 @@ class Stage:
     bus: Bus
     topology: Topology
     url: str
-    folder: Path
-    events: list[ProcessEvent] = field(default_factory=list)
 
     async def closed(self, batch: int, runs: int = 2) -> None:
         """A batch whose parts are in its queue, closed."""
@@ -161,10 +140,6 @@ async def page_of(stage: Stage) -> AsyncIterator[Page]:
             await asyncio.wait([following])
 
 
-def pid(ready: BatchReady) -> int:
-    return int(next(value for name, value in ready.metrics.items() if name.endswith("/pid")))
-
-
 async def taken(source: StreamSource, count: int) -> list[tuple[int, str, list[tuple[int, str, int]]]]:
     """The next so many batches, each with the repaired ones that come with it: number, state, experiences."""
     found = []
@@ -181,7 +156,7 @@ async def taken(source: StreamSource, count: int) -> list[tuple[int, str, list[t
 
 @asynccontextmanager
 async def operators(
-    folder: Path, topology: Topology, url: str, kind: str, *names: str, **sections: object
+    folder: Path, topology: Topology, url: str, chain: dict[str, Any], **sections: object
 ) -> AsyncIterator[Stage]:
     (folder / "my_operators.py").write_text(OPERATORS)
     settings = {
@@ -190,35 +165,21 @@ async def operators(
         "run_dir": str(folder / "run"),
         "algorithm": {"min_group_runs": 1},
         "plugin_dirs": [str(folder)],
+        "operator": {"operators": [chain]},
         **sections,
     }
-    settings["operator"] = {"operators": [{"name": f"my_operators.{kind}"}], **dict(sections.get("operator", {}))}  # type: ignore[call-overload]
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    config = load_config(path, [f"broker.url={url}"])
-    bus = create_bus(config.broker, topology, "test")
-    await bus.connect()
-    await bus.declare(*topology.durable)
-    stage = Stage(bus, topology, url, folder)
-    environment = {
-        "TRINITY_MQ_BROKER_URL": url,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agents")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    line = (sys.executable, "-m", "trinity_mq.cli.main", "operator", str(path), "--id")
-    supervisor = Supervisor(
-        [ProcessSpec(name=name, role="operator", argv=(*line, name), env=environment) for name in names],
-        config=SupervisorConfig(grace=15.0),
-        log_dir=folder / "logs",
-        on_event=stage.events.append,
-    )
-    running = asyncio.ensure_future(supervisor.run())
-    try:
-        yield stage
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        await bus.close()
+    config = load_config(settings, [f"broker.url={url}"])
+    add_plugins(config.plugin_dirs)
+    own = create_bus(config.broker, topology, "operator-0")
+    operator = Operator(config, bus=own, topology=topology, agent_id="operator-0")
+    async with connected(url, topology) as bus:
+        await bus.declare(*topology.durable)
+        working = asyncio.ensure_future(operator.run())
+        try:
+            yield Stage(bus, topology, url)
+        finally:
+            operator.drain()
+            await working
 
 
 async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
@@ -231,7 +192,7 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
     monkeypatch.setenv("COLUMNS", "300")  # a table that folds nothing
     broker = {"delivery_limit": 2}
     async with (
-        operators(tmp_path, topology, broker_url, "Choosy", "operator-0", broker=broker) as stage,
+        operators(tmp_path, topology, broker_url, {"name": "my_operators.Choosy"}, broker=broker) as stage,
         page_of(stage) as page,
     ):
         for batch in (1, 2):
@@ -274,40 +235,12 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
         assert whole.state()["consumed"] == again.state()["consumed"] == {"t1": 1, "t2": 2, "t3": 3}
 
 
-async def test_two_operators_share_the_work_and_one_alone_does_it_when_the_other_is_killed(
-    broker_url: str, topology: Topology, tmp_path: Path
-) -> None:
-    async with operators(tmp_path, topology, broker_url, "Meets", "operator-0", "operator-1") as stage:
-        for batch in (1, 2):
-            await stage.closed(batch)
-        pids = {pid(ready) for ready in await stage.decided(2)}
-        assert len(pids) == 2, "each waits for the other's batch, so both were done at the same time"
-        os.kill(pids.pop(), signal.SIGKILL)
-        for batch in (3, 4, 5):
-            await stage.closed(batch)
-        # the killed one may have published its decision and not yet acknowledged the batch, which is then decided again
-        assert sorted(await taken(stage.source(), 5)) == [(batch, "ready", []) for batch in range(1, 6)]
-
-
-async def test_a_process_that_blocks_for_ever_is_replaced_and_its_batch_done(
-    broker_url: str, topology: Topology, tmp_path: Path
-) -> None:
-    async with operators(tmp_path, topology, broker_url, "Blocks", "operator-0", operator={"timeout": 2.0}) as stage:
-        await stage.closed(1)
-        (ready,) = await stage.decided(1)
-        first = int((tmp_path / "blocked").read_text())
-        assert (ready.state, ready.experiences) == ("ready", 2)
-        assert pid(ready) != first
-        assert not psutil.pid_exists(first), "a thread that computes for ever does not keep its process"
-        assert await stage.bus.depth(topology.dead.name) == 0
-
-
 async def test_verdicts_of_a_plain_client_of_the_command_line_and_of_the_page_count(
     broker_url: str, topology: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     review = {"name": "human_review", "args": {"choose": {"fraction": 1.0}, "seconds": 60, "default": "drop"}}
     async with (
-        operators(tmp_path, topology, broker_url, "", "operator-0", operator={"operators": [review]}) as stage,
+        operators(tmp_path, topology, broker_url, review) as stage,
         page_of(stage) as page,
     ):
         listed: list[dict[str, Any]] = []

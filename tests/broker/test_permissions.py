@@ -3,74 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
-import shlex
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiormq
 import pytest
 
-from tests.broker_fixtures import own_node
-from tests.processes import command
+from tests.broker_fixtures import Users, connected, delete_run, note
 from tests.security_tables import rows
 from trinity_mq.bus.base import Bus, BusRefused
-from trinity_mq.bus.permissions import ROLES, Permissions, Role, permissions, rabbitmqctl_lines
-from trinity_mq.bus.properties import Envelope
+from trinity_mq.bus.permissions import ROLES, Role, permissions
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import BY_GATEWAY, SUBMIT, Queue, Topology
-from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.messages import BatchReady, encode
-from trinity_mq.testing.runs import LocalRun
 
-pytestmark = [
-    pytest.mark.broker,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
-]
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TASK = '{"raw_task": {"question": "3,7,2=", "answer": "7"}}'
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[PrivateNode]:
-    with own_node() as made:
-        yield made
-
-
-async def user(node: PrivateNode, name: str, wanted: Permissions) -> str:
-    """Make a user with the commands that are printed for one, and return its URL."""
-    await node.ctl("add_user", name, f"{name}-password")
-    for line in rabbitmqctl_lines(name, "/", wanted):
-        command, *words = shlex.split(line)
-        assert command == "rabbitmqctl"
-        await node.ctl(*words)
-    place = urlsplit(node.url)
-    return f"amqp://{name}:{name}-password@{place.hostname}:{place.port}/%2F"
-
-
-async def bus_of(url: str, topology: Topology) -> RabbitBus:
-    bus = RabbitBus(url, topology, config=BrokerConfig(connect_timeout=10.0), name="test")
-    await bus.connect()
-    return bus
-
-
-def note(text: str) -> Envelope:
-    return Envelope(body=text.encode(), kind="note")
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
-async def others(node: PrivateNode, topology: Topology) -> AsyncIterator[Bus]:
+async def others(bus: RabbitBus, topology: Topology) -> AsyncIterator[Bus]:
     """Another run, as its own agents made it."""
-    bus = await bus_of(node.url, topology)
-    await bus.declare(*topology.durable, topology.batch_queue(1, "t" * 32))
+    batch_queue = topology.batch_queue(1, "t" * 32)
+    await bus.declare(*topology.durable, batch_queue)
     yield bus
-    await bus.close()
+    await bus.delete(batch_queue.name)
 
 
 OPERATIONS: dict[str, Callable[[Bus, Topology], Awaitable[object]]] = {
@@ -86,47 +42,36 @@ OPERATIONS: dict[str, Callable[[Bus, Topology], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("what", OPERATIONS)
-async def test_an_agent_of_another_run_is_refused(
-    node: PrivateNode, others: Bus, topology: Topology, what: str
-) -> None:
+async def test_an_agent_of_another_run_is_refused(users: Users, others: Bus, topology: Topology) -> None:
     """At once, in one line, and neither the run that was tried nor the agent's own work suffers."""
-    mine = f"{topology.run}-x"  # begins with the other run's name
-    url = await user(node, mine, permissions(mine, "agent"))
-    intruder = await bus_of(url, topology)  # its exchanges are looked for: that needs no permission
-    try:
-        async with asyncio.timeout(8):
-            with pytest.raises(BusRefused) as refused:
-                await OPERATIONS[what](intruder, topology)
-        said = str(refused.value)
-        assert "\n" not in said
-        assert f"refused for user '{mine}'" in said
-        assert "trinity-mq broker permissions" in said
-    finally:
-        await intruder.close()
+    mine = Topology(f"{topology.run}-x")  # begins with the other run's name
+    url = await users.make(mine.run, permissions(mine.run, "agent"))
+    for what, operation in OPERATIONS.items():
+        # its exchanges are looked for: that needs no permission
+        async with connected(url, topology) as intruder, asyncio.timeout(8):
+            reason = await refused(operation(intruder, topology))
+        assert "\n" not in reason, what
+        assert f"refused for user '{mine.run}'" in reason, what
+        assert "trinity-mq broker permissions" in reason, what
     for queue in topology.durable:
         assert await others.depth(queue.name) == 0
-    own = await bus_of(url, Topology(mine))
-    try:
-        await own.declare(*Topology(mine).durable)
-        assert await own.publish(Topology(mine).exchange("dead"), "k", note("mine"))
-    finally:
-        await own.close()
+    async with connected(url, mine) as own:
+        await own.declare(*mine.durable)
+        assert await own.publish(mine.exchange("dead"), "k", note("mine"))
+    await delete_run(users.url, mine)
 
 
-async def test_a_refused_publish_takes_no_other_along(node: PrivateNode, topology: Topology) -> None:
+async def test_a_refused_publish_takes_no_other_along(users: Users, topology: Topology) -> None:
     """The broker closes the channel for one; what else is under way on it is repeated and confirmed."""
-    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "agent")), topology)
-    try:
+    url = await users.make(topology.run, permissions(topology.run, "agent"))
+    async with connected(url, topology) as bus, asyncio.timeout(30):
         await bus.declare(topology.dead)
-        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-            good = [group.create_task(bus.publish(topology.exchange("dead"), "k", note(str(n)))) for n in range(200)]
+        async with asyncio.TaskGroup() as group:
+            good = [group.create_task(bus.publish(topology.exchange("dead"), "k", note(n))) for n in range(200)]
             bad = group.create_task(refused(bus.publish("", topology.dead.name, note("reply"))))
-            good += [group.create_task(bus.publish(topology.exchange("dead"), "k", note(str(n)))) for n in range(200)]
-        assert all(task.result() for task in good)
-        assert "amq.default" in bad.result()
-    finally:
-        await bus.close()
+            good += [group.create_task(bus.publish(topology.exchange("dead"), "k", note(n))) for n in range(200)]
+    assert all(task.result() for task in good)
+    assert "amq.default" in bad.result()
 
 
 async def refused(work: Awaitable[object]) -> str:
@@ -135,23 +80,23 @@ async def refused(work: Awaitable[object]) -> str:
     return str(found.value)
 
 
-async def test_a_run_that_is_not_there_is_said_to_be_so(node: PrivateNode, topology: Topology) -> None:
-    url = await user(node, topology.run, permissions(topology.run, "reader"))
-    said = await refused(bus_of(url, topology))
-    assert f"run '{topology.run}' is not on the broker (start the agents that make it first)" in said
+async def test_a_run_that_is_not_there_is_said_to_be_so(users: Users, topology: Topology) -> None:
+    url = await users.make(topology.run, permissions(topology.run, "reader"))
+    with pytest.raises(BusRefused, match=f"run '{topology.run}' is not on the broker .start the agents that make it"):
+        async with connected(url, topology):
+            pass
 
 
 async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
-    node: PrivateNode, others: Bus, topology: Topology
+    users: Users, others: Bus, topology: Topology
 ) -> None:
-    mine = f"{topology.run}-y"
-    url = await user(node, mine, permissions(mine, "agent", taps=topology.run))
-    ready, stream = topology.exchange("ready"), dataclasses.replace(topology.ready, redeclare=False)
+    mine = Topology(f"{topology.run}-y")
+    url = await users.make(mine.run, permissions(mine.run, "agent", taps=topology.run))
+    ready, stream = topology.exchange("ready"), replace(topology.ready, redeclare=False)
     assert await others.publish(ready, "1", note("a batch"))
-    bus, own = await bus_of(url, topology), await bus_of(url, Topology(mine))
-    try:
-        await own.declare(*Topology(mine).durable)
-        assert await own.publish(Topology(mine).exchange("ready"), "1", note("a batch of mine"))
+    async with connected(url, topology) as bus, connected(url, mine) as own:
+        await own.declare(*mine.durable)
+        assert await own.publish(mine.exchange("ready"), "1", note("a batch of mine"))
         assert await bus.publish(ready, "mark", note("mark"))
         async with asyncio.timeout(10), await bus.consume(stream, offset=0) as feed:
             assert [(await anext(feed)).body for _ in range(2)] == [b"a batch", b"mark"]
@@ -159,40 +104,34 @@ async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
         await refused(bus.publish(topology.exchange("dead"), "k", note("x")))
         await refused(bus.consume(topology.closed))
         await refused(bus.delete(topology.ready.name))
-    finally:
-        await bus.close()
-        await own.close()
+    await delete_run(users.url, mine)
 
 
-@pytest.mark.parametrize("header", ["CC", "BCC"])
 async def test_runners_take_nothing_that_a_submitter_has_the_broker_route_to_them(
-    node: PrivateNode, others: Bus, topology: Topology, header: str
+    users: Users, others: Bus, topology: Topology
 ) -> None:
     """The broker checks the routing key of a publish alone, and routes by these headers too."""
-    url = await user(node, f"{topology.run}-{header}", permissions(topology.run, "submitter"))
-    connection = await aiormq.connect(url)
-    try:
+    url = await users.make(topology.run, permissions(topology.run, "submitter"))
+    async with aiormq.connect(url) as connection:
         channel = await connection.channel()
-        properties = aiormq.spec.Basic.Properties(headers={header: ["train.1"]})
-        await channel.basic_publish(
-            b"forged", exchange=topology.exchange("tasks"), routing_key="submit", properties=properties
-        )
-        assert await others.depth(topology.tasks_train.name) == 1
-        assert await others.publish(topology.exchange("tasks"), "train.1", note("slice"))
-        async with asyncio.timeout(10), await others.consume(topology.tasks_train, prefetch=9) as slices:
-            assert (await anext(slices)).body == b"slice"
-        async with asyncio.timeout(10), await others.consume(topology.dead) as letters:
-            assert (await anext(letters)).body == b"forged"
-    finally:
-        await connection.close()
+        for header in ("CC", "BCC"):
+            properties = aiormq.spec.Basic.Properties(headers={header: ["train.1"]})
+            await channel.basic_publish(
+                b"forged", exchange=topology.exchange("tasks"), routing_key="submit", properties=properties
+            )
+    assert await others.depth(topology.tasks_train.name) == 2
+    assert await others.publish(topology.exchange("tasks"), "train.1", note("slice"))
+    async with asyncio.timeout(10), await others.consume(topology.tasks_train, prefetch=9) as slices:
+        assert (await anext(slices)).body == b"slice"
+    async with asyncio.timeout(10), await others.consume(topology.dead) as letters:
+        assert [(await anext(letters)).body for _ in range(2)] == [b"forged"] * 2
 
 
-async def test_trainers_take_nothing_but_marks_of_a_reader(node: PrivateNode, others: Bus, topology: Topology) -> None:
+async def test_trainers_take_nothing_but_marks_of_a_reader(users: Users, others: Bus, topology: Topology) -> None:
     """Neither another message with the routing key of marks, nor one by way of an exchange of its own."""
-    url = await user(node, topology.run, permissions(topology.run, "reader"))
+    url = await users.make(topology.run, permissions(topology.run, "reader"))
     forged = encode(BatchReady(batch=1, ticket="t" * 32, op="a" * 16, chunks=0, experiences=0))
-    connection = await aiormq.connect(url)
-    try:
+    async with aiormq.connect(url) as connection:
         channel = await connection.channel()
         ready, own = topology.exchange("ready"), f"{topology.prefix}telemetry.mine"
         await channel.basic_publish(forged, exchange=ready, routing_key="mark")
@@ -203,8 +142,6 @@ async def test_trainers_take_nothing_but_marks_of_a_reader(node: PrivateNode, ot
         async with asyncio.timeout(10), await others.consume(topology.ready, offset=0) as feed:
             delivery = await anext(feed)
             assert (delivery.body, delivery.offset) == (b"a batch", 2)
-    finally:
-        await connection.close()
 
 
 Operation = Callable[[Bus, Topology], Awaitable[object]]
@@ -248,73 +185,18 @@ def test_the_table_of_users_has_each_role_and_operation() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_each_user_may_do_what_the_table_says(
-    node: PrivateNode, others: Bus, topology: Topology, role: Role
-) -> None:
+async def test_each_user_may_do_what_the_table_says(users: Users, others: Bus, topology: Topology, role: Role) -> None:
     await others.declare(topology.sessions, topology.review)
     columns, *lines = rows("Users of the broker")
     written = {line[0]: line[columns.index(role)] for line in lines}
-    url = await user(node, f"{topology.run}-{role}", permissions(topology.run, role))
+    url = await users.make(f"{topology.run}-{role}", permissions(topology.run, role))
     tried = {}
-    for name, operation in TABLE.items():
-        bus = await bus_of(url, topology)
-        try:
-            async with asyncio.timeout(10):
-                await operation(bus, topology)
+    async with connected(url, topology) as bus:
+        for name, operation in TABLE.items():
             tried[name] = "yes"
-        except BusRefused:
-            tried[name] = "no"
-        finally:
-            await bus.close()
+            try:
+                async with asyncio.timeout(10):
+                    await operation(bus, topology)
+            except BusRefused:
+                tried[name] = "no"
     assert tried == written
-
-
-async def as_user(url: str, *words: str) -> str:
-    """Run ``trinity-mq`` as the user of ``url`` and return its output."""
-    code, out, errors = await command(*words, "--broker", url)
-    assert code == 0, out + errors
-    return out
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(500)
-async def test_a_whole_run_works_with_them(
-    node: PrivateNode, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Agents, a submitter and a reader, each as its own user; drained, and taken up again to its end."""
-    run = topology.run
-    agent = await user(node, f"{run}-a", permissions(run, "agent", replies=True))
-    submitter = await user(node, f"{run}-s", permissions(run, "submitter"))
-    reader = await user(node, f"{run}-r", permissions(run, "reader"))
-    (tmp_path / "url").write_text(f"{agent}\n")
-    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
-    monkeypatch.setenv("TRINITY_MQ_BROKER_URL_FILE", str(tmp_path / "url"))
-    few = (f"name={run}", "buffer.eval_tasksets=[]", "buffer.batch_size=4")
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
-        await going.until_progress(1, 180.0)
-        answer, told, letters, shown, tapped, regraded = await asyncio.gather(
-            as_user(submitter, "submit", run, "--task", TASK, "--wait", "90"),
-            as_user(reader, "status", run, "--seconds", "3"),
-            as_user(reader, "dead", "list", run),
-            as_user(reader, "inspect", run),
-            as_user(reader, "tap", run, "--from", "beginning", "--no-follow", "--fields", "uid"),
-            as_user(reader, "regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-"),
-        )
-        assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"
-        assert [name for name in ("explorer-0", "trainer-0", "operator-0", "runner-0") if name not in told] == []
-        assert run in letters
-        assert "reward" in shown
-        assert '"uid"' in tapped
-        regrading = json.loads(regraded[regraded.index("{") :])
-        assert (regrading["changed"], regrading["experiences"] > 0) == (0, True)
-        assert going.process is not None
-        going.process.send_signal(signal.SIGINT)
-        code, output = await going.ended(60.0)
-        assert code == 130, output
-    reached = max(step for step, _ in going.values("trainer/step"))
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, f"buffer.total_steps={reached + 1}")) as rest:
-        code, output = await rest.ended(180.0)
-    assert code == 0, output
-    assert max(step for step, _ in rest.values("trainer/step")) > reached
-    for log in (tmp_path / "run" / "logs").glob("*.jsonl"):
-        assert "ACCESS_REFUSED" not in log.read_text()

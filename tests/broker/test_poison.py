@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.raw_amqp import RawPublisher, long, nested, properties, short
 from trinity_mq.bus.base import Delivery, Envelope, QueueGone
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
-from trinity_mq.config.bus import BrokerConfig
 
 pytestmark = pytest.mark.broker
 
@@ -25,12 +23,9 @@ GOOD = properties(message_id=short(b"good"))
 
 
 @pytest.fixture
-async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
-    await made.connect()
-    await made.declare(*topology.durable, topology.sessions)
-    yield made
-    await made.close()
+async def bus(bus: RabbitBus, topology: Topology) -> RabbitBus:
+    await bus.declare(*topology.durable, topology.sessions)
+    return bus
 
 
 async def until_good(bus: RabbitBus, queue: Queue) -> list[Delivery]:

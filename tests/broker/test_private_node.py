@@ -19,12 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.broker_fixtures import connected, note
 from tests.processes import gone
 from tests.waiting import queues_noted, until
-from trinity_mq.bus.base import Envelope
-from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.base import ELECT
 from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, free_ports
@@ -39,27 +37,23 @@ def base() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def note(number: int, prefix: str = "") -> Envelope:
-    return Envelope(body=str(number).encode(), kind="note", message_id=f"{prefix}{number}")
-
-
 async def silent(port: int) -> bool:
     return not await accepts_connections(port)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: Topology) -> None:
     """SIGKILL, start again, then a clean restart: the same address, and every confirmed message is there."""
-    node = PrivateNode(base)
-    async with node:
+    async with PrivateNode(base) as node, connected(node.url, topology) as bus:
         url, ports = node.url, node.ports
-        bus = RabbitBus(url, topology, config=BrokerConfig(), name="test")
-        await bus.connect()
+        await check_folder(node, base)
+        await check_where_it_looks_for_modules(node, base)
         await bus.declare(topology.dead, topology.results)
         async with asyncio.TaskGroup() as group:
             for number in range(50):
-                group.create_task(bus.publish("", topology.dead.name, note(number)))
-                group.create_task(bus.publish(topology.exchange("results"), "1", note(number, "stream-")))
+                group.create_task(bus.publish("", topology.dead.name, note(number, message_id=str(number))))
+                streamed = note(number, message_id=f"stream-{number}")
+                group.create_task(bus.publish(topology.exchange("results"), "1", streamed))
         consumer = await bus.consume(topology.dead)
         stream = await bus.consume(topology.results, offset=0)
         held = [await anext(consumer) for _ in range(10)]
@@ -70,7 +64,7 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
         assert node.pid is not None
         os.kill(node.pid, signal.SIGKILL)
         await until(lambda: not bus.usable and node.pid is None)
-        publishing = asyncio.create_task(bus.publish("", topology.dead.name, note(50)))
+        publishing = asyncio.create_task(bus.publish("", topology.dead.name, note(50, message_id="50")))
         await node.start()
         await node.wait_ready()
         assert node.url == url
@@ -87,54 +81,41 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
         await node.stop()
         assert node.pid is None
         assert not await accepts_connections(ports["epmd"])
-        second = PrivateNode(base)
-        async with second:
+        left_over = base / "plugins" / "rabbit-0.0.1"
+        left_over.symlink_to("/no/such/folder")  # as an earlier release would have left it
+        async with PrivateNode(base) as second, connected(url, topology) as reader:
             assert (second.url, second.ports) == (url, ports)
-            reader = RabbitBus(url, topology, config=BrokerConfig(), name="test")
-            await reader.connect()
             assert await reader.depth(topology.dead.name) == 50
-            await reader.close()
-
-
-async def test_it_looks_for_modules_where_most_of_them_are(base: Path) -> None:
-    async with PrivateNode(base) as node:
-        path = await node.ctl("eval", '[io:format("~s~n", [Folder]) || Folder <- code:get_path()].')
-        folders = [Path(line) for line in path.splitlines() if line.startswith("/")]
-        assert [folder.parent.name.partition("-")[0] for folder in folders[:4]] == [
-            "rabbit",
-            "kernel",
-            "stdlib",
-            "rabbit",
-        ]
-        assert folders[0].is_relative_to(base / "plugins")
-        assert len(list((base / "plugins").iterdir())) == 1
-        assert "rabbit_common" in await node.ctl("eval", "code:which(rabbit_misc).")
-    (base / "plugins" / "rabbit-0.0.1").symlink_to("/no/such/folder")  # as an earlier release would have left it
-    async with PrivateNode(base):
-        assert not (base / "plugins" / "rabbit-0.0.1").is_symlink()
-
-
-async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) -> None:
-    node, other = PrivateNode(base), PrivateNode(base)
-    await node.start()
-    try:
-        with pytest.raises(NodeError, match=rf"already runs in {base} \(process {node.pid}\)"):
-            await other.start()
-        for name, mode in {
-            ".": 0o700,
-            "node.json": 0o600,
-            "rabbitmq.conf": 0o600,
-            "advanced.config": 0o600,
-            "home/.erlang.cookie": 0o400,
-        }.items():
-            assert stat.S_IMODE((base / name).stat().st_mode) == mode, name
-        password = json.loads((base / "node.json").read_text())["password"]
-        assert len(password) >= 32
-        assert not any(password in word for word in psutil.Process(node.pid).cmdline())
-    finally:
-        await node.kill()
+            assert not left_over.is_symlink()
     with pytest.raises(NodeError, match="made with user 'tmq'"):
         await PrivateNode(base, user="another").start()
+
+
+async def check_folder(node: PrivateNode, base: Path) -> None:
+    """A folder in use is refused, and its files are private."""
+    with pytest.raises(NodeError, match=rf"already runs in {base} \(process {node.pid}\)"):
+        await PrivateNode(base).start()
+    for name, mode in {
+        ".": 0o700,
+        "node.json": 0o600,
+        "rabbitmq.conf": 0o600,
+        "advanced.config": 0o600,
+        "home/.erlang.cookie": 0o400,
+    }.items():
+        assert stat.S_IMODE((base / name).stat().st_mode) == mode, name
+    password = json.loads((base / "node.json").read_text())["password"]
+    assert len(password) >= 32
+    assert not any(password in word for word in psutil.Process(node.pid).cmdline())
+
+
+async def check_where_it_looks_for_modules(node: PrivateNode, base: Path) -> None:
+    """First where most of them are."""
+    path = await node.ctl("eval", '[io:format("~s~n", [Folder]) || Folder <- code:get_path()].')
+    folders = [Path(line) for line in path.splitlines() if line.startswith("/")]
+    assert [folder.parent.name.partition("-")[0] for folder in folders[:4]] == ["rabbit", "kernel", "stdlib", "rabbit"]
+    assert folders[0].is_relative_to(base / "plugins")
+    assert len(list((base / "plugins").iterdir())) == 1
+    assert "rabbit_common" in await node.ctl("eval", "code:which(rabbit_misc).")
 
 
 async def test_a_port_in_use_is_named(base: Path) -> None:
@@ -216,11 +197,7 @@ async def test_a_queue_that_goes_during_the_elections_spoils_no_other(
     broker_node: Any, broker_url: str, topology: Topology
 ) -> None:
     """Agents are back before the elections are over, and an operator deletes the queue of its batch."""
-    bus = RabbitBus(broker_url, topology, config=BrokerConfig(), name="tester")
-    await bus.connect()
-    try:
+    async with connected(broker_url, topology) as bus:
         await bus.declare(topology.closed)
         await broker_node.ctl("eval", STOP.format(topology.closed.name))
         await broker_node.ctl("eval", ELECT)
-    finally:
-        await bus.close()

@@ -15,15 +15,17 @@ import pytest
 from aiormq.channel import Channel
 from aiormq.exceptions import DeliveryError
 
+from tests.broker_fixtures import connected, note
 from tests.waiting import until
 from trinity_mq.bus.base import BusUnavailable, Envelope
-from trinity_mq.bus.rabbit import publisher as _rabbit_publisher
+from trinity_mq.bus.rabbit import publisher
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import DROPPED, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import TaskBody, TaskSubmission
 from trinity_mq.operations import submit
+from trinity_mq.targets.connection import Target
 
 NARROW = {"x-max-length": 3, "x-overflow": "reject-publish"}
 COUNT = 12
@@ -33,17 +35,14 @@ BOUND, SIZE = 100_000, 10_000
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
-def note(number: int, size: int = 0) -> Envelope:
-    return Envelope(body=b"%d" % number + bytes(size), kind="note", message_id=f"note-{number}")
+def numbered(number: int, size: int = 0) -> Envelope:
+    return note(number, size, message_id=f"note-{number}")
 
 
 @pytest.fixture
-async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
-    await made.connect()
-    await made.declare(topology.dead)
-    yield made
-    await made.close()
+async def bus(bus: RabbitBus, topology: Topology) -> RabbitBus:
+    await bus.declare(topology.dead)
+    return bus
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
@@ -64,7 +63,9 @@ async def test_nacked_publishes_are_repeated_until_there_is_room(
         await channel.queue_bind(narrow, topology.exchange("dead"), "#")
         try:
             async with asyncio.TaskGroup() as group:
-                made = [group.create_task(bus.publish(topology.exchange("dead"), "x", note(n))) for n in range(COUNT)]
+                made = [
+                    group.create_task(bus.publish(topology.exchange("dead"), "x", numbered(n))) for n in range(COUNT)
+                ]
                 await until(lambda: _more_than(bus, topology.dead.name, COUNT), 30)
                 assert not any(task.done() for task in made)
                 while not all(task.done() for task in made):
@@ -91,11 +92,9 @@ async def bounded(bus: RabbitBus, broker_url: str, topology: Topology) -> AsyncI
     """A bus whose queues are small."""
     await bus.delete(topology.dead.name)
     narrow = replace(topology, submitted_max_bytes=BOUND, dead_max_bytes=BOUND)
-    made = RabbitBus(broker_url, narrow, config=BrokerConfig(), name="bounds")
-    await made.connect()
-    await made.declare(*narrow.durable)
-    yield made
-    await made.close()
+    async with connected(broker_url, narrow) as made:
+        await made.declare(*narrow.durable)
+        yield made
 
 
 async def test_a_confirm_that_never_comes_is_not_waited_for(
@@ -111,10 +110,10 @@ async def test_a_confirm_that_never_comes_is_not_waited_for(
             await asyncio.Event().wait()
         return confirmed
 
-    monkeypatch.setattr(_rabbit_publisher, "PATIENCE", 0.5)
+    monkeypatch.setattr(publisher, "PATIENCE", 0.5)
     monkeypatch.setattr(Channel, "basic_publish", loses_one)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        made = [group.create_task(bus.publish("", topology.dead.name, note(n))) for n in range(COUNT)]
+        made = [group.create_task(bus.publish("", topology.dead.name, numbered(n))) for n in range(COUNT)]
     assert lost.is_set()
     assert all(task.result() is True for task in made)
     depth = await bus.depth(topology.dead.name) or 0
@@ -128,7 +127,7 @@ async def fill(bounded: RabbitBus, topology: Topology) -> int:
     """Submit until the broker refuses; return how many it took."""
     for number in range(100):
         try:
-            await bounded.publish(topology.exchange("tasks"), "submit", note(number, SIZE), timeout=1.0)
+            await bounded.publish(topology.exchange("tasks"), "submit", numbered(number, SIZE), timeout=1.0)
         except BusUnavailable:
             return number
     return 100
@@ -140,7 +139,7 @@ async def test_a_full_queue_of_submissions_refuses_and_takes_more_once_there_is_
     taken = await fill(bounded, topology)
     assert 8 <= taken <= 15
     assert await bounded.depth(topology.submitted.name) == taken
-    waiting = asyncio.create_task(bounded.publish(topology.exchange("tasks"), "submit", note(200, SIZE)))
+    waiting = asyncio.create_task(bounded.publish(topology.exchange("tasks"), "submit", numbered(200, SIZE)))
     consumed = replace(topology, submitted_max_bytes=BOUND).submitted
     async with await bounded.consume(consumed, prefetch=1) as consumer:
         for _ in range(taken):
@@ -149,13 +148,14 @@ async def test_a_full_queue_of_submissions_refuses_and_takes_more_once_there_is_
 
 
 async def test_the_submit_command_says_that_the_queue_is_full(
-    bounded: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    bounded: RabbitBus, broker_url: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = await fill(bounded, topology)
     monkeypatch.setattr(submit, "PUBLISH_SECONDS", 1.0)
+    target = Target(topology.run, BrokerConfig(url=broker_url))
     task = TaskSubmission(task=TaskBody(workflow="w", raw_task={"q": "x" * SIZE}), submission_id="mine")
     with pytest.raises(CommandError, match=rf"{taken} tasks wait in the queue submitted.*--id mine"):
-        await submit._publish(bounded, topology, task, None)
+        await submit.submit_task(target, task, None)
 
 
 async def test_a_full_queue_of_dead_letters_drops_the_oldest_and_tells(bounded: RabbitBus, topology: Topology) -> None:
@@ -163,7 +163,7 @@ async def test_a_full_queue_of_dead_letters_drops_the_oldest_and_tells(bounded: 
     await bounded.declare(listener)
     async with await bounded.consume(listener) as dropped:
         for number in range(40):
-            assert await bounded.publish(topology.exchange("dead"), "train.1", note(number, SIZE), timeout=10.0)
+            assert await bounded.publish(topology.exchange("dead"), "train.1", numbered(number, SIZE), timeout=10.0)
 
         async def has_dropped() -> bool:
             return 0 < (await bounded.depth(topology.dead.name) or 0) <= 15

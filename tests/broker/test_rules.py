@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from trinity_mq.bus.base import Consumer, Delivery, Envelope, LockHeld
+from tests.broker_fixtures import connected, note
+from trinity_mq.bus.base import Consumer, Delivery, LockHeld
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.bus.rabbit.connection import BrokerConnection
 from trinity_mq.bus.topology import Queue, Topology
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 pytestmark = pytest.mark.broker
-
-
-def note(text: str, **more: Any) -> Envelope:
-    return Envelope(body=text.encode(), kind="note", **more)
-
-
-@pytest.fixture
-async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
-    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name=f"rules-{topology.run}")
-    await made.connect()
-    yield made
-    await made.close()
 
 
 async def listed(node: PrivateNode, what: str, *columns: str) -> list[dict[str, Any]]:
@@ -41,7 +28,7 @@ async def connections(node: PrivateNode, topology: Topology) -> dict[str, dict[s
     """Our connections by the last word of their names."""
     found = await listed(node, "connections", "pid", "timeout", "channels", "client_properties")
     named = {next(p[2] for p in one["client_properties"] if p[0] == "connection_name"): one for one in found}
-    ours = f"rules-{topology.run} "
+    ours = f"test-{topology.run} "
     return {name.removeprefix(ours): one for name, one in named.items() if name.startswith(ours)}
 
 
@@ -93,7 +80,7 @@ async def test_two_connections_a_channel_for_each_consumer_and_a_heartbeat(
 async def close(node: PrivateNode, topology: Topology, which: str) -> None:
     """Let the broker close one of our connections."""
     lines = (await node.ctl("list_connections", "pid", "client_properties")).splitlines()
-    (line,) = [line for line in lines if f"rules-{topology.run} {which}" in line]
+    (line,) = [line for line in lines if f"test-{topology.run} {which}" in line]
     await node.ctl("close_connection", line.split("\t")[0], "for the test")
 
 
@@ -116,11 +103,9 @@ async def test_the_lock_goes_with_the_connection_that_consumes_and_with_no_other
         await bus.wait_usable()
     assert lost[0]
     assert lock.held, "nobody took it: it is ours again"
-    other = RabbitBus(broker_url, topology, config=BrokerConfig(), name="other")
-    await other.connect()
-    with pytest.raises(LockHeld):
-        await other.lock("trainer")
-    await other.close()
+    async with connected(broker_url, topology) as other:
+        with pytest.raises(LockHeld):
+            await other.lock("trainer")
 
 
 async def test_the_brokers_own_limit_never_strikes(bus: RabbitBus, topology: Topology) -> None:
@@ -199,28 +184,23 @@ async def test_a_stream_whose_channel_was_closed_goes_on_behind_the_last(bus: Ra
 
 
 async def test_while_the_locks_may_be_anothers_nothing_is_published(
-    bus: RabbitBus, broker_node: PrivateNode, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    broker_url: str, broker_node: PrivateNode, topology: Topology
 ) -> None:
     """Without the connection that consumes it is not known whose the locks are."""
-    await bus.declare(topology.dead)
-    lock = await bus.lock("explorer")
-    opened, opens = BrokerConnection.open, asyncio.Event()
-
-    async def later(*what: Any) -> Any:
-        await opens.wait()
-        return await opened(*what)
-
-    monkeypatch.setattr(BrokerConnection, "open", later)
-    suspended = asyncio.Event()
-    bus.on_change(suspended.set)
-    await close(broker_node, topology, "consumes")
-    async with asyncio.timeout(10):
-        await suspended.wait()
-    assert not lock.held
-    publishing = asyncio.create_task(bus.publish("", topology.dead.name, note("x")))
-    done, _ = await asyncio.wait([publishing], timeout=0.5)
-    opens.set()
-    async with asyncio.timeout(10):
-        assert await publishing
-    assert lock.held
-    assert not done
+    async with FaultProxy(broker_url) as proxy, connected(proxy.url, topology) as bus:
+        await bus.declare(topology.dead)
+        lock = await bus.lock("explorer")
+        suspended = asyncio.Event()
+        bus.on_change(suspended.set)
+        proxy.refuses = lambda port: True
+        await close(broker_node, topology, "consumes")
+        async with asyncio.timeout(10):
+            await suspended.wait()
+        assert not lock.held
+        publishing = asyncio.create_task(bus.publish("", topology.dead.name, note("x")))
+        done, _ = await asyncio.wait([publishing], timeout=0.5)
+        proxy.refuses = lambda port: False
+        async with asyncio.timeout(10):
+            assert await publishing
+        assert lock.held
+        assert not done

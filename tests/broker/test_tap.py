@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.broker_fixtures import own_node
+from tests.broker_fixtures import connected, own_node
 from tests.unit.agents.world import experience
 from trinity_mq.bus import Bus, Topology
-from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.messages import BatchClosed, BatchReady, RunEnd
@@ -39,11 +37,9 @@ def node() -> Iterator[PrivateNode]:
 
 @pytest.fixture
 async def bus(node: PrivateNode, topology: Topology) -> AsyncIterator[Bus]:
-    made = RabbitBus(node.url, topology, config=BrokerConfig(connect_timeout=30.0), name="test")
-    await made.connect()
-    await made.declare(*topology.durable)
-    yield made
-    await made.close()
+    async with connected(node.url, topology, connect_timeout=30.0) as made:
+        await made.declare(*topology.durable)
+        yield made
 
 
 async def publish(bus: Bus, topology: Topology, batch: int, *, processed: str = "o") -> None:

@@ -132,9 +132,7 @@ async def test_each_batch_comes_once_with_advantages_and_versions_of_the_run_tha
         assert not source.available()
 
 
-async def test_from_a_batch_on_and_from_now_on(
-    config: Config, codec: TextCodec, other: Bus, topology: Topology, tmp_path: Path
-) -> None:
+async def test_from_a_batch_on(config: Config, codec: TextCodec, other: Bus, topology: Topology) -> None:
     for batch in (1, 2, 3):
         await publish(other, topology, batch)
     since = config.model_copy(update={"source": config.source.model_copy(update={"start": 3})})
@@ -144,15 +142,6 @@ async def test_from_a_batch_on_and_from_now_on(
         await send(other, topology, "end", envelope(RunEnd(batches=3), message_id="run-end"))
         await source.changed.until(lambda: source.ended is not None)
         assert source.ended == 1
-    now = config.model_copy(update={"source": config.source.model_copy(update={"start": "now"})})
-    async with reading(now, codec) as source:
-        waiting = asyncio.create_task(source.next())
-        number = 3
-        while not waiting.done():  # it says nowhere that it has begun to read
-            number += 1
-            await publish(other, topology, number)
-            await asyncio.wait([waiting], timeout=0.5)
-        assert waiting.result().batch > 3
 
 
 async def test_another_run_of_that_name_and_another_tokenizer_are_told(

@@ -1,4 +1,6 @@
-"""scripts/docker-engine in a network of the test's own: what the machine had before is what it has afterwards."""
+"""scripts/docker-engine in a network of the test's own: what the machine had before is what it has afterwards. What the
+scripts say that prepare containers for tests.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from tests.postgresql import SHARED
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "docker-engine"
 PREPARE = Path(__file__).parent / "prepare"
+BUILD = PREPARE.with_name("build-images")
 NEEDED = ("dockerd", "docker", "iptables", "nft", "ip", "unshare", "nsenter")
 SETTINGS = ("ip_forward", "conf/all/forwarding", "conf/all/accept_redirects")
 PLACES = ("/run/docker", "/run/containerd", "/opt/containerd", "/etc/docker/key.json")
@@ -173,3 +176,19 @@ def test_wrong_words_are_told_and_nothing_is_prepared_where_no_docker_is_wanted(
     done = subprocess.run([PREPARE], capture_output=True, text=True, check=False, env=settings)
     said = "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"
     assert (done.returncode, done.stdout, done.stderr) == (69, "", said)
+
+
+def test_wrong_names_and_no_engine_are_told(tmp_path: Path) -> None:
+    settings = os.environ | {"DOCKER_HOST": "unix:///nowhere.sock", "TRINITY_MQ_DOCKER_FOLDER": str(tmp_path)}
+
+    def said(*words: str) -> tuple[int, str]:
+        done = subprocess.run([BUILD, *words], capture_output=True, text=True, check=False, env=settings)
+        return done.returncode, done.stderr.splitlines()[-1]
+
+    assert said("--only", "rabbitmq:5") == (
+        2,
+        "no image is called rabbitmq:5: one of python:3.11-slim rabbitmq:3.10 rabbitmq:4.0",
+    )
+    code, why = said()
+    assert code == 69
+    assert "no Docker engine answers" in why

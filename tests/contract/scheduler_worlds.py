@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.broker_fixtures import _clean
+from tests.broker_fixtures import delete_run
 from tests.contract.scripted_workflow import Scripted
 from trinity_agents.runner.agent import Runner
 from trinity_mq.bus import Bus, Topology
@@ -200,4 +200,4 @@ class RabbitWorld(SchedulerWorld):
             process.terminate()
         for process in self.processes:
             process.wait(30)
-        asyncio.run(_clean(self.url, self.topology))
+        asyncio.run(delete_run(self.url, self.topology))

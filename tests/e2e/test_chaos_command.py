@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.processes import command
+from trinity_agents.trainer.history import last_generation, lineage
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SETTINGS = ("buffer.total_steps=60", "trainer.save_interval=7", "explorer.eval_interval=60", "operator.num_operators=2")
+SETTINGS = ("trainer.save_interval=7", "explorer.eval_interval=60", "operator.num_operators=2")
 ALWAYS = {
     "the run recovers",
     "streams can be read",
@@ -57,25 +58,42 @@ def schedule(path: Path, *faults: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    batches = 90
     file = schedule(
         tmp_path / "schedule.json",
+        {"role": "runner", "kind": "kill"},
+        {"role": "engine", "kind": "kill", "point": "slices_in_flight"},
         {"role": "trainer", "kind": "kill", "point": "sync_commit"},
         {"role": "runner", "kind": "freeze", "seconds": 1.0, "together": True},
         {"role": "explorer", "kind": "cut", "seconds": 0.5},
         {"role": "operator", "kind": "restart"},
+        {"role": "explorer", "kind": "kill"},
+        {"role": "operator", "kind": "kill", "point": "batch_closed"},
+        {"role": "engine", "kind": "kill"},
         {"role": "broker", "kind": "kill", "point": "batch_closed"},
     )
     run = tmp_path / "run"
-    words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *SETTINGS, "--after", "3", "--schedule", str(file))
-    code, report, said = await chaos(*words)
-    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
-    assert [fault["recovered"] is not None for fault in report["faults"]] == [True] * 5, report
+    settings = (f"buffer.total_steps={batches}", *SETTINGS)
+    code, report, told = await chaos(
+        str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *settings, "--after", "3", "--schedule", str(file)
+    )
+    assert code == 0, f"{told}\n{json.dumps(report, indent=2)}"
+    assert [fault["recovered"] is not None for fault in report["faults"]] == [True] * 10, report
     assert judged(report) == dict.fromkeys([*ALWAYS, "no process left"], "holds"), report
     assert report["over"]
-    assert json.loads((run / "chaos" / "schedule.json").read_text())["faults"][0]["point"] == "sync_commit"
+    assert json.loads((run / "chaos" / "schedule.json").read_text())["faults"][2]["point"] == "sync_commit"
     assert "every invariant that was checked holds" in (run / "chaos" / "report.txt").read_text()
+    # no run of any batch is missing in the final checkpoint, and no evaluation was done twice
+    entries = lineage(run / "history", last_generation(run / "history"), batches)
+    assert [(entry["batch"], entry["outcome"]) for entry in entries] == [(n + 1, "trained") for n in range(batches)]
+    for entry in entries:
+        runs = {tuple(map(int, uid.split("/")[1:3])) for uid in entry["uids"]}
+        missing = {(task, number) for task in range(16) for number in range(8)} - runs
+        assert (missing, len(entry["uids"])) == (set(), 16 * 8), f"batch {entry['batch']} has not (task, run)\n{told}"
+    evaluated = [step for step, _ in LocalRun(file, run).values("eval/max3_held_out/accuracy/mean@1")]
+    assert (evaluated[0], evaluated.count(batches)) == (0, 1)
 
 
 @pytest.mark.extended
@@ -83,7 +101,7 @@ async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) ->
 async def test_a_drawn_schedule_on_a_longer_run(tmp_path: Path) -> None:
     seed = os.environ.get("SEED", "7")
     run = tmp_path / "run"
-    settings = ("buffer.total_steps=700", *SETTINGS[1:])
+    settings = ("buffer.total_steps=700", *SETTINGS)
     words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *settings, "--kills", "25", "--seed", seed, "--every", "1")
     code, report, said = await chaos(*words, "--further", "3", "--inside", "0.5")
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
@@ -99,7 +117,7 @@ async def test_trainer_engine_and_host_are_struck_at_each_step_of_a_sync(tmp_pat
     kills = [{"role": role, "kind": "kill", "point": point} for role in ("trainer", "engine") for point in points]
     cuts = [{"role": "explorer", "kind": "cut", "seconds": 2.0, "point": point} for point in points[:2]]
     file = schedule(tmp_path / "schedule.json", *kills, *cuts)
-    settings = ("buffer.total_steps=2000", *SETTINGS[1:], f"synchronizer.sync_method={method}")
+    settings = ("buffer.total_steps=2000", *SETTINGS, f"synchronizer.sync_method={method}")
     words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={tmp_path / 'run'}", *settings, "--schedule", str(file))
     code, report, said = await chaos(*words, "--after", "3", "--further", "3")
     assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
@@ -110,7 +128,7 @@ async def test_trainer_engine_and_host_are_struck_at_each_step_of_a_sync(tmp_pat
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 async def test_a_run_that_runs_already_goes_on_afterwards(tmp_path: Path) -> None:
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ("buffer.total_steps=5000", *SETTINGS[1:])) as run:
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ("buffer.total_steps=5000", *SETTINGS)) as run:
         await run.until_progress(3, 120.0)
         words = ("--attach", str(run.run_dir), "--kills", "4", "--seed", "1", "--every", "0.5", "--after", "1")
         code, report, said = await chaos(*words)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import completed
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -44,9 +45,7 @@ async def test_a_run_learns(
     tmp_path: Path, example: str, settings: tuple[str, ...], folder: str, metric: str, rise: float
 ) -> None:
     file = EXAMPLES / f"{example}.yaml"
-    async with LocalRun(file, tmp_path / "run", settings) as run:
-        code, output = await run.ended(800.0)
-    assert code == 0, output
+    await completed(file, tmp_path / "run", settings, seconds=800.0)
     results = LocalRun(file, tmp_path / folder)
     values = dict(results.values(metric))
     assert values[max(values)] >= values[0] + rise, values

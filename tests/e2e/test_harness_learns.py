@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from trinity_mq.testing.runs import LocalRun
+from tests.processes import completed
 
 ROOT = Path(__file__).parents[2]
 HARNESSES = os.environ.get("TRINITY_MQ_HARNESSES", "")
@@ -30,9 +30,9 @@ pytestmark = [
 
 async def test_commands_of_mini_swe_agent_in_bubblewrap_are_learned(tmp_path: Path) -> None:
     settings = (f"buffer.total_steps={STEPS}", f"trainer.save_interval={STEPS}")
-    async with LocalRun(ROOT / "examples" / "harness-mini-swe-agent.yaml", tmp_path / "run", settings) as run:
-        code, output = await run.ended(800.0)
-    assert code == 0, output
+    run, _ = await completed(
+        ROOT / "examples" / "harness-mini-swe-agent.yaml", tmp_path / "run", settings, seconds=800.0
+    )
     rewards = dict(run.values("rollout/reward/mean"))
     assert list(rewards) == list(range(1, STEPS + 1))
     values = list(rewards.values())

@@ -134,21 +134,6 @@ async def test_ready_pings_freeze_outage_drain(
     assert not health.exists()
 
 
-async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, manager: Manager) -> None:
-    """It pings and asks for time while it tries, and can be stopped at once."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and never listens
-        url = f"amqp://tmq:x@127.0.0.1:{unused.getsockname()[1]}/"
-        async with runner(url, run_folder, manager) as process:
-            await until(lambda: manager.count("WATCHDOG=1") >= 3, START)
-            assert manager.status == "STATUS=starting; connects to the broker"
-            assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in manager.lines)
-            assert manager.count("READY=1") == 0
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20.0) == 0
-    assert manager.count("STOPPING=1") == 1
-
-
 async def test_a_wrong_password_ends_for_good(broker_url: str, run_folder: Path, manager: Manager) -> None:
     """With the code that the units do not restart on."""
     before, _, host = broker_url.rpartition("@")

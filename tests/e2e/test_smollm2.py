@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.testing.runs import LocalRun
+from tests.processes import completed
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -37,9 +37,7 @@ async def run_steps(engine: str, dtype: str, run_dir: Path) -> None:
         "synchronizer.sync_offset=0",
         "trainer.save_interval=100",
     )
-    async with LocalRun(ROOT / "examples" / "smollm2.yaml", run_dir, small) as run:
-        code, output = await run.ended(600.0)
-    assert code == 0, output
+    run, _ = await completed(ROOT / "examples" / "smollm2.yaml", run_dir, small, seconds=600.0)
     assert [step for step, _ in run.values("trainer/step")] == list(range(1, STEPS + 1))
     assert [outcome for _, outcome in run.values("sample/skipped_step")] == [0.0] * STEPS
     assert max(count for _, count in run.values("sync/canary_failures")) == 0

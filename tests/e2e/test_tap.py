@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.metric_names import undocumented
+from tests.processes import completed
 from trinity_agents.trainer.history import last_generation, lineage
 from trinity_mq.cli.main import main
 from trinity_mq.testing.runs import LocalRun
@@ -42,9 +43,7 @@ async def test_it_learns_from_what_another_run_sees_each_batch_once_though_it_is
         code, output = await seen.ended(200.0)
         assert code == 0, output
     # the other run is over, and its private broker with it
-    async with LocalRun(SMOKE, second, [*words, "buffer.total_steps=null"]) as learns:
-        code, output = await learns.ended(120.0)
-    assert code == 0, output
+    learns, output = await completed(SMOKE, second, [*words, "buffer.total_steps=null"], seconds=120.0)
     assert "starting the private broker of run 'first'" in output
     trained = entries(second, 90)
     assert [one["batch"] for one in trained] == list(range(1, 91)), "each batch once, in order"

@@ -33,7 +33,9 @@ from trinity_agents.simulation.sessions.gateways import SimulatedClients
 from trinity_agents.simulation.stand_ins import FakeWorkflowRunner, SimulatedEngine
 from trinity_mq.bus import Consumer, Delivery, Queue, Topology
 from trinity_mq.bus.base import Incoming
+from trinity_mq.bus.rabbit import consumer as rabbit_consumer
 from trinity_mq.bus.rabbit.bus import RabbitBus
+from trinity_mq.bus.routing import routing_problem
 from trinity_mq.cli.dead import paragraph
 from trinity_mq.messages import DecodeError, SubmissionOutcome, TaskBody, TaskSubmission, decode, decode_any
 from trinity_mq.operations.dead_letters import letters, row
@@ -123,23 +125,16 @@ class WatchedBus(RabbitBus):
     """The hostile messages that were read last."""
 
     async def consume(self, queue: Queue, **how: Any) -> Consumer:
-        consumer: Any = await super().consume(queue, **how)
-        hand_over = consumer._hand_over
+        consumer = await super().consume(queue, **how)
+        take = consumer.get_nowait
 
-        def noted(item: Any) -> Delivery:
-            delivery: Delivery = hand_over(item)
-            self.last += self.seen.note(queue, delivery)
+        def noted() -> Delivery | None:
+            if (delivery := take()) is not None:
+                self.last += self.seen.note(queue, delivery)
             return delivery
 
-        refuse = consumer._refuse
-
-        async def noted_refusal(channel: Any, message: Any, problem: str) -> None:
-            for one in self.seen.of(queue.name, bytes(message.body)):  # read, and no agent's to handle
-                one.seen = True
-            await refuse(channel, message, problem)
-
-        consumer._hand_over, consumer._refuse = noted, noted_refusal
-        return consumer  # type: ignore[no-any-return]
+        consumer.get_nowait = noted  # type: ignore[method-assign]
+        return consumer
 
     def note_change(self) -> None:
         self.lost += not self.usable
@@ -198,7 +193,10 @@ class FuzzedRun(Simulation):
         """Run the agents inside the block, in which they have work to do."""
         engines = {"engine-0": self.engine}
         clients = SimulatedClients(engines)  # type: ignore[arg-type]
-        with mock.patch.object(gateway_agent, "EngineClients", return_value=clients):
+        with (
+            mock.patch.object(gateway_agent, "EngineClients", return_value=clients),
+            mock.patch.object(rabbit_consumer, "routing_problem", self._routing_problem),
+        ):
             self._make_agents(engines)
             self.outside = RabbitBus(self.url, self.topology, config=self.config.broker, name="fuzz")
             await self.outside.connect()
@@ -224,6 +222,15 @@ class FuzzedRun(Simulation):
     def gateway(self) -> Gateway:
         assert self._gateway is not None
         return self._gateway
+
+    def _routing_problem(self, queue: Queue, *message: Any) -> str | None:
+        """Note a message that its consumer keeps from its agent as one that was read."""
+        problem = routing_problem(queue, *message)
+        if problem is not None:
+            _, _, _, body, _ = message
+            for one in self.seen.of(queue.name, bytes(body)):
+                one.seen = True
+        return problem
 
     def _make_agents(self, engines: dict[str, Any]) -> None:
         workflows: Any = FakeWorkflowRunner(0, self._settings, engines, lambda: False, random.Random(0))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.processes import completed
 from tests.upgrade.conftest import Built
 from tests.upgrade.fleet import EXCHANGE_SECONDS, ROOT, Fleet
 from trinity_agents.trainer.history import last_generation, lineage
@@ -20,7 +21,6 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.release import VERSION
-from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [pytest.mark.broker, pytest.mark.e2e, pytest.mark.chaos, pytest.mark.extended, pytest.mark.timeout(2400)]
 
@@ -88,9 +88,7 @@ async def test_each_role_is_exchanged_in_both_orders_and_back_and_nothing_is_los
         await newer_state_is_refused(fleet, config.path)
     last = reached + 3
     monkeypatch.setenv(URL_VARIABLE, broker_url)
-    async with LocalRun(file, config.path, (f"buffer.total_steps={last}",)) as rest:
-        code, output = await rest.ended(180.0)
-    assert code == 0, output
+    await completed(file, config.path, (f"buffer.total_steps={last}",), seconds=180.0)
 
     assert fleet.committed == sorted(fleet.committed), "a version of the weights was committed after a newer one"
     history = lineage(config.path / "history", last_generation(config.path / "history"), last)

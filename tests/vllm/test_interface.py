@@ -9,6 +9,7 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -82,16 +83,16 @@ def parsed(command: list[str]) -> Any:
 
 
 @IMPORTS_VLLM
-def test_vllm_s_server_starts_whatever_the_tokenizer_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_server_starts_whatever_the_tokenizer_writes() -> None:
     """Its route for decisions, which would write letters and a conversation at the start, is off for every model."""
     from vllm.entrypoints.generate.structured_decisions import strategies
 
-    monkeypatch.setattr(strategies, "READ_STRATEGIES", dict(strategies.READ_STRATEGIES))
     model = SimpleNamespace(architecture="Qwen3ForCausalLM", logprobs_mode="processed_logprobs")
     assert strategies.select_read_strategy(model, ["generate"]) is strategies.NextTokenStrategy
-    api.switch_off_decisions()
-    with pytest.raises(ValueError, match="does not support Qwen3ForCausalLM"):  # with which vLLM goes on
-        strategies.select_read_strategy(model, ["generate"])
+    with mock.patch.dict(strategies.READ_STRATEGIES):
+        api.switch_off_decisions()
+        with pytest.raises(ValueError, match="does not support Qwen3ForCausalLM"):  # with which vLLM goes on
+            strategies.select_read_strategy(model, ["generate"])
 
 
 @IMPORTS_VLLM

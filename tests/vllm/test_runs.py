@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import yaml
 
-from tests.e2e.test_debug_workflow import command, ended, left
+from tests.e2e.test_debug_workflow import debug_one_task
 from tests.e2e.test_smollm2 import NEEDS_MODEL, run_steps
-from tests.serve_clients import Agents, check_the_logprobs, until_settled
-from trinity_mq.local_broker.ports import free_ports
+from tests.processes import completed
+from tests.serve_clients import served, train_by_program
 from trinity_mq.sync.gate.canary import LIMITS
 from trinity_mq.testing.runs import LocalRun
 
@@ -30,6 +29,7 @@ RISE = 0.4
 ALIKE = 0.2
 """Between the engines, which draw other numbers: of the mean reward of the last steps, and of the final accuracy."""
 LAST = 10
+START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ async def run_on(engine: str, config: Path, run_dir: Path) -> Seen:
         f"explorer.eval_interval={STEPS // 2}",
         "trainer.save_interval=50",
     )
-    async with LocalRun(config, run_dir, overrides) as run:
-        code, output = await run.ended(1100.0)
-    assert code == 0, output
+    run, _ = await completed(config, run_dir, overrides, seconds=1100.0)
     settings = json.loads((run_dir / "engines" / "explorer-0-engine.config.json").read_text())
     assert settings["explorer"]["rollout_model"]["engine"] == engine
     accuracy = dict(run.values(ACCURACY))
@@ -95,9 +93,7 @@ async def test_a_run_learns_with_adapters_that_engine_and_trainer_agree_on(tmp_p
         f"buffer.total_steps={LORA_STEPS}",
         f"explorer.eval_interval={LORA_STEPS}",
     )
-    async with LocalRun(EXAMPLES / "smoke-vllm.yaml", tmp_path / "run", settings) as run:
-        code, output = await run.ended(1000.0)
-    assert code == 0, output
+    run, _ = await completed(EXAMPLES / "smoke-vllm.yaml", tmp_path / "run", settings, seconds=1000.0)
     accuracy = dict(run.values(ACCURACY))
     assert accuracy[LORA_STEPS] >= accuracy[0] + RISE, accuracy
     assert max(value for _, value in run.values("rollout/rollout_vs_train_logprob_diff/max")) <= AGREE
@@ -137,9 +133,7 @@ async def test_a_run_whose_engines_are_split_agrees_with_its_trainer_after_every
     if method == "memory":
         model = yaml.safe_load((EXAMPLES / "smoke-vllm.yaml").read_text())["model"]
         settings.append(f"explorer.auxiliary_models={json.dumps([{**TEACHER, 'model': model}])}")
-    async with LocalRun(EXAMPLES / example, tmp_path / "run", tuple(settings)) as run:
-        code, output = await run.ended(1400.0)
-    assert code == 0, output
+    run, _ = await completed(EXAMPLES / example, tmp_path / "run", tuple(settings), seconds=1400.0)
     differences = dict(run.values("rollout/rollout_vs_train_logprob_diff/max"))
     assert list(differences) == list(range(1, SPLIT_STEPS + 1))
     assert max(differences.values()) <= AGREE
@@ -170,9 +164,7 @@ async def test_a_step_wise_workflow_learns_on_two_vllm_engines(tmp_path: Path) -
         "explorer.rollout_model.engine_num=2",
         "explorer.rollout_model.vllm.kv_cache_memory_bytes=33554432",
     )
-    async with LocalRun(EXAMPLES / "step-wise.yaml", tmp_path / "run", overrides) as run:
-        code, output = await run.ended(1400.0)
-    assert code == 0, output
+    run, _ = await completed(EXAMPLES / "step-wise.yaml", tmp_path / "run", overrides, seconds=1400.0)
     accuracy = dict(run.values(ACCURACY))
     assert set(accuracy) == {0, STEP_WISE_STEPS}
     assert accuracy[STEP_WISE_STEPS] >= accuracy[0] + 0.1, accuracy
@@ -199,20 +191,10 @@ def logged(run: LocalRun, who: str, event: str) -> list[dict[str, Any]]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(700)
-async def test_one_task_on_vllm_without_a_broker(tmp_path: Path) -> None:
-    async with command(tmp_path, "--task", "3", "--json", config=EXAMPLES / "smoke-vllm.yaml") as process:
-        code, events, err = await ended(process)
-    assert code == 0, err
-    assert [event["event"] for event in events] == ["task", "call", "experience", "end"]
-    task, call, experience, end = events
-    assert (task["number"], task["task"]["raw_task"]["question"]) == (3, call["request"]["messages"][0]["content"])
-    [choice] = call["choices"]
+def test_one_task_on_vllm_without_a_broker(tmp_path: Path) -> None:
+    choice = debug_one_task(tmp_path, EXAMPLES / "smoke-vllm.yaml")
     assert len(choice["token_texts"]) == len(choice["logprobs"]) > 0
     assert all(logprob < 0 for logprob in choice["logprobs"])
-    assert experience["logprobs"] == pytest.approx(choice["logprobs"], abs=1e-6)
-    assert experience["versions"] == [[0, 0, 0]]
-    assert end["ok"]
-    assert left(tmp_path) == [], "no run folder, no files of the engine, no socket of vLLM"
 
 
 @pytest.mark.e2e
@@ -223,47 +205,19 @@ async def test_a_trained_model_trains_syncs_and_answers_alike(dtype: str, tmp_pa
     await run_steps("vllm", dtype, tmp_path / "run")
 
 
-SESSIONS = 160
-START_SECONDS = 300.0
-
-
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 async def test_a_client_trains_what_vllm_serves(tmp_path: Path) -> None:
-    [port] = free_ports(1)
     words = (
-        "mode=serve",
-        f"gateway.port={port}",
-        "gateway.batch_wait=1",
         "gateway.not_ready_timeout=300",
-        "buffer.batch_size=32",
-        "explorer.eval_on_startup=false",
-        "explorer.eval_interval=10000",
         "explorer.rollout_model.engine=vllm",
         "explorer.rollout_model.vllm.kv_cache_memory_bytes=67108864",
     )
-    async with (
-        LocalRun(EXAMPLES / "serve.yaml", tmp_path / "run", words) as run,
-        aiohttp.ClientSession() as http,
-    ):
-        agents = Agents(f"http://127.0.0.1:{port}", http)
-        async with asyncio.timeout(START_SECONDS):
-            assert (await agents.send("GET", "/health"))[0] == 200
-            asked = {"messages": [{"role": "user", "content": "3,7,2="}]}
-            status, answer = await agents.send("POST", "/v1/chat/completions", asked)  # waits for vLLM to have started
+    async with served(tmp_path, *words, seconds=START_SECONDS) as (run, agents), asyncio.timeout(600):
+        asked = {"messages": [{"role": "user", "content": "3,7,2="}]}
+        status, answer = await agents.send("POST", "/v1/chat/completions", asked)  # waits for vLLM to have started
         assert status == 200, answer
-        program = EXAMPLES / "agents" / "openai_python.py"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(program), "--url", agents.url, "--sessions", str(SESSIONS)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        async with asyncio.timeout(240):
-            output, _ = await process.communicate()
-        assert process.returncode == 0, output.decode()
         status, _ = await agents.send("POST", "/feedback", {"reward": 1.0, "msg_ids": [answer["id"]]})
         assert status == 200
-        found = await until_settled(agents, SESSIONS + 1)
-        assert found["states"] == {"trained": SESSIONS + 1}
-        assert max(step for step, _ in run.values("trainer/step")) >= SESSIONS // 32
-        check_the_logprobs(run)
+        program = (sys.executable, str(EXAMPLES / "agents" / "openai_python.py"))
+        await train_by_program(program, run, agents, earlier=1)

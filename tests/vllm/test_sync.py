@@ -240,8 +240,10 @@ async def test_damaged_weights_leave_the_old_ones_serving(waiting: Engine) -> No
     channel, model = MemoryChannel("127.0.0.1", 2**16, 30.0), new_weights(waiting.started.folder, 110)
     await waiting.sync(model, (9, 1))
     other = new_weights(waiting.started.folder, 111)
-    where = await channel.offer((9, 2), list(named_weights(other).items()), manifest_of(named_weights(other).items()))
-    channel._offered.flats[-1][0] += 1  # type: ignore[union-attr]
+    offered = ((9, 2), list(named_weights(other).items()), manifest_of(named_weights(other).items()))
+    copy = await channel.stage(*offered, digests=True)
+    copy.flats[-1][0] += 1
+    where = await channel.offer(*offered)
     await waiting.host.pause()
     with pytest.raises(ReceiveFailed, match="checksum") as failed:
         await waiting.host.receive(waiting.spec(other, (9, 2), where))

@@ -83,10 +83,10 @@ def test_growth_is_told_from_noise(growth: float, noise: float, flat: bool) -> N
 RATCHET = {"functions": 232, "files": 70, "packages": 25}
 """Maximum figures of ``python benchmarks/path_of_a_task.py``. Lower them when the path gets shorter."""
 STATIONS = (
-    "agents/trinity_agents/runner/agent.py:Runner._handle",
+    "agents/trinity_agents/runner/slice_executor.py:SliceExecutor.execute",
     "trinity_mq/dispatch/dispatcher.py:Dispatcher.open",
     "trinity_mq/models/wrapper.py:ModelWrapper.chat_async",
-    "agents/trinity_agents/operator/agent.py:Operator._process",
+    "agents/trinity_agents/operator/chain_run.py:ChainRun.process",
     "trinity_mq/training/learner.py:TorchLearner.step",
 )
 """Functions that the trace must see: at each agent, at the model and at the learner."""
