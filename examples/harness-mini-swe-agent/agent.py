@@ -8,21 +8,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 # otherwise: a greeting, the user's own configuration, a download of prices, ten tries with long pauses
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir()}
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2"}
 
 import rollouts
+import sandbox
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import get_config_from_spec
 from minisweagent.environments.extra.bubblewrap import BubblewrapEnvironment
 from minisweagent.models import get_model
 from minisweagent.utils.serialize import recursive_merge
 
+tempfile.tempdir = sandbox.reachable_folder()
 CONFIG = recursive_merge(*map(get_config_from_spec, sys.argv[1:]))
-SANDBOX = str(Path(__file__).with_name("sandbox.py"))
+SANDBOX = sandbox.__file__
 IN_SANDBOX = {"executable": SANDBOX, "wrapper_args": [], "timeout": 30}
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 LIMITS = "ulimit -c 0 -f 262144 -n 256 -t 60 -u 64 -v 1048576"
@@ -48,6 +51,17 @@ def root_folders() -> list[str]:
         elif os.path.isdir(folder):
             arguments += ["--ro-bind", folder, folder]
     return arguments
+
+
+def reachable_folder() -> str:
+    """Return the folder for working folders. Root's folder of temporary files may lie in a folder that only root can
+    enter, where no command could run as nobody.
+    """
+    folders = [tempfile.gettempdir(), "/tmp", "/var/tmp"] if os.getuid() == 0 else []
+    for folder in map(Path, folders):
+        if all(path.is_dir() and path.stat().st_mode & stat.S_IXOTH for path in (folder, *folder.parents)):
+            return str(folder)
+    return tempfile.gettempdir()
 
 
 def main(arguments: list[str]) -> int:

@@ -40,9 +40,13 @@ def sandboxed(command: str, folder: str, env: dict[str, str] | None = None) -> s
 
 
 @pytest.fixture
-def folder() -> Iterator[str]:
-    """A working folder that the user nobody can reach, as mini-swe-agent makes it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+def folder(tmp_path: Path) -> Iterator[str]:
+    """A working folder where mini-swe-agent makes it, while the folder of temporary files is private."""
+    tmp_path.chmod(0o700)
+    program = [sys.executable, "-c", "import sandbox; print(sandbox.reachable_folder())"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    chosen = subprocess.run(program, cwd=SANDBOX.parent, env=env, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(dir=chosen.strip()) as path:
         yield path
 
 
