@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
@@ -110,21 +111,25 @@ async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
 async def test_runners_take_nothing_that_a_submitter_has_the_broker_route_to_them(
     users: Users, others: Bus, topology: Topology
 ) -> None:
-    """The broker checks the routing key of a publish alone, and routes by these headers too."""
+    """RabbitMQ routes by these headers too. Release 4 checks the permission for them, and release 3 does not."""
     url = await users.make(topology.run, permissions(topology.run, "submitter"))
+    routed = 0
     async with aiormq.connect(url) as connection:
-        channel = await connection.channel()
         for header in ("CC", "BCC"):
+            channel = await connection.channel()
             properties = aiormq.spec.Basic.Properties(headers={header: ["train.1"]})
-            await channel.basic_publish(
-                b"forged", exchange=topology.exchange("tasks"), routing_key="submit", properties=properties
-            )
-    assert await others.depth(topology.tasks_train.name) == 2
+            with contextlib.suppress(aiormq.exceptions.ChannelAccessRefused):
+                await channel.basic_publish(
+                    b"forged", exchange=topology.exchange("tasks"), routing_key="submit", properties=properties
+                )
+                routed += 1
+    assert routed in {0, 2}
+    assert await others.depth(topology.tasks_train.name) == routed
     assert await others.publish(topology.exchange("tasks"), "train.1", note("slice"))
     async with asyncio.timeout(10), await others.consume(topology.tasks_train, prefetch=9) as slices:
         assert (await anext(slices)).body == b"slice"
     async with asyncio.timeout(10), await others.consume(topology.dead) as letters:
-        assert [(await anext(letters)).body for _ in range(2)] == [b"forged"] * 2
+        assert [(await anext(letters)).body for _ in range(routed)] == [b"forged"] * routed
 
 
 async def test_trainers_take_nothing_but_marks_of_a_reader(users: Users, others: Bus, topology: Topology) -> None:

@@ -141,7 +141,7 @@ async def test_faults_of_agents_and_nodes_cost_time_and_nothing_else(
     ]
     words = settings([*words, "broker.heartbeat=4"])
     config = load_config(EXAMPLE, words)
-    async with launch_run(config, [str(EXAMPLE), *words], cluster.url, tell) as run:
+    async with launch_run(config, [str(EXAMPLE), *words], cluster.url, tmp_path / "points", tell) as run:
         broker = config.broker.model_copy(update={"url": cluster.url})
         async with connect_bus(config.name, broker, "chaos") as (bus, topology):
             targets = ClusterTargets(config.path, run.process.pid, restart=restart, mark=run.mark)
