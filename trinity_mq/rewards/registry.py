@@ -123,7 +123,10 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
             return _Reward(target, *_call_form(target))
         if inspect.isclass(target):
             # checked before the class runs its own code
-            _call_form.__wrapped__(functools.partial(_call_of(target), None))
+            call = inspect.getattr_static(target, "__call__")
+            if not inspect.isfunction(call):
+                raise TypeError(f"instances of the class {target.__qualname__} cannot be called")
+            _call_form.__wrapped__(functools.partial(call, None))
         fn: Any = target(**args) if inspect.isclass(target) else functools.partial(target, **args)
         extras, names = _call_form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
@@ -141,18 +144,6 @@ def find_reward(name: str) -> Any:
         UnknownNameError: The name does not exist.
     """
     return resolve("reward function", name, REWARDS, ENTRY_GROUP)
-
-
-def _call_of(kind: type) -> Any:
-    """Return the function that calls an instance of a class.
-
-    Raises:
-        TypeError: Instances cannot be called.
-    """
-    call = inspect.getattr_static(kind, "__call__")
-    if not inspect.isfunction(call):
-        raise TypeError(f"instances of the class {kind.__qualname__} cannot be called")
-    return call
 
 
 @functools.lru_cache(maxsize=256)

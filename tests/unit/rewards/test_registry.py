@@ -189,9 +189,6 @@ def test_a_function_may_ask_for_the_record(reward):
     made = create_reward(reward, {})
     assert parts_of(made, "x", None, finished=True, record={"wanted": "x"})["accuracy"] == 1.0
     assert parts_of(made, "x", None, finished=True, record={"wanted": "y"})["accuracy"] == 0.0
-
-
-def test_arguments_come_before_what_would_be_filled_in():
-    made = create_reward(with_record, {"record": {"wanted": "mine"}, "tokens": 4})
-    parts = parts_of(made, "mine", None, finished=True, record={"wanted": "x"}, tokens=9)
-    assert parts == {"accuracy": 1.0, "length": 4.0}
+    given = create_reward(with_record, {"record": {"wanted": "mine"}, "tokens": 4})
+    parts = parts_of(given, "mine", None, finished=True, record={"wanted": "x"}, tokens=9)
+    assert parts == {"accuracy": 1.0, "length": 4.0}, "arguments come before what would be filled in"
