@@ -317,6 +317,10 @@ def test_secrets_are_in_no_message_and_keys_and_comments_are_read_as_the_user_me
     assert written["runner"]["env"] == variables
     assert (written["name"], "mode" in written) == ("a-mode-bench", False)
     assert written["buffer"]["total_steps"] == "\\${literal}"
+    path.write_text("model: {model_path: m}\nexplorer:\n  env_vars: {yes: 1, 0x1F: on, null: x, 1_000: y}\n")
+    assert migrated(path, capsys)[0] == 0
+    env = load_config(path.with_suffix(".ours")).runner.env
+    assert env == {"yes": "1", "0x1F": "true", "null": "x", "1_000": "y"}
     path.write_text("model:\n  model_path: m\n  token: abcdefg: h\n")
     assert main(["migrate", str(path)]) == 2
     assert "abcdefg" not in capsys.readouterr().err

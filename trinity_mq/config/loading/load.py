@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 
 from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
-from trinity_mq.config.loading.problems import MERGE, KeyLines, Location, Problem, collect_problems
+from trinity_mq.config.loading.problems import MERGE, TEXT, KeyLines, Location, Problem, collect_problems
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.run import Config
@@ -180,19 +180,22 @@ class DuplicateKeyError(yaml.YAMLError):
 
 
 class _StrictSafeLoader(yaml.SafeLoader):
-    """Accepts each key once in a mapping. PyYAML alone silently takes the last of several equal keys."""
+    """Accepts each key once in a mapping, where PyYAML alone silently takes the last of several equal keys. A key is
+    the text that the user wrote: ``yes`` and ``12`` are names too.
+    """
 
     # keys are checked before merge keys are expanded, since an explicit key may override a merged key
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
+        lines: dict[str, int] = {}
+        for number, (key, value) in enumerate(node.value):
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                 line = key.start_mark.line + 1
-                if first := lines.get((key.tag, key.value)):
+                if first := lines.get(key.value):
                     where = f"in line {line}" if first == line else f"in lines {first} and {line}"
                     raise DuplicateKeyError(f"key {key.value!r} is given twice, {where}: remove one of the two")
-                lines[key.tag, key.value] = line
+                lines[key.value] = line
+                node.value[number] = (yaml.ScalarNode(TEXT, key.value, key.start_mark, key.end_mark), value)
         return node
 
 

@@ -18,6 +18,8 @@ from trinity_mq.telemetry.log import mask_passwords
 
 Location = tuple[int | str, ...]
 """Keys and list positions that lead to a value, from the top of the settings."""
+TEXT = "tag:yaml.org,2002:str"
+"""Tag of texts."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 _KEY = re.compile(r"^[a-z_]+(?= is )|[a-z_]+(?:\.[a-z0-9_]+)+")

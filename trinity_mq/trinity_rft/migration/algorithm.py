@@ -507,7 +507,8 @@ def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
         move.put(
             REPLAY + "priority_fn", priority, "was replay_buffer.priority_fn", origin=f"{REPLAY_BUFFER}.priority_fn"
         )
-        move.put(REPLAY + "priority_fn_args", dict(arguments), origin=f"{REPLAY_BUFFER}.priority_fn_args")
+        if arguments:
+            move.put(REPLAY + "priority_fn_args", dict(arguments), origin=f"{REPLAY_BUFFER}.priority_fn_args")
     else:
         for name in ("decay", "sigma"):
             if (value := arguments.get(name)) is not None:
