@@ -228,10 +228,10 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
 LOSSES = {
     "surrogate: {kind: validated_own.min}": "has no 'min'; did you mean 'mine'?",
     "surrogate: {kind: validated_on.mine}": "module 'validated_on' cannot be imported",
-    "surrogate: {kind: validated_own.mine, args: {slop: 2}}": "takes no argument 'slop'",
-    "surrogate: {kind: validated_own.add}": "takes 1 positional arguments, wanted 3",
+    "surrogate: {kind: validated_own.mine, args: {slop: 2}}": "unexpected keyword argument 'slop'",
+    "surrogate: {kind: validated_own.add}": "cannot be called with log_ratio, logprob, advantage and args {}",
     "correction: [{kind: validated_own.weight}]": "has no 'weight'; did you mean 'weigh'?",
-    "correction: [{kind: validated_own.weigh, args: {cuts: 2}}]": "takes no argument 'cuts'",
+    "correction: [{kind: validated_own.weigh, args: {cuts: 2}}]": "unexpected keyword argument 'cuts'",
     "estimator: {kind: validated_own.advantage}": "has no 'advantage'; did you mean 'advantages'?",
     "estimator: {kind: validated_own.advantages, args: {powr: 2}}": "unexpected keyword argument 'powr'",
 }
