@@ -194,7 +194,7 @@ async def test_each_user_may_do_what_the_table_says(users: Users, others: Bus, t
     await others.declare(topology.sessions, topology.review)
     columns, *lines = rows("Users of the broker")
     written = {line[0]: line[columns.index(role)] for line in lines}
-    url = await users.make(f"{topology.run}-{role}", permissions(topology.run, role))
+    url = await users.make_by_commands(f"{topology.run}-{role}", permissions(topology.run, role))
     tried = {}
     async with connected(url, topology) as bus:
         for name, operation in TABLE.items():

@@ -111,20 +111,22 @@ def test_runs_do_not_see_each_other(store: BlobStore) -> None:
     assert store.get(reference) == BODY
 
 
-def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blob_appears_at_once_and_whole(
+    local: BlobStore, tmp_path: Path, on_sync: Callable[[Callable[[int], object]], None]
+) -> None:
     local.put("batch/t1/first.tmqx", BODY)
     folder = tmp_path / "blobs/run-1/batch/t1"
     seen: list[list[str]] = []
-    replace = Path.replace
 
-    def watched(self: Path, target: Path) -> Path:
-        if target.name == "second.tmqx":
+    def watched(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name.startswith(".second.tmqx"):
             raise OSError(28, "No space left on device")
-        seen.append(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
-        assert self.read_bytes() == BODY
-        return replace(self, target)
+        if path.is_file():
+            seen.append(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
+            assert path.read_bytes() == BODY
 
-    monkeypatch.setattr(Path, "replace", watched)
+    on_sync(watched)
     local.put(NAME, BODY)
     assert seen == [["first.tmqx"]]
     with pytest.raises(StoreUnavailable, match="No space left"):
