@@ -44,7 +44,7 @@ class Scores(NamedTuple):
     logprob: Tensor
     entropy: Tensor
     entropy_baseline: Tensor | None = None
-    """See :func:`entropy_baselines`; None if not requested."""
+    """Baseline of the entropy's change, see :func:`entropy_baselines`; None if not requested."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ class RolloutModelConfig(Section):
     """The rollout engine and the sampling parameters of training rollouts."""
 
     engine: PolicyEngine = "transformers"
-    """``transformers``: our own server, torch only. ``vllm``: vLLM's server, with the settings in ``vllm``. A dotted
-    path names your own, a subclass of ``trinity_mq.engines.Engine``."""
+    """``transformers``: our own server, with torch only. ``vllm``: vLLM's server, with the settings in ``vllm``.
+    A dotted path names your own engine class, a subclass of ``trinity_mq.engines.Engine``."""
     engine_num: int = Field(default=1, ge=1, le=4096)
     """Number of engines that the explorer hosts, and that each ``trinity-mq explorer --engines-only`` hosts in
     addition. Each engine is a process."""

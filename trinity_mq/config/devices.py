@@ -40,8 +40,8 @@ def device_problems(
 
     Args:
         devices: The explicit placement.
-        trainer: Number of trainer processes.
-        explorer: Number and sizes of engines.
+        trainer: The section with the number of trainer processes.
+        explorer: The section with the number and sizes of engines.
         computes_on_gpus: False if ``model.device`` is cpu.
     """
     if (devices.trainer or devices.engines) and not computes_on_gpus:

@@ -93,7 +93,7 @@ class GroupEstimator(EstimatorBase):
     """``balance``: drop runs below their task's mean, chosen by a hash of their id, until they are at most as many as
     the runs above it."""
     nonzero_scale: bool = False
-    """Multiply by the number of runs divided by the number of runs with a nonzero reward."""
+    """Multiply the advantages by the number of runs divided by the number of runs with a nonzero reward."""
     step_norm: bool = False
     """Divide by the number of the run's experiences, so that a run of many steps weighs as much as a run of few steps.
     """

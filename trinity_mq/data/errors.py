@@ -1,4 +1,4 @@
-"""The error of tasksets."""
+"""The exception for tasksets that cannot be used."""
 
 from trinity_mq.runtime.errors import FatalError
 

@@ -39,10 +39,10 @@ from trinity_mq.experience.rules import (
 
 @dataclass(frozen=True)
 class CustomField:
-    """Carries ``Experience.info[source_field]`` into the training batch as ``destination_field`` of ``data_type``.
+    """Copies ``Experience.info[source_field]`` into the training batch as ``destination_field``, in ``data_type``.
 
-    All experiences of a batch have the same custom fields. A user-defined surrogate with a parameter of that name gets
-    the values, one for each trained token.
+    All experiences of a batch have the same custom fields. A user-defined surrogate loss with a parameter of the name
+    in ``destination_field`` gets the values, one for each trained token.
     """
 
     source_field: str

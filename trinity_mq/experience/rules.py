@@ -33,7 +33,7 @@ Versions = list[tuple[int, int, int]]
 
 
 def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, lengths: Mapping[str, int]) -> None:
-    """Check one experience.
+    """Check the lengths of the fields of one experience.
 
     Args:
         kind: One of :data:`TYPES`.

@@ -20,7 +20,9 @@ _END = re.compile(rf"\s*(?:{CALL_ENDS}|(?={CALL_BEGINS})|\Z)")
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`."""
+    """Return the tool calls of an answer, or the number of malformed calls; see
+    :data:`trinity_mq.families.division.CallReader`.
+    """
     del tools  # JSON gives the types of arguments
     _, calls, malformed = _read(text, None)
     return ReadCalls(calls, malformed)

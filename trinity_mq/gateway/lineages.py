@@ -162,7 +162,7 @@ class TokenSequence:
     text: bytes = b""
     """Digest of the text of all tokens. Empty: unknown."""
     is_continued: bool = False
-    """True if a later call continues it, or may continue it."""
+    """True if a later call continues this sequence, or a request in progress was matched to it among equal answers."""
 
     @property
     def tokens(self) -> list[int]:

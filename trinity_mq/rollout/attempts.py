@@ -109,8 +109,8 @@ class Instance:
             current.adopt_settings(fresh)
 
     def ready(self, block: Sequence[int]) -> Workflow:
-        """Return the workflow, prepared for the runs of ``block``. May block, because a workflow's constructor may
-        block.
+        """Return the workflow, prepared for the runs with numbers ``block``. It may take long, because it calls user
+        code, such as the workflow's constructor.
         """
         task = self._of.task.copy_for_run()
         if self._workflow is None:

@@ -297,8 +297,8 @@ class HeartbeatPublisher:
                 continue
 
     async def once(self) -> None:
-        """Send the heartbeats now, after writing the earlier spans for readers of the trace. A heartbeat that cannot be
-        sent is dropped, since the next heartbeat replaces it.
+        """Write the buffered spans to the trace, then send the heartbeats. A heartbeat that cannot be sent is dropped,
+        since the next heartbeat replaces it.
         """
         flush_trace()
         try:

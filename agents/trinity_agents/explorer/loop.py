@@ -246,7 +246,7 @@ class ExplorerLoop:
         return True
 
     async def _until(self, what: str, done: Callable[[], bool]) -> bool:
-        """Wait for ``done``, with ``what`` as the reason in the heartbeats; return False if drained first."""
+        """Wait until ``done()`` is true, and report ``what`` as the reason; return False if the agent drains first."""
         while not done():
             if self.agent.draining.is_set():
                 return False

@@ -120,7 +120,9 @@ class Operator(Agent):
         """Set when no further manifest can arrive."""
 
     def detail(self) -> OperatorStatus:
-        """Return the ticket in progress, for which the explorer's deadline is suspended, and the state of reviews."""
+        """Return the ticket in progress with its times, and its open reviews. The explorer suspends the ticket's
+        deadline.
+        """
         reviews, review_seconds = self._chain.unanswered()
         return OperatorStatus(
             ticket=self._ticket,

@@ -168,7 +168,7 @@ class FaultyBus(MemoryBus):
             self.reconnect_in(RECONNECT)  # the agent must first notice the lost connection
 
     async def point(self, name: str) -> None:
-        """Pass a fault point. Code of a killed agent waits here forever."""
+        """Inject the faults that are due at this point. Code of a killed agent waits here forever."""
         if self.dead:
             await forever()
         for fault in self.faults.next_point(self.role):

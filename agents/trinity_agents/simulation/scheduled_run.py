@@ -175,7 +175,7 @@ class ScheduledRun(Simulation):
         return EngineHosting(self.config, bus=bus, topology=self.topology, agent_id=name, engines=engines)
 
     async def keep(self, name: str, make: Callable[[str], Agent]) -> None:
-        """Run an agent and restart it after each death, until it ends by itself."""
+        """Run an agent; restart it after a kill, a drain or a recoverable error, until it ends or the run is over."""
         while True:
             agent = make(name)
             agent.run_folder = self.folder

@@ -115,7 +115,7 @@ def _translated() -> Iterator[None]:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # the client rejects futures of a connection that was closed on our side with a bare Exception
+        # if we close the connection, the client fails its pending futures with a bare Exception
         raise BrokerConnectError("connection closed") from error
 
 

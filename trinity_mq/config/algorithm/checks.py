@@ -11,8 +11,8 @@ from trinity_mq.config.algorithm.section import AlgorithmConfig
 BY_TOKEN = ("discounted", "gae")
 """Estimators that give each token its own rewards."""
 LONG_ANSWER = 64
-"""Number of response tokens above which the product of an answer's ratios becomes extreme: a drift of .02 nats per
-token is a factor of 3.6 over 64 tokens."""
+"""Number of response tokens above which the product of an answer's importance ratios becomes extreme: a drift of
+.02 nats per token is a factor of 3.6 over 64 tokens."""
 
 AGAINST_SAMPLER = {"weight", "reject", "divergence", "second_moment"}
 """Corrections that use the sampler's logprob of each token."""

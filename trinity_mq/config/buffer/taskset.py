@@ -77,8 +77,8 @@ class FormatConfig(Section):
     """Text with which each answer begins. It is a part of the prompt: it is not sampled, not trained on, and not a part
     of the text that reward functions read."""
     workflow_key: str = ""
-    """Key of the name of a record's own workflow: the taskset's ``workflow``, or a name in ``allowed_workflows``.
-    Records without a name run ``workflow``. Empty: all records do."""
+    """Key at which a record names its workflow: the taskset's ``workflow``, or a name in ``allowed_workflows``. Records
+    without a name run ``workflow``. Empty: all records run ``workflow``."""
     reward_fn_key: str = ""
     """Key of the name of a record's own reward function: the taskset's ``reward_fn``, or a name in
     ``allowed_reward_fns``. Records without a name have ``reward_fn``. Empty: all records do."""

@@ -42,8 +42,8 @@ class StopStrings:
 
 
 def stop_in(text: str, stops: Sequence[str]) -> str | None:
-    """Return the stop string at which :func:`cut` cuts ``text``, the shortest of several at the same place; None
-    without a cut.
+    """Return the stop string at which :func:`cut` cuts ``text``, or None without a cut. If several stop strings
+    begin there, return the shortest.
     """
     positions = sorted((position, len(stop), stop) for stop in stops if (position := text.find(stop)) >= 0)
     return positions[0][2] if positions else None

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 ASK_EVERY = 0.2
 STOP_SECONDS = 10.0
-"""Seconds from the request to end until the kill. The process holds nothing that is worth a longer wait."""
+"""Seconds that vLLM has to stop before it is killed. It holds no state that is worth a longer wait."""
 
 
 async def _until_ready(child: Process, client: VllmClient) -> None:

@@ -21,14 +21,14 @@ MOSTLY = 2 / 3
 
 
 class FlickerFilter(Generic[T]):
-    """Selects the verdict to show. Time is an argument, in seconds of any clock.
+    """Selects the verdict to show, and delays changes. Time is an argument, in seconds of any clock.
 
     Args:
         shown: The initial verdict.
-        key: Returns the part of a verdict that must not flicker. The shown text is always from the last reading with
-            this key.
-        seconds: Time over which most readings must agree on another verdict before it is shown.
-        at_once: Returns whether the second argument replaces the shown verdict, the first argument, without this delay.
+        key: Returns the part of a verdict that must not flicker. A reading with the key of the shown verdict replaces
+            it at once.
+        seconds: Time over which most readings must agree on another key before a verdict with it is shown.
+        at_once: Returns whether a new verdict (second argument) replaces the shown one (first argument) without delay.
     """
 
     def __init__(self, shown: T, key: Callable[[T], Hashable], seconds: float, at_once: Callable[[T, T], bool]) -> None:

@@ -140,7 +140,7 @@ class Quantity(NamedTuple):
 
     start: int
     end: int
-    """Position in the text that :func:`plain` returns, from ``start`` to ``end``."""
+    """``start`` and ``end`` delimit the quantity in the text that :func:`plain` returns."""
     value: Fraction | None
     """The value. None: the quantity has no value, such as ``x^7``."""
     percent: bool = False

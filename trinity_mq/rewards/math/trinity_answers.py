@@ -486,7 +486,7 @@ def graded(answer: str, truth: str) -> RuleResult:
 
 
 def _mathd(answer: str) -> str:
-    """Return the normal form of prm800k's first comparison."""
+    """Return ``answer`` in the normal form that prm800k's grader compares first."""
     original = answer.strip()
     if match := _TEXT.search(original):
         original = match["text"].strip()

@@ -23,7 +23,7 @@ ARMED, HIT = ".armed", ".hit"
 """Suffixes of file names in that folder. ``ROLE POINT.armed`` contains a token and an occurrence. The process that
 stops renames it to ``TOKEN AGENT PID.hit``."""
 SINGLE = {"task_results": "task_result", "task_slices": "task_slice"}
-"""Kinds of messages that contain several messages of another kind and pass the points of that kind."""
+"""Kinds of container messages, with the kind of their contents. A container passes the points of its contents' kind."""
 
 
 class MarkedPoints:

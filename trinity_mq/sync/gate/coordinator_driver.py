@@ -92,7 +92,7 @@ class CoordinatorDriver:
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
         self._last = AttemptTimes()
-        """Durations of the last committed attempt. Its members may not serve yet."""
+        """Durations of the last committed attempt. Some members possibly do not serve its weights yet."""
         self._in_transfer: tuple[Any, Any] = ([], [])
         """Tensors and manifest of the current attempt."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()

@@ -76,7 +76,9 @@ class ClientSession:
 
     @property
     def must_train(self) -> bool:
-        """True if all requests succeeded, so that the session must become training data or get a stated reason."""
+        """True if the session must become training data or get a stated reason: an answer was recorded, a reward and
+        the end were accepted, the session was not discarded, and no request has an unknown effect.
+        """
         is_whole = self.recorded and self.rewarded and self.ended and not (self.discarded or self.unsure)
         return is_whole and any(request.recorded == "yes" for request in self.asked)
 
