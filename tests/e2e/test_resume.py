@@ -75,7 +75,8 @@ async def test_each_batch_is_made_by_the_weights_that_train_on_it_also_after_eve
         assert values, phase
         assert all(0 <= value < 60_000 for _, value in values), (phase, values)
     names = {event["name"] for event in json.loads((folder / "timeline.json").read_text())["traceEvents"]}
-    assert names >= {f"{what} {step}" for what in ("explore", "train") for step in trained}
+    expected = {f"{what} {step}" for what in ("explore", "train") for step in trained}
+    assert names >= expected - {f"explore {begins}"}, "the killed explorer may not have written its last batch"
     assert "timeline" in output
     code, told, _ = await command("audit", str(folder), "--checkpoint", "all")
     assert (code, told.splitlines()[-1]) == (0, "proven"), told
