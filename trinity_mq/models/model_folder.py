@@ -154,7 +154,8 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
         model.tie_weights()  # not done where the weights are not initialised
         return model
     except Exception as error:  # a wrong config.json raises errors of many classes
-        raise ModelError(f"model {config.model_path}: {' '.join(str(error).split())}") from error
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ModelError(f"model {config.model_path}: {kind}{' '.join(str(error).split())}") from error
 
 
 def empty_model(config: ModelConfig) -> Any | None:
