@@ -137,7 +137,7 @@ class Explorer(Agent):
                 raise other_run_error(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
-        """Return the engines' heartbeats."""
+        """Return the heartbeats of the hosted engines."""
         return [] if self.exploration is None else self.exploration.hosted.heartbeats()
 
     async def serve(self) -> None:

@@ -316,7 +316,9 @@ class BatchReviews:
         return ledger.get(request.request) is not None or ledger.closing(request.request) is not None
 
     async def _verdict(self, request: ReviewRequest) -> ReviewVerdict | ReviewClosed | None:
-        """Return the first verdict, or the final answer on the stream; None after the first request's deadline."""
+        """Return the first verdict, or the final answer on the stream. Return None after the earlier of two deadlines:
+        of ``request`` and of the request on the stream.
+        """
         ledger = self.stream.ledger
         while True:
             if (closed := ledger.closing(request.request)) is not None:

@@ -152,7 +152,7 @@ class Runner(Agent):
             for lane, count in slots.items()
         }
         self._waiting: dict[asyncio.Task[None], tuple[Delivery, SliceKey]] = {}
-        """Slices of a group that wait for a slot."""
+        """Delivery and key of each slice that waits for a slot, by the slice's asyncio task."""
         self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached: set[asyncio.Task[None]] = set()
@@ -167,7 +167,7 @@ class Runner(Agent):
         self._counts: Counter[str] = Counter()
 
     def detail(self) -> RunnerStatus:
-        """Return the running slices (the oldest by name) and the number of slices by outcome."""
+        """Return the runner's status: its slices, the number of slices by outcome, and paused lanes."""
         oldest = itertools.islice(self._held.values(), LISTED)
         changed: dict[str, Any] = dict(self._counts)
         if pauses := sum(intake.circuit.pauses for intake in self._intakes.values()):
@@ -197,7 +197,7 @@ class Runner(Agent):
     # -- taking slices
 
     async def serve(self) -> None:
-        """Take slices until drained, worn out or the run is over.
+        """Take slices until the runner is drained, must restart or has failed, or the run is over.
 
         Raises:
             RestartRequested: The runner needs a fresh process.
@@ -308,7 +308,7 @@ class Runner(Agent):
                 self._intakes[task_slice.lane].track(self._start(self._execute_when_free(task_slice, slice_delivery)))
 
     async def _execute_when_free(self, task_slice: TaskSlice, delivery: Delivery) -> None:
-        """Execute a slice when it has a slot, and answer its delivery."""
+        """Wait for a slot and execute a slice. Its delivery is acknowledged or requeued."""
         # These context variables are local to the slice's own asyncio task.
         BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
