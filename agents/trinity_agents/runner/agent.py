@@ -433,7 +433,9 @@ class Runner(Agent):
     # -- reporting
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
-        """Publish the experiences, then the outcome, then acknowledge."""
+        """Publish the experiences, then the outcome, then acknowledge the slice. A slice that is to be retried later is
+        requeued instead. A slice that is not needed any more is only acknowledged, unless its partial results count.
+        """
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
         log.debug("slice_done", task=in_flight.task_slice.task_id, outcome=end, seconds=round(outcome.seconds, 3))
@@ -530,7 +532,7 @@ class Runner(Agent):
             await asyncio.wait(self._tasks, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _await_cancelled(self) -> None:
-        """Wait for cancelled tasks to end; the others are detached."""
+        """Wait up to :data:`STOP_PATIENCE` seconds for cancelled tasks to end. Tasks that still run are detached."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_PATIENCE)
         self._detached |= self._tasks

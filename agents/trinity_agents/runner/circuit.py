@@ -26,8 +26,8 @@ about 50 minutes if the same slice is tried after each pause.
 LONE_ROW = 3
 """Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone)."""
 OWN_FAULTS = 2
-"""Number of retries that a slice fails although other slices succeeded in between, after which the slice itself is to
-blame. A single such retry may be due to a sandbox that is only sometimes available."""
+"""Number of failed retries of a slice, with successes of other slices in between, after which the slice itself is to
+blame. A single failed retry may be due to a sandbox that is only sometimes available."""
 REMEMBERED = 10_000
 """Maximum number of requeued slices remembered; another runner may have taken a requeued slice."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})

@@ -1,4 +1,6 @@
-"""Takes the slices of one lane from their queue; the circuit breaker limits them to all slots, one probe or none."""
+"""Takes the slices of one lane from their queue. The circuit breaker decides whether slices fill all slots, a single
+slice is taken as a probe, or no slice is taken.
+"""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ log = structlog.get_logger(__name__)
 MESSAGE_LIMIT = 2000
 """Maximum characters of a failure message in a result; the results stream must not hold whole workflow outputs."""
 RETURNED_PAUSE = 0.2
-"""Seconds between attempts to publish a part that was returned although its queue exists, unless a heartbeat arrives
-first."""
+"""Seconds between attempts to publish a part that the broker returned although the batch queue exists, unless a
+heartbeat arrives first."""
 REPLACED_PAUSE = 1.0
 """Seconds after which a missing batch queue is checked a second time if its ticket is open."""
 SHARED = 1024 * 1024
@@ -328,8 +328,8 @@ def max_encoded_size(experiences: Sequence[Experience]) -> int:
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):
-    """Batches items per key: items that arrive during a call are sent with the next call. A single item is sent at
-    once.
+    """Batches items per key: items that arrive during a call are processed by the next call. An item that arrives while
+    no call is running is processed after ``linger_seconds``, by default at once.
 
     Args:
         call: Processes several items of one key. It returns an answer or an exception for each item. If it raises, its

@@ -234,7 +234,7 @@ class Simulation:
         return bus
 
     async def record_messages(self) -> None:
-        """Record a copy of every message published from now on."""
+        """Record a copy of every message that is published to the exchanges in :attr:`recorded` from now on."""
         bindings = tuple(Binding(self.topology.exchange(name), "#") for name in self.recorded)
         bus = await self.client()
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))

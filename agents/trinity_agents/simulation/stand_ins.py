@@ -218,12 +218,12 @@ class SimulatedChannel(FakeChannel):
         self._breaks, self._offers = breaks, 0
 
     async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
-        """Return a description without an address."""
+        """Return the description of a broadcast, with a mark if it will break."""
         self._offers += 1
         return {"method": "fake", "broken": self._offers in self._breaks}
 
     async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
-        """Sleep for the duration of a broadcast."""
+        """Sleep for the duration of a broadcast; then raise ChannelError if the broadcast breaks."""
         broken = self._offers in self._breaks
         await super().broadcast(tensors, manifest, epoch, attempt, world)
         if broken:
@@ -251,7 +251,9 @@ class SimulatedLearner(FakeLearner):
         self._point, self._deadly, self._die = point, deadly, die
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Sleep for the duration of a step."""
+        """Sleep for the duration of a step; then kill the process if the step has a deadly batch, and pass a fault
+        point.
+        """
         metrics = await super().step(experiences, step_number)
         if self._deadly and any(experience.eid.batch in self._deadly for experience in experiences):
             self._die()
@@ -259,7 +261,7 @@ class SimulatedLearner(FakeLearner):
         return metrics
 
     async def save(self, folder: Path) -> None:
-        """Write a file, so that a checkpoint exists."""
+        """Pass a fault point, then write a file, so that a checkpoint exists."""
         await self._point("in a save")
         await super().save(folder)
 

@@ -68,7 +68,9 @@ class MixSource(RolloutExtension):
 
 
 def experts_per_step(config: Config) -> int:
-    """Return the number of expert answers in a train step: ``expert_data_ratio`` of a step with all rollouts."""
+    """Return the number of expert answers in a train step. In a step with all rollouts, expert answers are the share
+    ``expert_data_ratio`` of all experiences.
+    """
     share = config.buffer.trainer_input.expert_data_ratio
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times * config.trainer.batches_per_step
     return math.ceil(rollouts * share / (1 - share))
