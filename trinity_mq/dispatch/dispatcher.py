@@ -185,7 +185,7 @@ class Dispatcher:
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """Keep batch queues able to accept messages, until cancelled."""
+        """Examine batch queues and repair queues that do not accept messages, until cancelled."""
         await self.caught_up()
         await self.queues.watch()
 

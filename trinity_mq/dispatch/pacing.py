@@ -63,7 +63,8 @@ def required_answer(batch: int, config: SyncConfig) -> int:
     """Return the batch whose request for the newest weights must be answered before ``batch`` is opened. Return 0 if no
     request is needed.
 
-    Under ``explorer_driven`` every ``sync_interval``-th batch requests them. The first batches use the initial weights.
+    Under ``explorer_driven`` every ``sync_interval``-th batch requests the newest weights. The first ``sync_interval``
+    batches use the initial weights.
     """
     if config.sync_style != "explorer_driven":
         return 0

@@ -138,8 +138,8 @@ class WorkflowRunner:
             return False
 
     async def close(self) -> None:
-        """Close the connections to engines, end kept programs, and discard idle instances. A further task opens new
-        connections.
+        """Close the connections to engines, end the programs that were kept running, and discard idle instances. A
+        further task opens new connections.
         """
         idle, self._idle[:] = list(self._idle), []
         for instance in idle:

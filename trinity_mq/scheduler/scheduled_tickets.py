@@ -29,7 +29,7 @@ class CompletedTask:
 
     ticket: Ticket
     task: int
-    """Index in the ticket."""
+    """Index of the task in the ticket."""
 
     @property
     def batch_id(self) -> BatchId:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
 
 PartKey = tuple[str, int]
-"""``(attempt, part)``."""
+"""``(attempt, part)``: id of an attempt, and number of one of its parts."""
 
 MAX_COUNT_DIGITS = 6
 """Maximum digits of an experience count in the ``attempts`` header."""

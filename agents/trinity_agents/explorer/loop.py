@@ -546,7 +546,9 @@ class ExplorerLoop:
         return self.source.completed(message.task, exact_runs=message.exact_runs, by_gateway=ref.by_gateway)
 
     async def _follow_trainer(self) -> None:
-        """Read the trainer's counters from its heartbeats, so that a lost progress event delays only by a heartbeat."""
+        """Read the trainer's counters from its heartbeats, until cancelled. A lost progress event then delays the
+        pacing only until the next heartbeat.
+        """
         while True:
             trainer = self.agent.peers.trainer
             if trainer.generation:

@@ -64,9 +64,10 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 log = structlog.get_logger(__name__)
 
 SEEN_TICKETS = 1000
-"""Number of tickets remembered as logged."""
+"""Maximum number of tickets that are remembered, so that the first slice of each ticket is logged once."""
 REMEMBERED = 10_000
-"""Number of reported slices remembered, because a lost acknowledgement causes a redelivery."""
+"""Maximum number of reported slices that are remembered, because a slice is redelivered if its acknowledgement is lost.
+"""
 MAX_STUCK = 16
 """Maximum number of abandoned workflows that may still be running. With more, the runner requeues its slices and
 restarts: only the end of the process ends such threads and returns their memory.
@@ -78,7 +79,7 @@ neither send heartbeats nor be drained meanwhile.
 STUCK_AFTER = 5.0
 """Seconds after which an abandoned thread counts as stuck."""
 FINAL_FLUSH = 5.0
-"""Seconds for publishing results after ``runner.drain_timeout``."""
+"""Maximum seconds, after ``runner.drain_timeout``, to publish the last results and return the last slices."""
 EXIT_GRACE = 3.0
 """Seconds from the end of the runner to the forced end of its process, if workflows ignore their cancellation."""
 LISTED = 4
@@ -334,7 +335,7 @@ class Runner(Agent):
                 await acknowledge(delivery)
                 return
             if not intake.circuit.begin(key, asyncio.get_running_loop().time()):
-                await self.woken.until(lambda: not intake.taking)  # otherwise this runner would get it again at once
+                await self.woken.until(lambda: not intake.taking)  # otherwise the slice is redelivered here at once
                 self._counts["given_back"] += 1
                 await return_delivery(self.bus, delivery)
                 return
@@ -434,7 +435,7 @@ class Runner(Agent):
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
         """Publish the experiences, then the outcome, then acknowledge the slice. A slice that is to be retried later is
-        requeued instead. A slice that is not needed any more is only acknowledged, unless its partial results count.
+        requeued instead. A slice that nobody needs any more is only acknowledged, unless its partial results count.
         """
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"

@@ -74,7 +74,7 @@ class CircuitBreaker:
         return self._until is None or (self._probe is None and now >= self._until)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until a slice may be started; None while a probe is running, which decides about it."""
+        """Return the seconds until a slice may be started; None while a probe is running, whose result decides."""
         return None if self._probe is not None else 0.0 if self._until is None else max(0.0, self._until - now)
 
     def begin(self, slice_key: Hashable, now: float) -> bool:

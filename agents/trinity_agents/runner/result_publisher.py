@@ -47,15 +47,15 @@ SHARED = 1024 * 1024
 """Maximum bytes of experiences that are encoded on the event loop and share a message with other attempts. This blocks
 the loop for about 1 ms; a thread and a separate body for each attempt cost several times as much in total."""
 EXPERIENCE_COST = SHARED // 128
-"""Minimum bytes that an experience counts as, because encoding even a short experience takes time."""
+"""Bytes that a smaller experience counts as, because encoding even a short experience takes time."""
 MOST_RESULTS = 64
 """Maximum number of results in one message."""
 CROWD = 8
 """Number of slices in flight from which a message waits for further content, because some slices are likely to end
 soon."""
 LINGER = 0.005
-"""Seconds that a message waits for further content. A wait of 0.02 s leaves a third of two cores idle if tasks take no
-time."""
+"""Seconds that a message waits for further content. With 0.02 s and very short tasks, two cores were idle for a third
+of the time."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """Types of ``info`` values whose size is cheap to estimate."""
 

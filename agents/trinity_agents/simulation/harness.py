@@ -58,7 +58,10 @@ class NumberedTasks:
 
 @dataclass
 class Simulation:
-    """The parts of a run. Every agent has its own connection to one broker. To restart an agent, make a new agent."""
+    """A simulated run: its configuration, its broker and stand-ins, and methods that make its agents.
+
+    Each agent has its own connection to the broker. To restart an agent, make a new agent.
+    """
 
     folder: Path
     """The run folder."""

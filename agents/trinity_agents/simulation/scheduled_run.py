@@ -50,7 +50,7 @@ IN_MEMORY = Path("/dev/shm")
 LIMIT = 1200.0
 """Virtual seconds after which a run counts as hung: longer than any timeout that ends a wait."""
 RESTART_SECONDS = (0.05, 0.5, 3.0)
-"""Restart delays in seconds of an agent that died."""
+"""Possible delays in seconds until an agent that died is restarted."""
 END_PATIENCE = 30.0
 """Seconds after the end of the explorer during which timed faults continue and dead agents are restarted."""
 COSTLY = (

@@ -77,7 +77,7 @@ class SimulatedEngine(FakeEngine):
         self._transfer: asyncio.Task[dict[str, Any]] | None = None
 
     async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
-        """Return (version of the weights that sampled it, version stamped on it) for each token.
+        """Return for each token the version of the weights that sampled the token, and the version stamped on it.
 
         Raises:
             EngineLost: The engine died, serves nothing, or aborted the request.
@@ -163,7 +163,7 @@ class SimulatedEngine(FakeEngine):
         return work.result()
 
     async def _receive_weights(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Receive weights, unless the engine is to keep its old weights this time or the transfer breaks."""
+        """Receive weights, unless the engine keeps its old weights in this transfer or the transfer breaks."""
         life = self._life
         self._receives += 1
         answer = await super().receive(spec, timeout)
@@ -396,7 +396,7 @@ def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Versi
     Args:
         task_slice: The slice of the run.
         run: Number of the run.
-        sampled: (Version of the weights that sampled it, version stamped on it) for each token.
+        sampled: For each token, the version of the weights that sampled the token, and the version stamped on it.
     """
     versions: list[tuple[int, int, int]] = []
     for position, (_, stamp) in enumerate(sampled):

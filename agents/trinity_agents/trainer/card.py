@@ -87,7 +87,7 @@ class ColocatedLearner:
     :meth:`hand_over` or :meth:`rest`.
 
     Args:
-        learner: Computes.
+        learner: The learner that does the computing.
         folder: Run folder.
         canary: Token ids of the canary prompt.
     """
