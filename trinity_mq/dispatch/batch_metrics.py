@@ -37,12 +37,12 @@ MAX_QUESTION = 2000
 """Maximum characters of a question."""
 
 MAX_KINDS = 16
-"""Maximum number of distinct kinds. Further kinds are counted together as the last kind."""
+"""Maximum number of distinct kinds of failure. Further kinds are counted together as the last kind."""
 MAX_LISTED = 4
-"""Maximum number of kinds in a heartbeat."""
+"""Maximum number of kinds of failure in a heartbeat."""
 MAX_TEXT, MAX_TAIL = 300, 80
-"""Maximum characters of a failure text in a heartbeat, and how many of them come from its end, which names the place in
-the file.
+"""Maximum characters of a failure text in a heartbeat. A longer text keeps its last ``MAX_TAIL`` characters, because
+the end names the place in the file.
 """
 OTHERS = "other failures; each agent's log has them"
 
@@ -204,15 +204,17 @@ class Failures:
         self._kinds: dict[str, FailureStatus] = {}
 
     def add_ended(self, ticket: Ticket) -> None:
-        """Count the failures of a pinned ticket that is not repeated."""
+        """Count the failures of a ticket that is pinned to a weight version, once it will not be repeated. The failures
+        of other tickets were counted by :meth:`add`.
+        """
         for result in ticket.results if ticket.pinned is not None else ():
             self.add(ticket, result, ended=True)
 
     def add(self, ticket: Ticket, result: TaskResult, *, ended: bool = False) -> None:
         """Count the failure of a slice. Slices that a cut-off left unfinished do not count.
 
-        Slices pinned to a version wait for :meth:`add_ended`: they are repeated if the engines took the next version
-        before them.
+        The failures of a pinned ticket are counted by :meth:`add_ended`, because its slices are repeated if the engines
+        load the next version before the slices have run.
         """
         if ticket.pinned is not None and not ended:
             return

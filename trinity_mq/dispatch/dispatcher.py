@@ -76,13 +76,13 @@ CANCEL_GRACE = 2.0
 in milliseconds, and its answer has to be confirmed.
 """
 MARK_TIMEOUT = 60.0
-"""Seconds on a usable bus without a delivery after which a missing own mark means that the offset belongs to another
-stream.
+"""Seconds on a usable bus without a delivery. If this dispatcher's own mark was not read by then, the saved offset
+belongs to another stream. Also the limit of :meth:`Dispatcher.read_to_end`.
 """
 WINDOW = 128
 """Maximum number of unconfirmed messages with slices of a ticket."""
 GROUP_SECONDS = 2.0
-"""Maximum seconds that the slices of a message take in sequence, estimated by the mean of earlier slices."""
+"""Maximum seconds for the slices of one message, run in sequence, as estimated from the mean of earlier slices."""
 BURST = 64
 """Number of results to receive before other tasks of the event loop get a turn."""
 
@@ -185,7 +185,7 @@ class Dispatcher:
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """Keep batch queues able to accept messages, until cancelled."""
+        """Examine batch queues and repair queues that do not accept messages, until cancelled."""
         await self.caught_up()
         await self.queues.watch()
 
@@ -294,8 +294,8 @@ class Dispatcher:
             await self._save()
 
     async def resume(self) -> None:
-        """Keep batch queues alive and publish unpublished tickets in the order of their opening. Called after a
-        restart, once this dispatcher has caught up.
+        """Renew the expiry of the batch queues and publish unpublished tickets in the order of their opening. Called
+        after a restart, once this dispatcher has caught up.
         """
         await self.queues.keep()
         for ticket in list(self.tickets.values()):
@@ -397,8 +397,8 @@ class Dispatcher:
                 group.create_task(publish_next())
 
     def _group_size(self, ticket: Ticket) -> int:
-        """Return the number of slices per message. It is 1 unless the slices are short, each runner still gets two
-        messages, and all runners support grouped slices.
+        """Return the number of slices per message. It is 1 unless the slices are short training slices, each runner
+        still gets two messages, and all runners support grouped slices.
         """
         mean, runners = self.slice_times.mean, self._runners()
         are_able = all(

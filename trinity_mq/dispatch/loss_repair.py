@@ -26,7 +26,9 @@ LOST_AFTER = 15.0
 than the lease of a heartbeat: a slice on its way from the queue to a runner is briefly at neither.
 """
 LONGEST_PATIENCE = 16 * LOST_AFTER
-"""Upper bound of the same time in seconds. The time doubles whenever slices of the ticket are republished."""
+"""Upper bound in seconds of the time until a slice counts as lost, which doubles whenever slices of its ticket are
+republished.
+"""
 Waiting = Mapping[SliceName, tuple[Ticket, SliceState]]
 
 

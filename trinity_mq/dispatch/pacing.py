@@ -10,12 +10,12 @@ from trinity_mq.messages import Version
 
 @dataclass(frozen=True, slots=True)
 class TrainerCounters:
-    """Counters of the trainer, as reported by the trainer."""
+    """Counters that the trainer reports."""
 
     progress: int = 0
     """Number of closed batches that the trainer consumed, with any outcome."""
     committed_progress: int = 0
-    """Value of ``progress``, in batches, that the weights in the engines include."""
+    """Number of batches, counted as in ``progress``, that the weights in the engines include."""
     answered: int = 0
     """Last batch for which the explorer requested the newest weights and they were committed."""
 
@@ -63,7 +63,8 @@ def required_answer(batch: int, config: SyncConfig) -> int:
     """Return the batch whose request for the newest weights must be answered before ``batch`` is opened. Return 0 if no
     request is needed.
 
-    Under ``explorer_driven`` every ``sync_interval``-th batch requests them. The first batches use the initial weights.
+    Under ``explorer_driven`` every ``sync_interval``-th batch requests the newest weights. The first ``sync_interval``
+    batches use the initial weights.
     """
     if config.sync_style != "explorer_driven":
         return 0
@@ -93,7 +94,7 @@ def sync_due(now: Boundary, config: SyncConfig) -> bool:
     """Return whether the trainer begins a sync at this boundary. If its weights have not changed since the last sync,
     it commits its progress without a transfer.
 
-    Under every style, a sync also begins for members that do not hold the committed version.
+    A sync for members that do not hold the committed version begins under every style, independently of this function.
     """
     behind = now.committed != now.version or now.committed_progress < now.progress
     if now.at_end:

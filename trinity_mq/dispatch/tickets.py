@@ -82,7 +82,9 @@ class Ticket(BaseModel):
     time_left: float
     """Seconds left on the batch's own clock, which runs only while the batch can make progress."""
     wait_left: float | None = None
-    """Over-rollout: seconds left on that clock until the remaining slices are cut off. None: too few tasks are done."""
+    """Over-rollout: seconds left on the batch's clock until the unfinished slices are cut off. None: too few tasks are
+    done.
+    """
     keep_partial: bool = False
     """True if runners publish the finished runs of slices that they drop on a cut-off."""
     grace: float | None = None
@@ -95,7 +97,7 @@ class Ticket(BaseModel):
     manifest: BatchClosed | None = None
     """Closing manifest. Once saved it never changes."""
     duplicates: int = 0
-    """Number of outcomes beyond the first outcome of a slice."""
+    """Number of results that came from another attempt at a slice after the slice had its outcome."""
     grouped: int = Field(default=GROUPED, exclude=True)
     """Maximum number of slices per message, as published by this process. Not saved."""
     resent: int = Field(default=0, exclude=True)
@@ -151,7 +153,9 @@ class Ticket(BaseModel):
         return task not in self._missing
 
     def record(self, result: TaskResult) -> bool:
-        """Record a result and return whether it is the first result of its slice. Later results are only counted."""
+        """Record a result and return whether it is the first result of a slice of this ticket. A later result of
+        another attempt is only counted.
+        """
         task_slice = self._slices.get((result.task_id - self.first_task, result.run_base))
         if task_slice is None:
             return False
@@ -290,7 +294,7 @@ def new_ticket(
 
 
 def check_batch_id(batch_id: BatchId) -> None:
-    """Check the id of a batch: an int, or a string whose first part is one, such as ``"123/my_task"``.
+    """Check the id of a batch: an int, or a string that starts with an int, such as ``"123/my_task"``.
 
     Raises:
         ValueError: The id has another form.

@@ -64,7 +64,7 @@ class SliceTimes:
         self._count, self._seconds, self._batches = 0, 0.0, 0
 
     def slice_done(self, result: TaskResult) -> None:
-        """Count a slice that has its outcome."""
+        """Count a slice that has its outcome, if at least one of its runs finished."""
         if result.outcome in {"finished", "partial"} and result.runs:
             self._count += 1
             self._seconds += result.seconds
@@ -75,11 +75,13 @@ class SliceTimes:
 
     @property
     def mean(self) -> float | None:
-        """Mean seconds of a slice. None: no slice has ended."""
+        """Mean seconds of a slice. None: no slice with a finished run has ended."""
         return self._seconds / self._count if self._count else None
 
     def limit(self, seconds: float) -> float:
-        """Return the timeout in seconds: ``mean * ratio`` once warm, at most the configured ``seconds``."""
+        """Return the timeout in seconds: ``mean * ratio`` but at most ``seconds``, the configured timeout. Return
+        ``seconds`` while the dynamic timeout is disabled or has too few batches.
+        """
         if not self._config.enable or self._batches < WARMUP_BATCHES or not self._seconds:
             return seconds
         return min(seconds, self._seconds / self._count * self._config.ratio)
@@ -109,7 +111,9 @@ def seconds_left(done: int, total: int, required: int, *, time_left: float, wait
 
 
 def pass_time(ticket: Ticket, seconds: float, config: ExplorerConfig) -> CutOffReason | None:
-    """Let ``seconds`` pass for an incomplete ticket. Return the reason to cut off the rest, or None to continue."""
+    """Subtract ``seconds`` from the times left of an incomplete ticket. Return the reason to cut off its unfinished
+    slices, or None to continue.
+    """
     over_rollout, done, total = config.over_rollout, ticket.finished_count, len(ticket.tasks)
     applies = over_rollout.ratio and ticket.deliver == "pipeline"
     required = required_tasks(total, over_rollout) if applies else total

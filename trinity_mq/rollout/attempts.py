@@ -41,8 +41,8 @@ class Instances:
     Args:
         task: The task to run.
         kind: The class of the workflow.
-        wrap: Creates views of the models for one instance: first of an engine, with a separate history and with
-            sampling by a seed, then of the auxiliary models.
+        wrap: Returns new model wrappers for one instance: first a wrapper of the given engine, which has its own
+            history and samples with the given seed, then wrappers of the auxiliary models.
         idle: Instances that are reset and reused, also by later slices. An instance returns to this list after its runs
             succeeded. None: each call gets a new instance.
     """
@@ -103,7 +103,7 @@ class Instance:
         return self._of.kind is kind and urls == [wrapper.model.url for wrapper in models]
 
     def reassign(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
-        """Use this instance for the task of ``of`` from now on, with the settings of the views ``models``."""
+        """Use this instance for the task of ``of`` from now on, with the settings of the model wrappers ``models``."""
         self._of = of
         for current, fresh in zip((self.model, *self._auxiliary), models, strict=True):
             current.adopt_settings(fresh)
@@ -124,7 +124,7 @@ class Instance:
         return self._workflow
 
     async def aclose(self) -> None:
-        """Close the resources that its views of the models have opened."""
+        """Close the resources that the model wrappers of this instance have opened."""
         for wrapper in (self.model, *self._auxiliary):
             await wrapper.aclose()
 
@@ -298,11 +298,11 @@ class RunGroup:
 
 
 def number_runs(block: Sequence[int], experiences: Sequence[Experience]) -> None:
-    """Set ``eid.run`` of experiences whose workflow has set none of them: equal parts, in their order, belong to the
-    runs of ``block``. Fewer experiences than runs belong to the first runs.
+    """Set ``eid.run`` of experiences if their workflow did not set it: divide them, in their order, into equal parts
+    for the runs of ``block``. If there are fewer experiences than runs, each of the first runs gets one experience.
 
-    A workflow may have set the run 0 of all, if it is in the block and only one run was finished: with one experience,
-    or with steps that have different numbers.
+    Change nothing if the experiences cannot be divided equally, or if the workflow may have set run 0 for all of them:
+    the block begins with run 0, and there is a single experience or the experiences have different steps.
     """
     steps = {experience.eid.step for experience in experiences}
     is_numbered = any(experience.eid.run != 0 for experience in experiences) or (

@@ -69,8 +69,8 @@ def kind_of(error: BaseException) -> str:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a further attempt may succeed: neither ``error`` nor a cause of it was declared final, and the
-    error would not be raised again in any case.
+    """Return whether a further attempt may succeed. It cannot succeed if ``error`` or one of its causes was declared
+    final, or if every further attempt would raise the error again.
     """
     final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in causes(error))
     return isinstance(error, Exception) and not (final or prompt_too_long(error) or isinstance(error, INCURABLE))
@@ -79,9 +79,9 @@ def is_retryable(error: BaseException) -> bool:
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
     """Return error and place in one line, such as ``KeyError: 'answer' (my_workflow.py:17)``.
 
-    The place is the innermost line of the author's own code. For a :class:`SandboxFailed` the text has its kind instead
-    of its class: ``sandbox: connection refused (my_workflow.py:17)``. If a workflow returned nothing, the place is the
-    line at which its class ``kind`` defines its run.
+    The place is the innermost line of the author's own code. For a :class:`SandboxFailed` the text begins with its kind
+    instead of its class: ``sandbox: connection refused (my_workflow.py:17)``. For any other :class:`RunFailedError` the
+    text does not name a class, and the place is the line at which the workflow class ``kind`` defines its run method.
     """
     error = first_leaf(error)
     text = " ".join(str(error).split())

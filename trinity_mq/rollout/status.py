@@ -57,7 +57,7 @@ class SliceOutcome:
     failure_kind: str | None = None
     """Kind of the failure in ``message``. None: no attempt failed."""
     retryable: bool = True
-    """False if that failure was declared final."""
+    """False if the failure in ``message`` was declared final."""
     version_min: Version | None = None
     """Version of the oldest weights that sampled a token."""
     version_max: Version | None = None

@@ -77,7 +77,7 @@ class WorkflowRunner:
     async def run_task_async(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """Run :meth:`run_task` on the event loop."""
+        """Execute runs and return the outcome as :meth:`run_task` does, on the running event loop."""
         model = self.model
         if model is None:
             raise RuntimeError("this WorkflowRunner was made without a model: give one, or use run_slice()")
@@ -138,8 +138,8 @@ class WorkflowRunner:
             return False
 
     async def close(self) -> None:
-        """Close the connections to engines, end kept programs, and discard idle instances. A further task opens new
-        connections.
+        """Close the connections to engines, end the programs that were kept running, and discard idle instances. A
+        further task opens new connections.
         """
         idle, self._idle[:] = list(self._idle), []
         for instance in idle:
@@ -206,7 +206,7 @@ class WorkflowRunner:
     def _wrap(
         self, job: SliceJob, engine: InferenceModel, seed: int, pinned: Version | None, clients: EngineClients | None
     ) -> list[ModelWrapper]:
-        """Return views of ``engine`` and of the auxiliary models."""
+        """Return model wrappers of ``engine`` and of the auxiliary models."""
         rollout, model = self.config.explorer.rollout_model, self.config.model
         names = [auxiliary.name for auxiliary in self.config.explorer.auxiliary_models]
         policy = ModelWrapper(

@@ -29,7 +29,7 @@ class CompletedTask:
 
     ticket: Ticket
     task: int
-    """Index in the ticket."""
+    """Index of the task in the ticket."""
 
     @property
     def batch_id(self) -> BatchId:
@@ -43,12 +43,12 @@ class CompletedTask:
 
     @property
     def results(self) -> list[TaskResult]:
-        """The outcomes of its slices, in the order of their runs."""
+        """The outcomes of the task's slices, in the order of their runs."""
         return self.ticket.results_of(self.task)
 
     @property
     def status(self) -> Status:
-        """The status computed from these outcomes."""
+        """The task's status, computed from :attr:`results`."""
         return task_status(self.results)
 
     def done(self) -> bool:
@@ -156,7 +156,7 @@ class TaskNumbers:
         self._batches: defaultdict[BatchId, _Numbers] = defaultdict(_Numbers)
 
     def take(self, batch: BatchId, count: int, part_of: object = None) -> int:
-        """Return the first of ``count`` ids. Tickets of the same object ``part_of`` share one id."""
+        """Return the first of ``count`` ids. Tickets with the same object ``part_of`` get the same id."""
         numbers = self._batches[batch]
         numbers.tickets += 1
         for whole, first in numbers.parts:

@@ -79,8 +79,8 @@ class RunnerWrapper:
         of its last runs. The id is a number for the runners of ``trinity-mq run`` if this handle was created with a
         number. If no runner worked on the task, it is this handle's id.
 
-        Any free runner takes the task, because all runners share one queue. If the task did not run on the runner of
-        this handle alone, a warning names both, and so does the status' message if it has no other.
+        Any free runner takes the task, because all runners share one queue. If other runners worked on the task, a
+        warning names them and this handle's runner. The same text is the status' message if the status lacks a message.
         """
         await self._start()
         body = replace(task.task, repeat_times=task.repeat_times)  # the caller's task stays unchanged

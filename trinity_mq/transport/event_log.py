@@ -43,7 +43,7 @@ class EventLog(ABC):
         self.changed = Notifier()
         """Notified after each message that was read."""
         self.position = 0
-        """Bytes of all messages read so far."""
+        """Total bytes of all messages read so far."""
         self.next_offset = 0
         """Offset of the first message that was not read."""
         self._bus, self._stream, self._kinds, self._mark_key = bus, stream, kinds, mark_key
@@ -66,7 +66,9 @@ class EventLog(ABC):
         """Handle the removal of unread events by retention. The stream is then read from its first stored event."""
 
     def _finish_reading(self) -> None:
-        """Become ready, once all initial events have been read. A subclass completes its state first."""
+        """Make the log ready. Called once all initial events have been read. A subclass may override this method to
+        complete its state first.
+        """
         self._ready = True
 
     def is_ready(self) -> bool:

@@ -5,7 +5,8 @@ holds all experiences of several attempts at slices of one ticket, one attempt a
 lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each entry counts as part 0 of 1 of its attempt.
 The manifest accepts or drops it like any other part.
 
-Processes that do not open bodies do not import torch. Therefore the functions that do so import the experiences.
+Processes that do not open bodies must not import torch. Therefore each function that opens bodies imports the
+experience package itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
 
 PartKey = tuple[str, int]
-"""``(attempt, part)``."""
+"""``(attempt, part)``: id of an attempt, and number of one of its parts."""
 
 MAX_COUNT_DIGITS = 6
 """Maximum digits of an experience count in the ``attempts`` header."""
@@ -54,7 +55,7 @@ class AttemptRows:
     rows: slice | None = None
     """Rows of this attempt; None: all rows."""
     total: int = 0
-    """Experiences of all attempts in the part, if ``rows`` is set."""
+    """Number of experiences of all attempts in the part, if ``rows`` is set."""
 
     def of(self, batch: ExperienceBatch) -> ExperienceBatch:
         """Return the experiences of this attempt from the part's experiences ``batch``.

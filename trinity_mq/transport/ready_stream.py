@@ -36,7 +36,7 @@ class Chunk:
 
     ticket: str
     op: str
-    """The processing that made the chunk."""
+    """Id of the processing that made the chunk."""
     n: int
     """Number of the chunk in its set."""
     body: bytes

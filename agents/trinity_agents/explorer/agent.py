@@ -137,7 +137,7 @@ class Explorer(Agent):
                 raise other_run_error(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
-        """Return the engines' heartbeats."""
+        """Return the heartbeats of the hosted engines."""
         return [] if self.exploration is None else self.exploration.hosted.heartbeats()
 
     async def serve(self) -> None:
@@ -194,7 +194,7 @@ class Explorer(Agent):
             trainer  | idle   | step 1 | step 2 | ...  | step n | sync |
 
         Raises:
-            Exception: The error that ended the explorer. Errors of concurrent tasks at the same time are its notes.
+            Exception: The error that ended the explorer. Further errors of concurrent tasks are in its notes.
         """
         try:
             await self.run()
@@ -253,7 +253,8 @@ def main(config: Config, agent_id: str = "explorer-0") -> int:
 
 
 async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: str) -> None:
-    """Set the unique run id in the state; a fresh state also begins after the present content of the streams.
+    """Set the unique run id in the state. In a fresh state, also set the offsets after the present content of the
+    streams.
 
     The stream offsets in a state of an older release do not change.
     """

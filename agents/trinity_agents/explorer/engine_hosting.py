@@ -43,7 +43,7 @@ class EngineHosting(Agent):
         return EngineStatus(hosts=[engine.snapshot.id for engine in self.hosted.engines])
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
-        """Return the engines' heartbeats."""
+        """Return the heartbeats of the hosted engines."""
         return self.hosted.heartbeats()
 
     def follow_run(self, explorer: ExplorerStatus) -> None:

@@ -21,7 +21,9 @@ from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationLog
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
-"""Maximum number of attempts for an evaluation whose pinned version was lost with its engine."""
+"""Maximum number of attempts at an evaluation. An attempt is repeated if a slice has no finished run and the engines do
+not serve the pinned version any more.
+"""
 
 
 class Evaluations:

@@ -287,7 +287,7 @@ async def receive_broadcast(
     """Connect every engine to rank 0 at ``address:port`` and receive one broadcast of ``tensors``, without the gate.
 
     Args:
-        engines: Hosts of engines, which get the ranks from 1, one after the other.
+        engines: Hosts of engines, in the order of their ranks, which begin at 1.
         config: Configuration of the run.
         address: Address of the sender's TCPStore.
         port: Port of the sender's TCPStore.

@@ -275,7 +275,7 @@ class ExplorerLoop:
         await self.save()
 
     async def _refuse(self, submission: SubmissionRef, outcome: Outcome, reason: str) -> None:
-        """Send the submitter of a task that no batch takes an outcome with ``reason``."""
+        """Answer a submission with ``outcome`` and ``reason``, because no batch takes its task."""
         answer = SubmissionOutcome(
             submission_id=submission.submission_id, batch="", ticket="", outcome=outcome, message=reason
         )
@@ -299,8 +299,8 @@ class ExplorerLoop:
         await self.save()
 
     async def announce_end(self) -> None:
-        """Wait until each living agent of a role that is told of the end has received the end of the run, at most two
-        heartbeat leases. The heartbeats of this explorer announce it.
+        """Wait, for at most two heartbeat leases, until each living agent whose role is told of the run's end has
+        received the end, which the heartbeats of this explorer announce.
 
         An agent that is restarting or disconnected and cannot read the run's folder would otherwise wait forever.
         """
@@ -546,7 +546,9 @@ class ExplorerLoop:
         return self.source.completed(message.task, exact_runs=message.exact_runs, by_gateway=ref.by_gateway)
 
     async def _follow_trainer(self) -> None:
-        """Read the trainer's counters from its heartbeats, so that a lost progress event delays only by a heartbeat."""
+        """Read the trainer's counters from its heartbeats, until cancelled. A lost progress event then delays the
+        pacing only until the next heartbeat.
+        """
         while True:
             trainer = self.agent.peers.trainer
             if trainer.generation:

@@ -66,7 +66,7 @@ class InFlightBatch(BaseModel):
     tasks: dict[int, TaskBody] = Field(default_factory=dict)
     """Tasks by id that are requeued if their groups are too old to train on."""
     idle: float = 0.0
-    """Seconds since an operator or the trainer last worked on the batch."""
+    """Seconds since an operator or the trainer last worked on the batch, or since the last recovery action."""
     tries: int = 1
     buried: bool = False
     looked: bool = Field(default=False, exclude=True)
@@ -94,7 +94,9 @@ class InFlightBatches(BaseModel):
     ) -> list[tuple[RecoveryAction, BatchClosed]]:
         """Advance the idle clocks by ``seconds`` and return the due recovery actions.
 
-        ``in_hand`` has the tickets of a living operator or of the trainer; their idle clocks restart at 0.
+        An action is due for a batch that was idle for ``deadline`` seconds: its manifest is published again, up to
+        ``max_tries`` publishes in all, and then its tombstone. ``in_hand`` has the tickets on which a living operator
+        or the trainer works; their idle clocks restart at 0.
         """
         actions: list[tuple[RecoveryAction, BatchClosed]] = []
         for name, closed in self.tickets.items():
@@ -133,7 +135,7 @@ class TicketStatistics(BaseModel):
 
 
 class ExplorerState(BaseModel):
-    """The state from which an explorer resumes after another explorer was killed."""
+    """The state from which an explorer process resumes the work of an earlier process."""
 
     run_id: str = ""
     """Id of the run; empty in a fresh state, and in a state that an older release saved."""
@@ -213,19 +215,19 @@ class StateFile:
     """Reads and writes the state; a save writes the changes since the last save, in one transaction.
 
     Immutable parts have their own rows: the tasks of a ticket, each result, a manifest, a pending task. The row
-    ``core`` holds the small rest and refers to the other rows. Only one write runs at a time; it serves all saves that
-    were requested before it began.
+    ``core`` holds the remaining small fields and refers to the other rows. Only a single write runs at a time; it
+    serves all saves that were requested before it began.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = asyncio.Lock()
         self._requested_saves = self._served_saves = 0
-        """Number of saves requested, and number of saves that finished writes serve."""
+        """Number of requested saves, and number of these saves that finished writes have served."""
         self._last_mark: bytes | None = None
         """Mark of the last write that this process made or loaded; None without a file."""
         self._rows: dict[str, int] = {}
-        """Number of rows by ticket and followed batch."""
+        """Number of written rows of each ticket and each followed batch."""
         self._numbers: dict[int, tuple[int, PendingTask]] = {}
         """Row number and task by ``id()`` of a pending task; the reference to the task keeps its ``id()`` unique."""
         self._next_numbers = itertools.count()

@@ -21,7 +21,7 @@ from trinity_mq.rewards.outsiders import restrict_task
 log = structlog.get_logger(__name__)
 
 LEAST_PENDING = 64
-"""Minimum limit of pending tasks, for small batch sizes."""
+"""Lower bound of the limit on pending tasks, which otherwise is twice the batch size."""
 
 
 class TaskReader(Protocol):
@@ -127,7 +127,7 @@ class TaskSource:
         self._state.refill_debt = min(self._state.refill_debt + groups, most)
 
     def observe(self, ticket: Ticket) -> dict[str, float]:
-        """Pass the statistics of a complete ticket to the selectors, once per ticket; return their metrics.
+        """Pass the statistics of a complete ticket to the selectors, once per ticket; return the selectors' metrics.
 
         The caller saves the observation with the ticket's manifest, so that a restart does not repeat it. Selectors
         also learn from experiences that operators or the trainer drop later.
@@ -141,7 +141,9 @@ class TaskSource:
         return dict(self._learning.metrics())
 
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
-        """Put requeued tasks into the next batch; after the last batch was opened they are only counted."""
+        """Add requeued tasks to the pending tasks, at the front if ``first`` is set. After the last batch was opened,
+        the tasks are only counted.
+        """
         if not self._state.ended:
             at = 0 if first else len(self._state.pending)
             self._state.pending[at:at] = tasks
@@ -164,7 +166,8 @@ class TaskSource:
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody, *, exact_runs: bool = False, by_gateway: bool = False) -> TaskBody:
-        """Return a submitted task, completed from the configuration section of its taskset.
+        """Return a submitted task in which the configuration of its taskset sets each value that the submitter may not
+        set. A task with ``repeat_times`` 1 gets ``algorithm.repeat_times`` runs, unless it is an evaluation.
 
         Args:
             task: The submitted task.
@@ -207,7 +210,7 @@ def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int |
 def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
     """Return the statistics of a ticket's tasks, by taskset name.
 
-    Submitted tasks, which belong to no taskset, are left out, and tasks without counted runs or finite rewards.
+    Submitted tasks and tasks without a counted run that has a finite reward are left out.
     """
     stats: dict[str, list[TaskStats]] = {}
     submitted = {submission.task_id for submission in ticket.submissions}

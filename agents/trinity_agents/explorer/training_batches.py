@@ -40,8 +40,8 @@ GIVEN_UP = {"failed", "gone"}
 NO_MORE = "its batch was abandoned: experiences that have not arrived by now will not arrive"
 
 MANIFEST_TRIES = 3
-"""Number of times that one manifest is published before the batch is reported as failed: the third publish that idle
-operators ignore is no accident.
+"""Number of times that a manifest is published before its batch is reported as failed. If idle operators ignore three
+publishes, a further publish will not help.
 """
 
 
@@ -69,7 +69,7 @@ class TrainingBatches:
         self.wants = 0
         """The last batch for which the explorer requests the newest weights (explorer_driven); sent in heartbeats."""
         self._waited = 0.0
-        """Seconds since the request."""
+        """Seconds for which a living trainer has not answered the request for the newest weights."""
         self._opened_at: dict[str, float] = {}
         """Event loop time of opening, by ticket opened in this process."""
         self._paused_time: defaultdict[str, float] = defaultdict(float)
@@ -318,7 +318,9 @@ class TrainingBatches:
             self._report(ticket.batch, metrics | took)
 
     def _requeue_unfinished(self, ticket: Ticket) -> None:
-        """Requeue tasks without a finished run that counts, each once; otherwise the longest tasks would be lost."""
+        """Requeue tasks without a finished run that counts; otherwise the longest tasks would be lost. A task is
+        requeued only once. Submitted tasks and tasks that crash processes are not requeued.
+        """
         before = set(self._state.given_back.get(ticket.ticket, ()))
         answered = {submission.task_id for submission in ticket.submissions}
         again = []

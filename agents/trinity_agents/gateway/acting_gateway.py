@@ -50,10 +50,10 @@ MIN_GAP = 0.05
 LONGEST_STEP = 10.0
 """Seconds between two readings of the clock above which the process counts as suspended, which pauses time limits."""
 TELL_SECONDS = 30.0
-"""Seconds between two published marks of the time up to which session time limits have run. The time between the last
-mark and the next start of a gateway does not count."""
+"""Seconds between two published time marks. The time from the latest event on the stream to the start of the next
+acting gateway does not count for session time limits; the marks keep this uncounted time short."""
 TOLD_PAUSE = 1.0
-"""Unpublished pause in seconds from which a mark is published at once."""
+"""Seconds of pauses since the last time mark from which the next mark is published at once."""
 
 T = TypeVar("T")
 REPLAYED = ("messages", "tools", "prompt")
@@ -72,7 +72,7 @@ FULL_SECONDS = 30.0
 
 
 class ActingGateway:
-    """The acting gateway's work.
+    """Decides about ended sessions, submits them as tasks and publishes their outcomes, as the run's acting gateway.
 
     Args:
         config: The run's configuration.
@@ -99,7 +99,7 @@ class ActingGateway:
         self._id, self._clock, self._may_act = agent_id, clock, may_act
         self._submissions = Submissions(config, bus, topology, store)
         self._checked_position = 0
-        """Position in bytes of the last check for sessions to carry."""
+        """Position in the stream, in bytes, at the last check for sessions to republish."""
         self._clock_read_at = clock()
         """Time of the last reading of the clock."""
         self._was_usable = bus.usable

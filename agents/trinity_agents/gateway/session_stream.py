@@ -91,7 +91,8 @@ class RefusedMessage:
 
 
 class SessionStream(EventLog):
-    """The sessions of one gateway; see :class:`trinity_mq.gateway.session_store.SessionStore`.
+    """Stores sessions as events on the stream, for one gateway: implements
+    :class:`trinity_mq.gateway.session_store.SessionStore`.
 
     Args:
         bus: A connected bus that knows its run.

@@ -68,8 +68,8 @@ from trinity_mq.transport.experience_parts import (
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE = 1.0
-"""Seconds before the second attempt at a batch, doubled with each attempt, because an auxiliary model may be down for a
-while."""
+"""Maximum seconds before the second attempt at a batch, doubled with each further attempt, because an auxiliary model
+may be down for a while."""
 LONGEST_PAUSE = 30.0
 """Maximum seconds between two attempts."""
 

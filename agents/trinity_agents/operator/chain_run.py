@@ -47,7 +47,9 @@ RETRIES = 5
 """Retries of a request to an auxiliary model if no engine is alive or the engine serves nothing at present."""
 log = structlog.get_logger(__name__)
 CLOSE_WITHIN = 10.0
-"""Maximum seconds after a verdict or the deadline to publish the final answer; after that it counts unpublished."""
+"""Maximum seconds to publish the final answer after a verdict or the deadline; after that the answer counts although it
+is not published.
+"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class ChainRun:
             operator.set_reviews(self._reviews)
 
     def unanswered(self) -> tuple[int, float]:
-        """Return the number of runs that wait for a person's verdict, and the seconds until the defaults count."""
+        """Return the number of runs that wait for a person's verdict, and the seconds until all of them get the default
+        verdict.
+        """
         return (0, 0.0) if self._reviews is None else self._reviews.unanswered()
 
     async def process(self, manifest: BatchClosed, parts: Collection[ReceivedPart]) -> ProcessedBatch:
@@ -235,7 +239,7 @@ def _to_engine_of(name: str, choose: Callable[[str], InferenceModel]) -> Callabl
 
 
 class BatchReviews:
-    """The reviews of the batch in progress; see :class:`trinity_mq.reviews.base.Reviews`.
+    """Asks people about runs of the batch in progress: implements :class:`trinity_mq.reviews.base.Reviews`.
 
     Args:
         bus: A connected bus.
@@ -258,7 +262,7 @@ class BatchReviews:
         self._batch, self._ticket, self._asked = manifest.batch, manifest.ticket, 0
 
     def unanswered(self) -> tuple[int, float]:
-        """Return the number of unanswered questions, and the seconds until all their defaults count."""
+        """Return the number of unanswered questions, and the seconds until all of them get the default verdict."""
         remaining_s = max(self._unanswered.values(), default=self._clock()) - self._clock()
         return len(self._unanswered), max(0.0, remaining_s)
 
@@ -316,7 +320,9 @@ class BatchReviews:
         return ledger.get(request.request) is not None or ledger.closing(request.request) is not None
 
     async def _verdict(self, request: ReviewRequest) -> ReviewVerdict | ReviewClosed | None:
-        """Return the first verdict, or the final answer on the stream; None after the first request's deadline."""
+        """Return the first verdict, or the final answer on the stream. Return None after the earlier of two deadlines:
+        of ``request`` and of the request on the stream.
+        """
         ledger = self.stream.ledger
         while True:
             if (closed := ledger.closing(request.request)) is not None:
@@ -348,7 +354,7 @@ class BatchReviews:
 
 
 def request_id(ticket: str, place: int, uid: str) -> str:
-    """Return the id of the request about experience ``uid`` by the ``place``-th asking operator of a ticket."""
+    """Return the id of the request about experience ``uid`` in the ``place``-th call of ``ask`` for a ticket."""
     return hashlib.sha256(f"{ticket}\n{place}\n{uid}".encode()).hexdigest()[:16]
 
 

@@ -64,9 +64,10 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 log = structlog.get_logger(__name__)
 
 SEEN_TICKETS = 1000
-"""Number of tickets remembered as logged."""
+"""Maximum number of tickets that are remembered, so that the first slice of each ticket is logged once."""
 REMEMBERED = 10_000
-"""Number of reported slices remembered, because a lost acknowledgement causes a redelivery."""
+"""Maximum number of reported slices that are remembered, because a slice is redelivered if its acknowledgement is lost.
+"""
 MAX_STUCK = 16
 """Maximum number of abandoned workflows that may still be running. With more, the runner requeues its slices and
 restarts: only the end of the process ends such threads and returns their memory.
@@ -78,7 +79,7 @@ neither send heartbeats nor be drained meanwhile.
 STUCK_AFTER = 5.0
 """Seconds after which an abandoned thread counts as stuck."""
 FINAL_FLUSH = 5.0
-"""Seconds for publishing results after ``runner.drain_timeout``."""
+"""Maximum seconds, after ``runner.drain_timeout``, to publish the last results and return the last slices."""
 EXIT_GRACE = 3.0
 """Seconds from the end of the runner to the forced end of its process, if workflows ignore their cancellation."""
 LISTED = 4
@@ -152,7 +153,7 @@ class Runner(Agent):
             for lane, count in slots.items()
         }
         self._waiting: dict[asyncio.Task[None], tuple[Delivery, SliceKey]] = {}
-        """Slices of a group that wait for a slot."""
+        """Delivery and key of each slice that waits for a slot, by the slice's asyncio task."""
         self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached: set[asyncio.Task[None]] = set()
@@ -167,7 +168,7 @@ class Runner(Agent):
         self._counts: Counter[str] = Counter()
 
     def detail(self) -> RunnerStatus:
-        """Return the running slices (the oldest by name) and the number of slices by outcome."""
+        """Return the runner's status: its slices, the number of slices by outcome, and paused lanes."""
         oldest = itertools.islice(self._held.values(), LISTED)
         changed: dict[str, Any] = dict(self._counts)
         if pauses := sum(intake.circuit.pauses for intake in self._intakes.values()):
@@ -197,7 +198,7 @@ class Runner(Agent):
     # -- taking slices
 
     async def serve(self) -> None:
-        """Take slices until drained, worn out or the run is over.
+        """Take slices until the runner is drained, must restart or has failed, or the run is over.
 
         Raises:
             RestartRequested: The runner needs a fresh process.
@@ -308,7 +309,7 @@ class Runner(Agent):
                 self._intakes[task_slice.lane].track(self._start(self._execute_when_free(task_slice, slice_delivery)))
 
     async def _execute_when_free(self, task_slice: TaskSlice, delivery: Delivery) -> None:
-        """Execute a slice when it has a slot, and answer its delivery."""
+        """Wait for a slot and execute a slice. Its delivery is acknowledged or requeued."""
         # These context variables are local to the slice's own asyncio task.
         BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
@@ -334,7 +335,7 @@ class Runner(Agent):
                 await acknowledge(delivery)
                 return
             if not intake.circuit.begin(key, asyncio.get_running_loop().time()):
-                await self.woken.until(lambda: not intake.taking)  # otherwise this runner would get it again at once
+                await self.woken.until(lambda: not intake.taking)  # otherwise the slice is redelivered here at once
                 self._counts["given_back"] += 1
                 await return_delivery(self.bus, delivery)
                 return
@@ -433,7 +434,9 @@ class Runner(Agent):
     # -- reporting
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
-        """Publish the experiences, then the outcome, then acknowledge."""
+        """Publish the experiences, then the outcome, then acknowledge the slice. A slice that is to be retried later is
+        requeued instead. A slice that nobody needs any more is only acknowledged, unless its partial results count.
+        """
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
         log.debug("slice_done", task=in_flight.task_slice.task_id, outcome=end, seconds=round(outcome.seconds, 3))
@@ -530,7 +533,7 @@ class Runner(Agent):
             await asyncio.wait(self._tasks, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _await_cancelled(self) -> None:
-        """Wait for cancelled tasks to end; the others are detached."""
+        """Wait up to :data:`STOP_PATIENCE` seconds for cancelled tasks to end. Tasks that still run are detached."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_PATIENCE)
         self._detached |= self._tasks

@@ -26,8 +26,8 @@ about 50 minutes if the same slice is tried after each pause.
 LONE_ROW = 3
 """Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone)."""
 OWN_FAULTS = 2
-"""Number of retries that a slice fails although other slices succeeded in between, after which the slice itself is to
-blame. A single such retry may be due to a sandbox that is only sometimes available."""
+"""Number of failed retries of a slice, with successes of other slices in between, after which the slice itself is to
+blame. A single failed retry may be due to a sandbox that is only sometimes available."""
 REMEMBERED = 10_000
 """Maximum number of requeued slices remembered; another runner may have taken a requeued slice."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
@@ -74,7 +74,7 @@ class CircuitBreaker:
         return self._until is None or (self._probe is None and now >= self._until)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until a slice may be started; None while a probe is running, which decides about it."""
+        """Return the seconds until a slice may be started; None while a probe is running, whose result decides."""
         return None if self._probe is not None else 0.0 if self._until is None else max(0.0, self._until - now)
 
     def begin(self, slice_key: Hashable, now: float) -> bool:

@@ -22,7 +22,7 @@ CANCELLED: Final = "its result is not needed any more"
 PREEMPTED: Final = "its runner was stopped"
 OVERDUE: Final = "it exceeded its time limit"
 STOPPED: Final = "stopped"
-"""Failure kind of a slice that was stopped from outside and is not to blame."""
+"""Failure kind of a slice that was stopped from outside, so that the failure is not the slice's own."""
 
 
 class InFlightSlice:
@@ -79,7 +79,9 @@ class OpenTickets:
         self._known: dict[str, tuple[object, frozenset[str]]] = {}
 
     def abandoned(self, task_slice: TaskSlice) -> bool:
-        """Return whether the owner of a slice, in a heartbeat after it opened the ticket, does not list the ticket."""
+        """Return whether the slice's ticket is missing in the latest heartbeat of its owner, if that heartbeat was sent
+        after the owner had opened the ticket.
+        """
         beat = self._peers.latest(task_slice.explorer) if task_slice.explorer else None
         if beat is None or beat.seq < task_slice.opened_beat:
             return False
@@ -125,7 +127,8 @@ class SliceGroup:
     async def settle(self, answer: Answer) -> None:
         """Record the answer to one slice. The last answer settles the delivery.
 
-        The delivery is requeued, and taken apart at its redelivery, if any slice was requeued.
+        The delivery is requeued if any of its slices was requeued; its slices are published separately after the
+        redelivery.
         """
         self._unanswered -= 1
         self._must_requeue |= answer == "requeue"

@@ -1,4 +1,6 @@
-"""Takes the slices of one lane from their queue; the circuit breaker limits them to all slots, one probe or none."""
+"""Takes the slices of one lane from their queue. The circuit breaker decides whether slices fill all slots, a single
+slice is taken as a probe, or no slice is taken.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from trinity_mq.runtime.notify import Notifier
 
 
 class LaneIntake:
-    """Consumes one lane.
+    """Consumes the task queue of one lane.
 
     Args:
         bus: A connected bus.
@@ -19,8 +21,8 @@ class LaneIntake:
         slots: Number of slices at a time, which is also the prefetch. Only short slices that share a message may have
             to wait after their delivery.
         circuit: Circuit breaker of the lane.
-        start: Starts the work on a delivery; the task ends once the delivery is answered, or once other tasks that
-            answer it are tracked.
+        start: Starts the work on a delivery and returns its task. The task ends once the delivery is answered, or once
+            all other tasks that answer the delivery are tracked (:meth:`track`).
         woken: Notified when the circuit changes or the runner ends.
         is_over: Returns whether to stop consuming.
     """

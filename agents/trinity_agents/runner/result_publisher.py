@@ -39,23 +39,23 @@ log = structlog.get_logger(__name__)
 MESSAGE_LIMIT = 2000
 """Maximum characters of a failure message in a result; the results stream must not hold whole workflow outputs."""
 RETURNED_PAUSE = 0.2
-"""Seconds between attempts to publish a part that was returned although its queue exists, unless a heartbeat arrives
-first."""
+"""Seconds between attempts to publish a part that the broker returned although the batch queue exists, unless a
+heartbeat arrives first."""
 REPLACED_PAUSE = 1.0
 """Seconds after which a missing batch queue is checked a second time if its ticket is open."""
 SHARED = 1024 * 1024
 """Maximum bytes of experiences that are encoded on the event loop and share a message with other attempts. This blocks
 the loop for about 1 ms; a thread and a separate body for each attempt cost several times as much in total."""
 EXPERIENCE_COST = SHARED // 128
-"""Minimum bytes that an experience counts as, because encoding even a short experience takes time."""
+"""Bytes that a smaller experience counts as, because encoding even a short experience takes time."""
 MOST_RESULTS = 64
 """Maximum number of results in one message."""
 CROWD = 8
 """Number of slices in flight from which a message waits for further content, because some slices are likely to end
 soon."""
 LINGER = 0.005
-"""Seconds that a message waits for further content. A wait of 0.02 s leaves a third of two cores idle if tasks take no
-time."""
+"""Seconds that a message waits for further content. With 0.02 s and very short tasks, two cores were idle for a third
+of the time."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
 """Types of ``info`` values whose size is cheap to estimate."""
 
@@ -328,8 +328,8 @@ def max_encoded_size(experiences: Sequence[Experience]) -> int:
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):
-    """Batches items per key: items that arrive during a call are sent with the next call. A single item is sent at
-    once.
+    """Batches items per key: items that arrive during a call are processed by the next call. An item that arrives while
+    no call is running is processed after ``linger_seconds``, by default at once.
 
     Args:
         call: Processes several items of one key. It returns an answer or an exception for each item. If it raises, its

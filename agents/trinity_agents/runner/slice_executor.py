@@ -23,7 +23,7 @@ ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
 """Extra seconds after a slice's time limit for a slice in a separate process."""
 MAX_ISOLATED = 2
 """Maximum number of slices with a suspect earlier delivery that run in child processes at a time. Such slices are rare,
-and each process has imported the workflows again.
+and each process has to import the workflows again.
 """
 STOP_PATIENCE = 0.5
 """Seconds from the cancellation of a workflow until it is detached."""
@@ -62,7 +62,8 @@ class SliceExecutor:
         self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
     async def execute(self, in_flight: InFlightSlice) -> SliceOutcome | None:
-        """Return the outcome of the workflow; None if it was detached, so that another task reports the slice.
+        """Return the outcome of the workflow; None if the workflow was detached, so that another task reports the
+        slice.
 
         Raises:
             ChildDied: The workflow's process ended without an outcome.

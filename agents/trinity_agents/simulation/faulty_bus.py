@@ -93,7 +93,9 @@ class FaultyBus(MemoryBus):
     """The faulty connection of one life of an agent.
 
     Args:
-        broker: See :class:`MemoryBus`, also for ``topology`` and ``config``.
+        broker: The broker to connect to.
+        topology: Names of the run's queues and exchanges.
+        config: Settings of the connection.
         faults: The faults to inject.
         role: Role of the agent.
         who: The agent's id, followed by one ``'`` for each earlier life.
@@ -121,7 +123,7 @@ class FaultyBus(MemoryBus):
         self.on_publish: Callable[[FaultyBus, Envelope], None] | None = None
         """Called with each publish before the broker receives it."""
         self._unconfirmed: list[float] = []
-        """Delay in seconds of the repetition of each of the next publishes."""
+        """Confirms that the next publishes lose, each as the seconds after which the publish is repeated."""
 
     @property
     def lives(self) -> bool:
@@ -195,7 +197,7 @@ class FaultyBus(MemoryBus):
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
-        """Publish, possibly late and possibly twice."""
+        """Publish a message, possibly late and possibly twice."""
         if envelope.kind in QUIET:
             return await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self.point(f"before publishing {envelope.kind}")
@@ -217,12 +219,12 @@ class FaultyBus(MemoryBus):
         return routed
 
     async def declare(self, *queues: Queue) -> None:
-        """Declare, possibly late."""
+        """Declare queues, possibly late."""
         await self._step("declare", queues[0] if len(queues) == 1 else None)
         await super().declare(*queues)
 
     async def unbind(self, queue: Queue) -> None:
-        """Unbind, possibly late."""
+        """Unbind a queue, possibly late."""
         await self._step("unbind", queue)
         await super().unbind(queue)
         await self.point("unbound")
@@ -234,7 +236,7 @@ class FaultyBus(MemoryBus):
         await self.point("deleted")
 
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Consume. Deliveries from shared queues may be late."""
+        """Consume a queue. Deliveries may be late, unless the queue is exclusive."""
         await self._step("consume", queue)
         consumer = await super().consume(queue, prefetch=prefetch, offset=offset)
         return LateConsumer(self, consumer) if queue.kind != "exclusive" else consumer
@@ -249,8 +251,8 @@ class FaultyBus(MemoryBus):
 
 
 class LateConsumer(Consumer):
-    """A consumer with late deliveries. Each delivery passes one point on arrival and two points at its
-    acknowledgement.
+    """A consumer with late deliveries. The agent passes a fault point when a delivery that it awaits arrives, and two
+    fault points when it acknowledges a delivery of a queue.
     """
 
     def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:

@@ -58,7 +58,10 @@ class NumberedTasks:
 
 @dataclass
 class Simulation:
-    """The parts of a run. Every agent has its own connection to one broker. To restart an agent, make a new agent."""
+    """A simulated run: its configuration, its broker and stand-ins, and methods that make its agents.
+
+    Each agent has its own connection to the broker. To restart an agent, make a new agent.
+    """
 
     folder: Path
     """The run folder."""
@@ -234,7 +237,7 @@ class Simulation:
         return bus
 
     async def record_messages(self) -> None:
-        """Record a copy of every message published from now on."""
+        """Record a copy of every message that is published to the exchanges in :attr:`recorded` from now on."""
         bindings = tuple(Binding(self.topology.exchange(name), "#") for name in self.recorded)
         bus = await self.client()
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))

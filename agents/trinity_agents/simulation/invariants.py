@@ -45,8 +45,8 @@ class Evidence:
 
     @cached_property
     def generation(self) -> int:
-        """Generation of the last trainer that has one. A trainer started at the very end may be drained before it gets
-        a generation.
+        """Highest generation of the trainers. A trainer started at the very end may be drained before it gets a
+        generation.
         """
         return max(trainer.loop.generation for trainer in self.run.trainers)
 
@@ -243,7 +243,7 @@ def as_in_manifest(evidence: Evidence, least: int, *, once: bool = True) -> Faul
     Args:
         evidence: The evidence of the run.
         least: Minimum number of runs in a group; smaller groups are left out of the set.
-        once: A run has a single experience.
+        once: True if each run has a single experience, so that a second experience is a violation.
     """
     if sorted(evidence.processed) != sorted(evidence.manifest):
         yield f"batches that were decided: {sorted(evidence.processed)}"
@@ -418,8 +418,8 @@ def dead_letters_accounted_for(evidence: Evidence, ignored: Collection[str] = ()
 def queues_are_empty(evidence: Evidence) -> Faults:
     """Check that ``closed`` holds only manifests of decided batches and that no batch queue holds parts.
 
-    Batch queues may hold parts if the batch was given up, or if its operator died or was cut off before it deleted
-    them. Such queues expire.
+    A batch queue may hold parts if the batch was given up, or if its operator died or was cut off before it deleted the
+    queue. Such queues expire.
     """
     decided = {ready.ticket for ready, _ in evidence.processed.values()}
     undecided = {str(stored.headers.get("ticket")) for stored in evidence.run.waiting_in("closed")} - decided

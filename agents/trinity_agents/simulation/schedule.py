@@ -98,7 +98,9 @@ class Settings:
 
 
 SHORT = 10.0
-"""Seconds below which a batch may end before its slices end."""
+"""Batch timeout in seconds below which a batch may end before its slices end. Operator deadlines in seconds and
+delivery limits below this number may cause a batch to be given up.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,9 @@ class ConnectionLoss:
 
 @dataclass(frozen=True, slots=True)
 class BrokerRestart:
-    """All connections are lost at once. They are restored one by one, ``seconds`` to ``seconds`` + 1 later."""
+    """All connections are lost at once. Each is restored after a random time from ``seconds`` to ``seconds + 1``
+    seconds.
+    """
 
     at: float
     seconds: float
@@ -284,7 +288,7 @@ class FaultSchedule:
     settings: Settings
     faults: tuple[Fault, ...]
     kept: tuple[int, ...] | None = None
-    """Indices of the faults here among all faults of the seed. None: all faults of the seed."""
+    """Indices of :attr:`faults` among all faults of the seed. None: :attr:`faults` holds all faults of the seed."""
     sessions: SessionLoad | None = None
     """Gateways and users of a run in mode ``serve``. None: the run has a taskset instead."""
 
@@ -448,10 +452,10 @@ def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
 SESSIONS_LENGTH = 60.0
 """Seconds from the start of a run with sessions within which timed faults begin."""
 UNKEPT = 1 << 28
-"""Stream size in bytes at which retention cuts nothing."""
+"""Maximum stream size in bytes that no run reaches, so that retention cuts nothing."""
 CUT = 384 * 1024
-"""Stream size in bytes at which retention cuts the beginning. A quarter of the stream lasts longer than a gateway is
-away.
+"""Maximum stream size in bytes that runs exceed, so that retention cuts the beginning. A quarter of the stream covers a
+longer time than most absences of a gateway.
 """
 
 

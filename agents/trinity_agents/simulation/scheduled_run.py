@@ -50,7 +50,7 @@ IN_MEMORY = Path("/dev/shm")
 LIMIT = 1200.0
 """Virtual seconds after which a run counts as hung: longer than any timeout that ends a wait."""
 RESTART_SECONDS = (0.05, 0.5, 3.0)
-"""Restart delays in seconds of an agent that died."""
+"""Possible delays in seconds until an agent that died is restarted."""
 END_PATIENCE = 30.0
 """Seconds after the end of the explorer during which timed faults continue and dead agents are restarted."""
 COSTLY = (
@@ -308,7 +308,9 @@ class ScheduledRun(Simulation):
         return []
 
     def waiting(self) -> list[str]:
-        """Return lines on the agents, what each waits for, and the messages in the shared queues."""
+        """Return a line for each running agent, with its state and the reason why it waits, and a line for each shared
+        queue that holds messages.
+        """
         agents = [
             f"{name} is {agent.state} and waits for {agent.waits_for or 'nothing that it says'}"
             for name, agent in sorted(self.living.items())
@@ -321,7 +323,7 @@ class ScheduledRun(Simulation):
 
     @property
     def is_undisturbed(self) -> bool:
-        """True if no fault cost an agent its memory or its connection."""
+        """True if no agent failed or was restarted, and the schedule has no fault of the kinds in :data:`COSTLY`."""
         return (
             not self.ends
             and len(self.lives) == len({bus.who.rstrip("'") for bus in self.lives})
@@ -335,7 +337,7 @@ WORK = ("tasks.train", "tasks.eval", "closed", "submitted", "dead")
 
 @contextmanager
 def drawn(seed: int) -> Iterator[None]:
-    """Seed the library's jitter and its uuids, so that a seed determines the whole run."""
+    """Seed the random numbers and the uuids of the library, so that a seed determines the whole run."""
     dice = random.Random(seed)
     state = random.getstate()
     random.seed(seed)

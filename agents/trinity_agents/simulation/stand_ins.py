@@ -77,7 +77,7 @@ class SimulatedEngine(FakeEngine):
         self._transfer: asyncio.Task[dict[str, Any]] | None = None
 
     async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
-        """Return (version of the weights that sampled it, version stamped on it) for each token.
+        """Return for each token the version of the weights that sampled the token, and the version stamped on it.
 
         Raises:
             EngineLost: The engine died, serves nothing, or aborted the request.
@@ -163,7 +163,7 @@ class SimulatedEngine(FakeEngine):
         return work.result()
 
     async def _receive_weights(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Receive weights, unless the engine is to keep its old weights this time or the transfer breaks."""
+        """Receive weights, unless the engine keeps its old weights in this transfer or the transfer breaks."""
         life = self._life
         self._receives += 1
         answer = await super().receive(spec, timeout)
@@ -218,12 +218,12 @@ class SimulatedChannel(FakeChannel):
         self._breaks, self._offers = breaks, 0
 
     async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
-        """Return a description without an address."""
+        """Return the description of a broadcast, with a mark if it will break."""
         self._offers += 1
         return {"method": "fake", "broken": self._offers in self._breaks}
 
     async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
-        """Sleep for the duration of a broadcast."""
+        """Sleep for the duration of a broadcast; then raise ChannelError if the broadcast breaks."""
         broken = self._offers in self._breaks
         await super().broadcast(tensors, manifest, epoch, attempt, world)
         if broken:
@@ -251,7 +251,9 @@ class SimulatedLearner(FakeLearner):
         self._point, self._deadly, self._die = point, deadly, die
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Sleep for the duration of a step."""
+        """Sleep for the duration of a step; then kill the process if the step has a deadly batch, and pass a fault
+        point.
+        """
         metrics = await super().step(experiences, step_number)
         if self._deadly and any(experience.eid.batch in self._deadly for experience in experiences):
             self._die()
@@ -259,7 +261,7 @@ class SimulatedLearner(FakeLearner):
         return metrics
 
     async def save(self, folder: Path) -> None:
-        """Write a file, so that a checkpoint exists."""
+        """Pass a fault point, then write a file, so that a checkpoint exists."""
         await self._point("in a save")
         await super().save(folder)
 
@@ -394,7 +396,7 @@ def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Versi
     Args:
         task_slice: The slice of the run.
         run: Number of the run.
-        sampled: (Version of the weights that sampled it, version stamped on it) for each token.
+        sampled: For each token, the version of the weights that sampled the token, and the version stamped on it.
     """
     versions: list[tuple[int, int, int]] = []
     for position, (_, stamp) in enumerate(sampled):

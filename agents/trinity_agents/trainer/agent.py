@@ -168,7 +168,9 @@ class Trainer(Agent):
 
 
 def main(config: Config, agent_id: str = "trainer-0") -> int:
-    """Run the trainer until the run is over, or a rank above 0 until rank 0 ends; returns the exit code."""
+    """Run the trainer until the run is over; in a process of a rank above 0, run that rank until rank 0 ends. Return
+    the exit code.
+    """
     keep_freed_memory()
     world = world_size(config.trainer.nproc)
     if own_rank():

@@ -61,10 +61,10 @@ class StepResult:
 async def train_on(
     batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
 ) -> StepResult:
-    """Train on all batches of a train step and on its replayed experiences, if any are usable, and set the result of
-    each batch.
+    """Train on the usable batches of a train step and on its replayed experiences, and set the result of each batch.
 
-    Experiences that are not trained on are removed from each batch.
+    No step is made without usable fresh experiences. Experiences of groups that are too old are removed from each
+    batch.
 
     Args:
         batch: The batch that the source returned.
@@ -127,8 +127,8 @@ def _step_outcome(metrics: Mapping[str, float]) -> tuple[StepOutcome, str | None
 def drop_stale_groups(
     parts: Sequence[TrainBatch], step: int, max_staleness: int
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Remove from each batch the groups whose oldest token is more than ``max_staleness`` steps old, and set its result
-    to *dropped*.
+    """Remove from each batch the groups whose oldest token is more than ``max_staleness`` steps old. Set the result of
+    each batch to *dropped*; the caller replaces the result of each batch that still has experiences.
 
     Returns:
         The remaining experiences of all batches in order, and ``sample/*`` metrics.
@@ -236,7 +236,7 @@ class TrainSamples:
 
     Args:
         run_dir: The run's folder.
-        each: Experiences per batch of a train step; 0 switches the log off.
+        per_batch: Approximate number of experiences kept per batch of a train step; 0 switches the log off.
         max_bytes: Maximum size of the whole log in bytes.
     """
 

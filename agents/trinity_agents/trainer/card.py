@@ -36,7 +36,7 @@ from trinity_mq.training.learner import Learner
 log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT = 5.0
-"""Seconds for which a request to sleep waits for an engine's running requests. The trainer repeats it."""
+"""Seconds for which a sleep request waits for an engine's running requests. The trainer repeats the sleep request."""
 
 
 class MovableLearner(Learner, Protocol):
@@ -87,7 +87,7 @@ class ColocatedLearner:
     :meth:`hand_over` or :meth:`rest`.
 
     Args:
-        learner: Computes.
+        learner: The learner that does the computing.
         folder: Run folder.
         canary: Token ids of the canary prompt.
     """
@@ -105,7 +105,9 @@ class ColocatedLearner:
     # -- turns
 
     async def take(self, level: SleepLevel = 1) -> None:
-        """Return once this trainer holds the card. ``level``: treatment of the engines' weights."""
+        """Return once this trainer holds the card. With ``level`` 1 the engines keep their weights in host memory, with
+        2 they discard them.
+        """
         commands = self.turn.want(level)
         while commands:
             commands = await self._perform(commands[0])

@@ -21,8 +21,8 @@ MAX_STARTS = 2
 """Crashed starts on a batch after which the next start skips it. If the batch had company, which may be the cause of
 the crashes, the next start tries the batch alone, and the start after that skips it."""
 MAX_STARTS_REPAIRED = 1
-"""The same limit for a repaired batch, which is trained on with another batch: either may be the cause of a crash, and
-the other batch gets a start without the repaired batch."""
+"""Crashed starts on a repaired batch after which the next start skips it. A repaired batch is trained on with another
+batch, and either may be the cause of a crash; the other batch then gets a start without the repaired batch."""
 
 
 def repaired_key(ticket: str, op: str) -> str:
@@ -57,8 +57,8 @@ class TicketDecision:
 class TicketDecider:
     """Decides tickets from the events of the ready stream, in stream order.
 
-    The first complete ``(ticket, op)``, in the order of the BatchReady messages, decides its ticket; other sets are
-    freed. A ticket that was decided as failed, or on which trainers crashed, counts as progress and may still be
+    The first complete set ``(ticket, op)``, in the order of the BatchReady messages, decides its ticket; other sets are
+    dropped. A ticket that was decided as failed, or on which trainers crashed, counts as progress and may still be
     repaired: the next complete set of the ticket (``trinity-mq dead replay``) is returned once, with a later batch.
 
     Args:
@@ -66,7 +66,7 @@ class TicketDecider:
         next_offset: Offset to read from.
         failed: Tickets decided as failed.
         starts: Returns the number of crashed starts for a ticket or :func:`repaired_key`.
-        settled: See :attr:`settled`.
+        settled: Number of the batch up to which all batches are consumed.
         max_starts: Returns the number of crashed starts after which a batch is skipped.
     """
 
@@ -80,8 +80,8 @@ class TicketDecider:
         max_starts: Callable[[], int] = lambda: MAX_STARTS,
     ) -> None:
         self.consumed = OrderedDict(sorted(consumed.items(), key=operator.itemgetter(1)))
-        """Batch numbers by ticket of the tickets that were trained on or skipped for good, without the tickets that
-        :attr:`settled` covers."""
+        """Batch number of each ticket that was trained on or skipped for good, except tickets of batches up to
+        :attr:`settled`."""
         self.settled = settled
         """Number of the batch up to which all batches are consumed; later messages of these batches are ignored,
         whatever their ticket."""
@@ -162,8 +162,8 @@ class TicketDecider:
                 self.consumed[ticket] = newest
 
     def repaired(self, together: Sequence[TicketDecision]) -> list[TicketDecision]:
-        """Return the repaired sets that are trained on with the batches ``together``: sets of batches earlier than one
-        of them that also lie before its own set on the stream.
+        """Return the repaired sets that are trained on with the batches ``together``. A repaired set is included if a
+        batch in ``together`` has a higher batch number and its own set comes later on the stream.
 
         The choice depends only on the order of the stream, so that a restart makes the same choice.
         """

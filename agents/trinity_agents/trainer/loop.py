@@ -58,8 +58,8 @@ from trinity_mq.transport.blobs import open_store
 log = structlog.get_logger(__name__)
 
 QUIET_SECONDS = 10.0
-"""Seconds a restarted trainer waits for the next batch on which an earlier generation trained, before it syncs weights;
-the stream holds all these batches."""
+"""Seconds for which a restarted trainer waits for the next batch on which an earlier generation trained, before it
+syncs weights. The stream still holds these batches, so they arrive soon."""
 
 Committed = Callable[[TrainerProgress, float], Awaitable[None]]
 """Called with the state of a committed checkpoint, and the seconds since the write began."""
@@ -73,7 +73,7 @@ class TrainLoop:
         learner: Holds the weights and makes the optimizer steps.
         channel: Carries weights to the engines.
         folder: The run's folder.
-        fingerprint: Fingerprint of the model's structure, which engines must share.
+        fingerprint: Fingerprint of the tokenizer and the chat template, which must be the same in all engines.
         canary: Token ids of the canary prompt; a longer prompt detects smaller weight changes.
         source: Source of train batches; None: the stream of rollouts.
         experts: Expert answers that are trained on together with the rollouts.

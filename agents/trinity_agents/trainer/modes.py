@@ -71,7 +71,7 @@ class CheckpointServer(Agent):
         checkpoints: Returns the checkpoints that exist now, by label; the value of the initial model is None.
         channel: Carries weights to the engines.
         metrics: Writes metrics.
-        fingerprint: Fingerprint of the model's structure, which engines must share.
+        fingerprint: Fingerprint of the tokenizer and the chat template, which must be the same in all engines.
         canary: Token ids of the canary prompt.
     """
 

@@ -2,8 +2,8 @@
 agree.
 
 The sessions are also computed here from the whole log of their stream, by the rules of docs/protocol.md and
-docs/serving.md and without the library's code, except for :func:`superseded_calls`. Gateways, which read only the part
-that retention has left, are compared with them.
+docs/serving.md and without the library's code, except for :func:`superseded_calls`. The gateways, which read only the
+part of the log that retention has left, must have the same sessions.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> M
 
 
 def requests_trained_once(evidence: SessionEvidence) -> Faults:
-    """Check that at most one answer to a repeated request is trained on. If the client received an answer, it must be
-    that answer.
+    """Check that at most one answer to a repeated request is trained on. If the client received an answer, no other
+    answer may be trained on.
 
     An answer that arrived marked as recorded must be trained on.
     """
@@ -255,7 +255,9 @@ def only_lock_holder_acts(evidence: SessionEvidence) -> Faults:
 
 
 def each_task_submitted_once(evidence: SessionEvidence) -> Faults:
-    """Check that a life of a gateway submits a task once per run, and once more after each loss of its connection."""
+    """Check that a life of a gateway submits a task at most once, and once more for each fault that may cost gateways
+    the connection and for each 600 seconds of the run.
+    """
     losses = sum(
         isinstance(fault, BrokerRestart) or (isinstance(fault, ConnectionLoss | Freeze) and fault.role == "gateway")
         for fault in evidence.run.schedule.faults
@@ -332,7 +334,7 @@ def note_sessions(evidence: SessionEvidence) -> None:
 
 @dataclass
 class OracleSession:
-    """A session."""
+    """A session, computed from the events about it."""
 
     id: str
     opened: SessionOpened
@@ -384,7 +386,9 @@ class OracleSession:
             roots.append(place if parent is None else roots[parent])
 
         def follower(root: int) -> int | None:
-            """Return the call that follows a tree, as docs/serving.md defines it."""
+            """Return the place of the call that follows the tree of calls with this root, as docs/serving.md defines
+            it; None if no call follows.
+            """
             members = [place for place in range(len(kept)) if roots[place] == root]
             end = max(kept[place].at for place in members)
             later = [place for place in range(members[-1] + 1, len(kept)) if begun[place] >= end]

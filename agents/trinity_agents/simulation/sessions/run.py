@@ -50,11 +50,12 @@ class SessionRun(ScheduledRun):
     unsettled: list[str] = field(default_factory=list)
     """Ids of sessions that were not settled in time."""
     unlocked: list[str] = field(default_factory=list)
-    """Publishes of a gateway that never held the lock under which one acts."""
+    """Descriptions of messages that only the acting gateway may publish, but that a gateway without the lock
+    published."""
     ended_at: float | None = None
     """Virtual time in seconds at which the explorer announced the end of the run, None before."""
     log_at_end: int = 0
-    """Length of the log of session events at that time."""
+    """Length of the log of session events at the time :attr:`ended_at`."""
     log_lengths: list[tuple[float, int]] = field(default_factory=list)
     """(virtual time in seconds, length of the log of session events) at each publish of a gateway."""
     consumed_at: dict[str, float] = field(default_factory=dict)
@@ -82,7 +83,9 @@ class SessionRun(ScheduledRun):
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Seed the ids of sessions and keys, and let the explorer wait in virtual time."""
+        """Seed the ids of sessions and keys, let the explorer wait in virtual time, and give gateways the simulated
+        clients of engines.
+        """
         dice = random.Random(f"{self.schedule.seed}/ids")
 
         def drawn_id() -> str:
@@ -111,7 +114,7 @@ class SessionRun(ScheduledRun):
         return gateway
 
     def _published(self, life: FaultyBus, envelope: Envelope) -> None:
-        """Note the time, and what only the gateway that acts may publish."""
+        """Record the length of the event log, the submissions of tasks, and publishes in :attr:`unlocked`."""
         self.log_lengths.append((asyncio.get_running_loop().time(), len(self.log())))
         if envelope.kind == "task_submission":
             self.submitted[life.who, str(envelope.message_id)] += 1

@@ -77,8 +77,8 @@ class SessionDiary:
 
     @property
     def is_kept(self) -> bool:
-        """True if the session must be on the stream. An unrecorded answer to a call without a session may leave
-        none.
+        """True if the session must be on the stream. A session that a call without a session made may be missing if
+        its answer was not recorded.
         """
         return not self.is_one_call or "yes" in {
             recorded for asked in self.asked for recorded in asked.answers.values()
@@ -129,7 +129,7 @@ class Users:
         }
 
     async def user(self, number: int) -> None:
-        """Have sessions one after another."""
+        """Run the sessions of user ``number``, one after another."""
         await asyncio.sleep(self._dice.uniform(0.0, self._sessions.within))
         for n in range(self._sessions.sessions):
             if number < self._sessions.parked and not n:
@@ -141,13 +141,13 @@ class Users:
             await asyncio.sleep(self._dice.choice(PAUSES))
 
     async def filler(self) -> None:
-        """Have sessions that end with a reward, so that the run reaches its last batch."""
+        """Run sessions that end with a reward until cancelled, so that the run reaches its last batch."""
         while True:
             await self._run_group(self._ends_with_reward)
             await asyncio.sleep(0.2)
 
     async def noise(self) -> None:
-        """Have evaluated sessions that fill the stream."""
+        """Run evaluated sessions that fill the stream, until cancelled."""
         while True:
             diary = await self._open("eval", "")
             if diary is not None:
@@ -162,7 +162,7 @@ class Users:
         await self._stories[diary.story](diary)
 
     async def _run_group(self, story: Callable[[SessionDiary], Awaitable[None]]) -> None:
-        """Have a session or, if sessions are compared, all sessions of a group concurrently."""
+        """Run a session or, if sessions are compared, all sessions of a group concurrently."""
         if not self._sessions.grouped:
             record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._random_story else "train"
             await self._run_session(record, "", story)

@@ -38,7 +38,9 @@ class BatchResult:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """One unit of progress, whatever its number of experiences; together with its ``others`` one train step."""
+    """A batch to train on. It is one unit of progress, however many experiences it holds. Together with its ``others``
+    it makes up one train step.
+    """
 
     batch: int
     ticket: str

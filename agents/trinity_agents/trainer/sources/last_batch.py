@@ -52,7 +52,7 @@ class LastBatch:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return the object whose :meth:`state` is given."""
+        """Return an object with the ``state`` that :meth:`state` returned."""
         last_batch = cls()
         last_batch._batches, last_batch._all_up_to = state["batches"], state["all_up_to"]
         last_batch._ahead = set(state["ahead"])

@@ -33,8 +33,8 @@ class MixSource(RolloutExtension):
         """The batch of the current step to which the experts belong, None if the step has no rollouts."""
 
     async def next(self) -> TrainBatch:
-        """Return the next rollouts, with experts added to the step's first batch with rollouts, unless it is tried
-        alone.
+        """Return the next rollouts. Expert answers are added to the step's first batch with rollouts, unless this batch
+        is tried alone.
         """
         batch = await self._rollouts.next()
         first = next((part for part in batch.parts if part.experiences and not part.is_repaired), None)
@@ -47,9 +47,9 @@ class MixSource(RolloutExtension):
         return batch
 
     def consumed(self) -> None:
-        """Advance past the rollouts, and past the experts if the step had experts or was trained without them.
+        """Advance past the rollouts, and past the expert answers of the step if the step has rollouts.
 
-        A batch that was tried alone and not trained on consumes no experts.
+        A batch that was tried alone and not trained on does not consume expert answers.
         """
         self._rollouts.consumed()
         first, self._first = self._first, None
@@ -68,7 +68,9 @@ class MixSource(RolloutExtension):
 
 
 def experts_per_step(config: Config) -> int:
-    """Return the number of expert answers in a train step: ``expert_data_ratio`` of a step with all rollouts."""
+    """Return the number of expert answers in a train step. In a step with all rollouts, expert answers are the share
+    ``expert_data_ratio`` of all experiences.
+    """
     share = config.buffer.trainer_input.expert_data_ratio
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times * config.trainer.batches_per_step
     return math.ceil(rollouts * share / (1 - share))

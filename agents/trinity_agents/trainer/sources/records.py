@@ -40,7 +40,7 @@ Rows = Callable[[Sequence[int]], tuple[list[Experience], dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Existing records."""
+    """Records to train on, and their conversion to experiences."""
 
     count: int
     """Number of records, at least 1."""

@@ -71,7 +71,9 @@ class ReplayIndex:
         return self._offsets[ticket]
 
     def choose(self, count: int, step: int) -> list[ReplayGroup]:
-        """Return at most ``count`` groups for train step ``step``, by priority; for equal priority the oldest first."""
+        """Return at most ``count`` groups that train step ``step`` may replay, by descending priority plus noise; for
+        equal values the oldest group first.
+        """
         config = self._config
         fit = [
             group
@@ -266,7 +268,7 @@ class ReplaySource(RolloutExtension):
         return {**self._rollouts.state(), "replay": {"step": self._step, **self._index.state()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``; keep the index empty if the state has none."""
+        """Resume from ``state``; keep the index empty if the state does not hold an index."""
         self._next = None
         if "replay" in state:
             self._step = int(state["replay"]["step"])
@@ -299,13 +301,15 @@ class _Cache:
 
 
 def replayed_groups_per_step(config: Config) -> int:
-    """Return the number of replayed groups in a train step: ``replay.share`` of a step with all rollouts."""
+    """Return the number of replayed groups in a train step. In a step with all rollouts, replayed groups are the share
+    ``replay.share`` of all groups.
+    """
     share = config.buffer.trainer_input.replay.share
     return round(config.buffer.batch_size * config.trainer.batches_per_step * share / (1 - share))
 
 
 def _with_advantage(batch: ExperienceBatch) -> list[str]:
-    """Return the groups that have a nonzero advantage or an experience without advantages."""
+    """Return the ids of the groups that have a nonzero advantage or an experience without advantages."""
     lengths = batch.lengths("advantages")
     token_counts = np.maximum(lengths, 0)
     useful = lengths < 0

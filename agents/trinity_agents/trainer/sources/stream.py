@@ -158,7 +158,8 @@ class StreamSource:
         return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS
 
     async def next(self) -> TrainBatch:
-        """Wait for all batches of the next train step and return the first, with its others, repaired batches included.
+        """Wait for all batches of the next train step and return the first batch. Its field ``others`` holds the other
+        batches of the step and the repaired batches.
 
         Chunks are decoded on a thread; an undecodable chunk fails its batch.
 

@@ -32,7 +32,7 @@ class TappedRun:
         """Return the run that ``source.tap`` of a configuration names.
 
         Raises:
-            FatalError: The setting names no run, or the run itself.
+            FatalError: The setting does not name another run, or the configuration of that run cannot be used.
         """
         tapped = config.source.tap
         folders = [folder for folder in (Path(tapped).expanduser(), RUNS / tapped) if (folder / CONFIG_FILE).is_file()]
