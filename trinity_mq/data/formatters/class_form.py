@@ -23,7 +23,7 @@ ENTRY_GROUP = "trinity_mq.formatters"
 ABSENT = (
     "image_key", "video_key", "reply_prefix", "workflow_key", "reward_fn_key", "chat_template",
 )  # fmt: skip
-"""Fields of Trinity-RFT's ``FormatConfig`` that trinity_mq does not have; a class gets None for them."""
+"""Fields of Trinity-RFT's ``FormatConfig``. A class gets None for a field that the section ``format`` lacks."""
 
 
 class PromptType(StrEnum):

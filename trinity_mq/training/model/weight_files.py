@@ -158,7 +158,7 @@ class DeferredWeights:
             device: Device of the computation.
 
         Raises:
-            WeightsNotDeferredError: The files have no value for a parameter or buffer.
+            WeightsNotDeferredError: The files lack a value for a parameter or buffer.
         """
         for places, tensor in _allocate(root, device):
             keys = [self._keys[place] for place in places if place in self._keys]
