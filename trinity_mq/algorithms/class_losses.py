@@ -1,9 +1,9 @@
 """Losses in class form: the bridge from Trinity-RFT's classes, which return one number for all tokens at once, to
 losses that are summed over micro-batches.
 
-A class is called once for each optimizer step, with all its tokens and the logprobs of the policy before the step. Its
-gradient with respect to the logprob and the entropy of each token becomes a constant factor, so the gradient of
-``sum_t slope_t logprob_t`` over any micro-batches is the gradient of the class's loss at that policy.
+A class is called once for each optimizer step, with all tokens of the step and the logprobs of the policy before the
+step. The gradient of its loss with respect to the logprob and the entropy of each token becomes a constant factor, so
+the gradient of ``sum_t slope_t logprob_t`` over any micro-batches is the gradient of the class's loss at that policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODES = {kind: mode for mode, kind in REDUCTIONS.items()}
 
 
 class ClassLoss(NamedTuple):
-    """The loss of the classes of a loss over the tokens of an optimizer step."""
+    """The loss that the user's classes compute over the tokens of an optimizer step."""
 
     columns: dict[str, Tensor]
     """``slope``, ``entropy_slope`` and ``level``: columns of a :class:`TokenView`, ``[tokens]``."""
@@ -64,10 +64,10 @@ _FORMS = (
 
 
 def load_classes(config: LossConfig) -> None:
-    """Create the classes of a loss, so that errors appear before the first train step.
+    """Create the objects of the user's classes of a loss, so that errors appear before the first train step.
 
     Raises:
-        FatalError: A class cannot be used, or does not fit the other pieces.
+        FatalError: A class cannot be used, or the surrogate is a class and ``algorithm.correction`` is set.
     """
     _methods(config)
     if config.correction and is_class(config.surrogate):
@@ -78,7 +78,7 @@ def load_classes(config: LossConfig) -> None:
 
 
 def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> ClassLoss:
-    """Call the classes of a loss.
+    """Call the user's classes of a loss, and return their value, gradients and metrics.
 
     Args:
         view: All tokens of an optimizer step, at least one, with the logprobs of the policy before it.
@@ -86,7 +86,8 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
         is_expert: bool ``[tokens]``: whether the token's answer is imitated.
 
     Raises:
-        PluginError: A class needs an input that is not there, raised an error or did not return a loss.
+        PluginError: A class needs a missing input, raised an error or did not return a loss, or the loss has a gradient
+            neither in the logprobs nor in the entropies.
     """
     assert view.entropy is not None
     terms: dict[str, Tensor] = {}
@@ -172,7 +173,8 @@ def _mode(config: LossConfig) -> str | None:
 
 
 def _arguments(path: str, function: Any, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the parameters of ``function`` name, or all arguments if it takes any.
+    """Return the entries of ``available`` that are parameters of ``function``, under veRL's names too; all entries if
+    it has ``**kwargs``.
 
     Raises:
         PluginError: A parameter without a default is not available.
@@ -197,7 +199,7 @@ def _arguments(path: str, function: Any, available: Mapping[str, Any]) -> dict[s
 
 
 def _called(path: str, function: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
-    """Return the scalar and the metrics that a class returns, checked."""
+    """Call the method of a class, check its result, and return the scalar and the finite metrics."""
     with custom_code(PluginError, f"{path} raised"):
         result = function(**arguments)
     match result:
@@ -208,12 +210,13 @@ def _called(path: str, function: Any, arguments: Mapping[str, Any]) -> tuple[Ten
 
 @functools.lru_cache(maxsize=64)
 def _created(path: str, kind: Any, args: str, backend: str, mode: str | None) -> Any:
-    """Return the object of a class. It is created once in a process, so that it may keep a state, as in Trinity-RFT.
+    """Return the object of a class. A process creates the object once, so that the object may keep a state, as in
+    Trinity-RFT.
 
     Args:
         path: Dotted path of the class, for messages.
         kind: The class.
-        args: Arguments of the constructor as JSON; if empty, the class's ``default_args`` hold.
+        args: Arguments of the constructor as a JSON object; if it is empty, the class's ``default_args`` are used.
         backend: Name of the argument that gets the name of the trainer, if the constructor has it. Empty: none.
         mode: Value of the argument ``loss_agg_mode``, if the arguments have it. None: unchanged.
     """

@@ -89,8 +89,9 @@ def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
 
 
 def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Tensor:
-    """Return 1 for the tokens with the smallest squared log ratios, as many as keep the mean square within the bound,
-    else 0; see :class:`SecondMoment`.
+    """Return 0 for the tokens with the largest squared log ratios, so that the mean square of the others is within the
+    bound, else 1; see :class:`SecondMoment`. With ``args.active`` only tokens with ``advantage * log_weight > 0`` are
+    judged.
     """
     squares = log_weight.square()
     judged = view.advantage * log_weight > 0 if args.active else torch.ones_like(squares, dtype=torch.bool)
@@ -103,8 +104,8 @@ def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Te
 
 
 def off_policy_sequences(view: TokenView, anchor: Tensor, args: OffPolicySequenceMask) -> Tensor:
-    """Return 0 for tokens of negative advantage in sequences that became unlikely, else 1; see
-    :class:`OffPolicySequenceMask`.
+    """Return 0 for tokens of negative advantage in sequences whose mean logprob fell by more than the bound, else 1;
+    see :class:`OffPolicySequenceMask`.
     """
     before = view.mu if args.against == "mu" else anchor
     fall = segment_means(before - view.logprob.detach(), view)
@@ -118,7 +119,7 @@ def staleness_weight(view: TokenView, args: StalenessWeight) -> Tensor:
 
 
 def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
-    """Return 0 for the negative tokens that lower the entropy most, else 1; see :class:`EntropyClip`."""
+    """Return 0 for the tokens of negative advantage that lower the entropy most, else 1; see :class:`EntropyClip`."""
     assert view.entropy is not None
     logprob = view.logprob.detach()
     change = logprob.exp() * (view.entropy.detach() + logprob)
@@ -128,7 +129,9 @@ def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
 
 
 def vocabulary_clip(view: TokenView, args: VocabularyClip) -> Tensor:
-    """Return 0 for the few negative tokens that lower the entropy most, else 1; see :class:`VocabularyClip`."""
+    """Return 0 for the tokens of negative advantage that lower the entropy most, at most a share of all tokens; else 1.
+    See :class:`VocabularyClip`.
+    """
     assert view.entropy is not None
     assert view.entropy_baseline is not None
     logprob = view.logprob.detach()

@@ -53,7 +53,8 @@ def needs_whole_step(rule: Piece) -> bool:
 
 
 def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | None:
-    """Return the product of the corrections that compare the tokens of an optimizer step, ``[tokens]``.
+    """Return the product of the corrections that compare the tokens of an optimizer step, ``[tokens]``; None without
+    such corrections.
 
     Args:
         view: All tokens of the optimizer step, with the logprobs of the policy before the step.
@@ -77,6 +78,7 @@ def component_weights(config: LossConfig, step: int) -> dict[str, float]:
 def schedule_value(schedule: Schedule, step: int) -> float:
     """Return the value of a schedule at train step ``step``: ``peak step / warmup`` until the end of the warm-up, then
     ``valley + (peak - valley) (1 + cos(pi x)) / 2`` with ``x`` from 0 to 1 over ``decay_steps`` (arXiv 2508.11408).
+    Without ``decay_steps`` it stays at ``peak``.
     """
     if step < schedule.warmup_steps:
         return schedule.peak * step / schedule.warmup_steps
@@ -137,8 +139,8 @@ def evaluate(
 
 
 def _class_parts(views: Mapping[str, TokenView], weights: Mapping[str, float]) -> list[Tensor]:
-    """Return the part of the loss that the user's classes compute, for the tokens of each role: its value, with the
-    gradient that the columns ``slope`` and ``entropy_slope`` give.
+    """Return the part of the loss that the user's classes compute, a scalar for each distinct view: the sum of the
+    column ``level``, with the gradient in the columns ``slope`` and ``entropy_slope``.
     """
     by_role = {id(view): view for name, view in views.items() if weights.get(name) and view.tokens}
     parts = []
@@ -218,8 +220,8 @@ def _sequences_without(keep: Tensor, view: TokenView) -> Tensor:
 
 
 def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
-    """Return the loss of sampled tokens towards a teacher, see :class:`Distill`. Its reduced term ``ref_kl`` is the k1
-    estimate of KL(policy, teacher) in nats.
+    """Return the loss that moves the policy towards a teacher on sampled tokens; see :class:`Distill`. Its reduced term
+    ``ref_kl`` is the k1 estimate of KL(policy, teacher) in nats.
     """
     assert view.teacher is not None
     args = config.distillation

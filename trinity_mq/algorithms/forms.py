@@ -34,7 +34,7 @@ VERL_NAMES = {
     "ref_log_prob": "ref_logprob",
     "response_mask": "action_mask",
 }
-"""Names of tensors in veRL, and the names of the arguments of a loss."""
+"""Names of a loss's arguments by the names of these tensors in veRL."""
 
 
 class PolicyLossFn(ABC):
@@ -44,7 +44,7 @@ class PolicyLossFn(ABC):
     ``expert_mask`` (bool ``[sequences]``) and custom fields of the experiences. Only trained tokens are in the tensors.
 
     Args:
-        backend: Kept as an attribute; there is one trainer.
+        backend: Name of the trainer; kept as an attribute, and not used.
     """
 
     def __init__(self, backend: str = "trinity_mq") -> None:
@@ -78,13 +78,13 @@ def _with_known_arguments(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class KLFn(ABC):
-    """A KL between the policy and a reference, from logprobs.
+    """A KL term between the policy and a reference, computed from logprobs.
 
     Args:
-        adaptive: Whether :meth:`update_kl_coef`, which a class may call itself, changes ``kl_coef``.
+        adaptive: Whether :meth:`update_kl_coef` changes ``kl_coef``. Only subclasses call this method.
         kl_coef: Weight of the term.
-        target_kl: adaptive: KL to hold, in nats per token.
-        horizon: adaptive: samples over which the weight changes by at most a fifth.
+        target_kl: Target of the KL if ``adaptive``, in nats per token.
+        horizon: Number of samples over which the weight changes by at most a fifth, if ``adaptive``.
 
     Raises:
         ValueError: ``adaptive`` without a target or a horizon.
@@ -162,7 +162,7 @@ class AdvantageFn(ABC):
                 their ``advantages``. Otherwise an object in the form of veRL's ``DataProto``: ``exps.batch`` has
                 ``token_level_rewards``, ``response_mask`` and ``old_log_probs``, ``[sequences, tokens]`` each, and
                 ``exps.non_tensor_batch["uid"]`` has the task of each sequence. Set ``exps.batch["advantages"]``.
-            kwargs: None here.
+            kwargs: Empty.
         """
 
     @classmethod
@@ -187,9 +187,7 @@ class GroupAdvantage(AdvantageFn):
     def calculate_group_advantage(
         self, group_id: str, exps: list[Experience]
     ) -> tuple[list[Experience], dict[str, Any]]:
-        """Set the advantages of a group; experiences that do not stay are removed from ``exps``. Return ``exps`` and
-        metrics.
-        """
+        """Set the advantages of a group, and remove dropped experiences from ``exps``. Return ``exps`` and metrics."""
 
     def __call__(self, exps: list[Experience], **kwargs: Any) -> tuple[list[Experience], dict[str, Any]]:
         """Return the experiences of all groups, and means, maxima and minima of the groups' metrics."""
@@ -210,8 +208,8 @@ class GroupAdvantage(AdvantageFn):
 
 class AlgorithmType(ABC):
     """A whole algorithm: the names of its functions. ``default_config`` and ``schema`` of a class that a module in
-    ``plugin_dirs`` registers are read without executing the module. The other attributes are accepted, and follow here
-    from the functions. ``check_config`` is accepted and not called.
+    ``plugin_dirs`` registers are read without executing the module. The other attributes are accepted and ignored,
+    because they follow from the functions. ``check_config`` is accepted and not called.
     """
 
     use_critic: bool

@@ -42,8 +42,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return the values divided by their standard deviation in the mask, with their mean in the mask moved to 0, or
-    kept without ``shift_mean``.
+    """Return the values scaled to variance 1 in the mask. Their mean in the mask becomes 0, or stays the same without
+    ``shift_mean``.
     """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + SMALL)
@@ -61,7 +61,7 @@ def aggregate_loss(
         loss_agg_mode: ``token-mean``: mean over all tokens. ``seq-mean-token-sum``: mean over sequences of their sums.
             ``seq-mean-token-mean``: mean over sequences of their means. ``seq-mean-token-sum-norm``: sum divided by
             ``normalizer``.
-        normalizer: Divisor of ``seq-mean-token-sum-norm``. None: the number of padded tokens of a sequence.
+        normalizer: Divisor of ``seq-mean-token-sum-norm``. None: the length of a padded sequence in tokens.
 
     Raises:
         ValueError: The mode is unknown.

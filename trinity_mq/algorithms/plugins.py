@@ -91,7 +91,7 @@ def check_signature(
         may_take_more: Whether it gets more arguments by name when it is called.
 
     Raises:
-        PluginError: It does not accept them.
+        PluginError: The function does not accept the arguments.
     """
     try:
         signature = inspect.signature(function)
@@ -166,7 +166,7 @@ def _checked(path: str, result: object, like: Tensor, inputs: tuple[Tensor, ...]
     """Return ``result`` if it has one number for each token, finite wherever the inputs are finite.
 
     Raises:
-        PluginError: It has another type, shape or dtype, or such a number is not finite.
+        PluginError: ``result`` has another type, shape or dtype, or is not finite for a token with finite inputs.
     """
     if not isinstance(result, Tensor):
         raise PluginError(f"{path} returns a {type(result).__name__}, wanted a Tensor of shape {list(like.shape)}")

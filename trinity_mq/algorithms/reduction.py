@@ -16,10 +16,11 @@ Counts = npt.NDArray[np.int64]
 
 
 def sequence_scales(counts: Counts, prompts: Counts, reduction: Reduction) -> npt.NDArray[np.float64]:
-    """Return the loss factor of each token of a sequence, ``[sequences]``; 0 for a sequence without trained tokens.
+    """Return the factor of the loss of each sequence's tokens, ``[sequences]``; 0 for a sequence without trained
+    tokens.
 
     Args:
-        counts: Trained tokens of each sequence in the optimizer step.
+        counts: Number of trained tokens of each sequence in the optimizer step.
         prompts: Task number of each sequence, equal for sequences of the same task.
         reduction: Mode of the reduction.
     """

@@ -24,7 +24,7 @@ _pretended: ContextVar[str | None] = ContextVar("pretended", default=None)
 
 @contextmanager
 def pretended_device(kind: str) -> Iterator[None]:
-    """Compute heads in the ``with`` block as on a device of this kind, whatever the device of their tensors. Only for
+    """Score tokens in the ``with`` block as on a device of type ``kind``, whatever the device of the tensors. Only for
     tensors without data (``FakeTensorMode``), whose memory is measured.
     """
     token = _pretended.set(kind)
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadOperation:
-    """Operation from a model's head products to its logits: ``logits = softcap tanh(scale products / softcap)``."""
+    """Converts the products of a model's head into its logits: ``logits = softcap tanh(scale products / softcap)``."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -279,7 +279,7 @@ def _operand(factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient as a factor for products with operands of ``dtype``."""
+    """Return a gradient rounded to ``dtype`` for products with such operands on a GPU, or unchanged on a CPU."""
     return gradient.to(dtype) if _device(gradient) == "cuda" else gradient
 
 

@@ -83,8 +83,8 @@ def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: SigmoidGat
 
 
 def linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Linear) -> TokenLoss:
-    """Return ``-A r``. Above ``cap`` the ratio is a constant weight, so that the token keeps a bounded gradient. Counts
-    the capped tokens (``clipped_frac``).
+    """Return ``-A r``. With ``cap`` return ``-A min(r, cap) log pi`` with a constant weight ``min(r, cap)``, so that a
+    token above the cap keeps a bounded gradient. Counts the capped tokens (``clipped_frac``).
     """
     ratio = log_ratio.exp()
     if args.cap is None:
@@ -128,7 +128,7 @@ def quadratic(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Quadr
 
 
 def vespo(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Vespo) -> TokenLoss:
-    """Return the policy gradient with the weight of :class:`Vespo`; ``log_ratio`` belongs to the sequence."""
+    """Return the policy gradient with the weight of :class:`Vespo`; ``log_ratio`` is the log ratio of the sequence."""
     ratio = log_ratio.detach()
     positive = advantage >= 0
     power = _chosen(positive, args.positive_power, args.negative_power, ratio)

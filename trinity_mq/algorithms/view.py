@@ -53,9 +53,9 @@ class TokenView:
     """Derivative of the loss of the user's classes with respect to the token's logprob; see
     :mod:`trinity_mq.algorithms.class_losses`."""
     entropy_slope: Tensor | None = None
-    """Derivative of this loss with respect to the token's entropy."""
+    """Derivative of the loss of the user's classes with respect to the token's entropy."""
     level: Tensor | None = None
-    """Share of the token in the value of this loss."""
+    """Share of the token in the value of the loss of the user's classes."""
     custom: Mapping[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: the custom fields of the tokens' experiences, for plug-ins."""
 

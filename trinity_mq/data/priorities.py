@@ -16,8 +16,8 @@ PRIORITY_FUNC = Registry({}, "PRIORITY_FUNC")
 
 
 class PriorityFunction(ABC):
-    """Computes the priority of a group of experiences. It must be a function of its argument, so that a trainer that
-    resumes chooses the same groups.
+    """Computes the priority of a group of experiences. The priority must depend on the argument only, so that a trainer
+    that resumes chooses the same groups.
     """
 
     @abstractmethod
@@ -25,13 +25,14 @@ class PriorityFunction(ABC):
         """Return the priority of a group, and whether it may be replayed.
 
         Args:
-            item: One object for the group. Its ``info`` has ``model_version``, the train step at which the group was
-                fresh, and ``use_count``, the number of train steps that trained on it, the first one included.
+            item: A list with a single object for the group. Its ``info`` has ``model_version``, the train step at which
+                the group was fresh, and ``use_count``, the number of train steps that trained on it, the first one
+                included.
         """
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Return the constructor's arguments that hold without ``priority_fn_args``."""
+        """Return the default arguments of the constructor; ``priority_fn_args`` override them."""
         return {}
 
 
@@ -44,11 +45,11 @@ class Priorities:
 
     Args:
         path: Dotted path of the class.
-        args: Arguments of its constructor. Empty: its ``default_config``.
+        args: Arguments of its constructor; they override its ``default_config``.
 
     Raises:
         UnknownNameError: The class does not exist.
-        PriorityError: It cannot be made.
+        PriorityError: The object cannot be created.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ HELD_OUT = 5
 DRAWS = {"train": 2, "test": 2 * HELD_OUT}
 """Maximum entries generated per record, by split, because a part of the entries belongs to the other split."""
 MORE_DRAWS = 50
-"""Additional entries, so that a small number of records is reached as well."""
+"""Entries generated in addition, so that a small number of records is reached too."""
 
 
 class ReasoningGymStorage(Storage):

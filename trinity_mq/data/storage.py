@@ -52,8 +52,8 @@ class Storage:
     """A source of records, an output of experiences, or both. A subclass overrides the methods that it supports."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterable[tuple[str, Any]]:
-        """Return the records, each with its place for messages. They need no checks, and ``config.limit`` is applied
-        later.
+        """Return the records, each with its place for messages. The caller checks the records and applies
+        ``config.limit``.
 
         Args:
             config: The taskset, or the data of the trainer.
@@ -76,7 +76,7 @@ class Storage:
 
 
 def open_storage(name: str) -> Storage:
-    """Return the storage of a row of the table, a dotted path or an entry point.
+    """Return the storage with this name: a key of :data:`STORAGES`, a dotted path or an entry point.
 
     Raises:
         UnknownNameError: The name does not exist, or does not refer to a subclass of :class:`Storage`.

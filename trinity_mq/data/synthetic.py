@@ -24,25 +24,25 @@ MAX_HELD_OUT = 256
 
 
 def _ops3(digits: Digits) -> list[Problem]:
-    """``+372=`` largest, ``-372=`` smallest, ``,372=`` middle digit."""
+    """Return three questions: ``+372=`` asks for the largest digit, ``-372=`` the smallest, ``,372=`` the middle."""
     text = "".join(map(str, digits))
     low, middle, high = sorted(digits)
     return [(f"+{text}=", str(high)), (f"-{text}=", str(low)), (f",{text}=", str(middle))]
 
 
 def _max3(digits: Digits) -> list[Problem]:
-    """``3,7,2=`` largest digit."""
+    """Return a question such as ``3,7,2=``, which asks for the largest digit."""
     return [(",".join(map(str, digits)) + "=", str(max(digits)))]
 
 
 def _copy3(digits: Digits) -> list[Problem]:
-    """``372=`` the same digits."""
+    """Return a question such as ``372=``, which asks for the same digits."""
     text = "".join(map(str, digits))
     return [(f"{text}=", text)]
 
 
 def _sort3(digits: Digits) -> list[Problem]:
-    """``372=`` digits in ascending order."""
+    """Return a question such as ``372=``, which asks for the digits in ascending order."""
     return [("".join(map(str, digits)) + "=", "".join(map(str, sorted(digits))))]
 
 
@@ -51,7 +51,7 @@ def _three_digits(make: Callable[[Digits], list[Problem]]) -> list[Problem]:
 
 
 def _sums() -> list[Problem]:
-    """``What is 12 + 31?`` 43, with numbers from 2 to 49."""
+    """Return questions such as ``What is 12 + 31?``, with numbers from 2 to 49."""
     return [(f"What is {a} + {b}?", str(a + b)) for a, b in product(range(2, 50), repeat=2)]
 
 
@@ -60,7 +60,9 @@ THINGS = ("apples", "books", "coins", "eggs", "marbles", "stamps")
 
 
 def _word_problems() -> list[Problem]:
-    """``Mia has 14 apples and gives 5 away. How many apples does Mia have now?`` 9, with numbers from 2 to 30."""
+    """Return questions such as ``Mia has 14 apples and gives 5 away. How many apples does Mia have now?``, with numbers
+    from 2 to 30.
+    """
     records = []
     for a, b in product(range(2, 31), repeat=2):
         name, thing = NAMES[(a + 2 * b) % len(NAMES)], THINGS[(2 * a + b) % len(THINGS)]
@@ -116,7 +118,7 @@ def problems(kind: str, split: str) -> list[dict[str, Any]]:
         split: ``test`` is the held-out part (256, at most a fifth of all), ``train`` the rest. They share no question.
 
     Raises:
-        TasksetError: Unknown set or split.
+        TasksetError: The set or the split is unknown.
     """
     if kind in PREFERENCES:
         source, reject = PREFERENCES[kind]

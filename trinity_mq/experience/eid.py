@@ -17,8 +17,8 @@ def _new_suffix() -> str:
 
 
 def _escaped(task: int | str) -> str:
-    """Return ``task`` without the separator, so that two different ids never compose to the same text: what precedes
-    the task is the batch, whatever its text.
+    """Return ``task`` as text with ``%`` and ``/`` percent-encoded. Two different ids then never compose to the same
+    text: the text before the task is the batch, whatever characters it has.
     """
     text = str(task)
     if "/" in text or "%" in text:

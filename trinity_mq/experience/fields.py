@@ -100,7 +100,7 @@ def _normaliser(
         expected: Description of valid input, for errors.
         convert: Converts a tensor of another dtype to ``dtype``, or raises.
         dtype: Dtype for input that is not a tensor or whose dtype is not in ``kept_dtypes``.
-        plain: Python types of a list's numbers, and the numpy type by which such a list is read at once.
+        plain: Python types of the numbers in a list that is converted at once, and the numpy type of this conversion.
     """
 
     def normalise(field: str, value: TensorInput) -> Tensor:

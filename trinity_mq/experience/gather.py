@@ -86,7 +86,8 @@ def gather_response_attrs(
 ) -> Tensor:
     """Return a response field, such as ``logprobs``, as ``[experiences, R]``.
 
-    The dtype is the field's dtype; if experiences differ, the dtype that holds both (torch's promotion).
+    The dtype is the field's dtype. If it differs between experiences, the dtype that holds all values is used (torch's
+    promotion).
 
     Raises:
         ValueError: The input is empty, the field is unknown, missing in an experience, or longer than R.

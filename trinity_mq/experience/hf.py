@@ -85,7 +85,7 @@ def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
 def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, Any]]) -> list[Experience]:
     """Return the experiences of a dataset made by :func:`to_hf_datasets`, with edits of its columns applied.
 
-    A dataset made by the function of the same name of Trinity-RFT is accepted too. Its columns are the fields.
+    A dataset made by Trinity-RFT's ``to_hf_datasets`` is accepted too; its columns are the fields of an experience.
 
     Raises:
         ValueError: The column with the encoded experience is missing, and so are the columns of Trinity-RFT.
@@ -98,7 +98,7 @@ def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, 
 
 
 def to_record(experience: Experience) -> dict[str, Any]:
-    """Return one row of plain values."""
+    """Return an experience as a row of plain values."""
     encoded = experience.serialize()
     record: dict[str, Any] = {
         "batch": str(experience.eid.batch),
@@ -157,7 +157,7 @@ def _from_trinity(record: Mapping[str, Any]) -> Experience:
 
 
 def _without_none(value: Any) -> Any:
-    """Return ``value`` without the keys of maps whose value is None, except the content of messages."""
+    """Return ``value`` without map entries that are None, except the content of messages."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None or key == "content"}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

@@ -38,7 +38,7 @@ class Ragged:
     flat: Tensor
     """``[rows, ...]``."""
     lengths: Indexes
-    """Rows of each item, -1 for an item without a tensor."""
+    """Number of rows of each item, -1 for an item without a tensor."""
     starts: Indexes
     """First row of each item."""
     scalar: bool = False
@@ -140,7 +140,7 @@ def column_items(column: Column, count: int) -> list[Tensor | None]:
 
 
 def column_lengths(column: Column) -> Indexes:
-    """Return the rows of each item, -1 for an item without a tensor. The column must have a part."""
+    """Return the number of rows of each item, -1 for an item without a tensor. The column must have a part."""
     lengths = column[0].lengths
     for part in column[1:]:
         lengths = np.maximum(lengths, part.lengths)

@@ -70,20 +70,20 @@ class Experience:
 
     eid: EID
     tokens: Tensor
-    """int32 ``[sequence]``."""
+    """Token ids, int32 ``[sequence]``."""
     logprobs: Tensor | None = None
-    """``[response]``, of the distribution from which the tokens were sampled."""
+    """Logprobs under the distribution from which the tokens were sampled, in nats, ``[response]``."""
     reward: float | None = None
     token_level_reward: Tensor | None = None
-    """``[response]``."""
+    """Reward of each token, ``[response]``."""
     advantages: Tensor | None = None
-    """``[response]``."""
+    """Advantage of each token, ``[response]``."""
     returns: Tensor | None = None
-    """``[response]``."""
+    """Target of the critic for each token, ``[response]``."""
     truncate_status: str | None = None
     """``prompt_truncated``, ``response_truncated`` or None."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Any value that msgpack holds, numpy scalars, arrays and tensors."""
+    """Values by key, of any type that msgpack holds; also numpy scalars, arrays and tensors."""
     metrics: dict[str, float] = field(default_factory=dict)
     prompt_length: int = 1
     response_text: str | None = None
@@ -93,18 +93,18 @@ class Experience:
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chosen: Tensor | None = None
-    """int32 ``[response]``."""
+    """Token ids of the preferred response (dpo), int32 ``[response]``."""
     rejected: Tensor | None = None
-    """int32 ``[response]``."""
+    """Token ids of the other response (dpo), int32 ``[response]``."""
     chosen_messages: list[dict[str, Any]] | None = None
     rejected_messages: list[dict[str, Any]] | None = None
     multi_modal_inputs: dict[str, Tensor] | None = None
     """Tensors by name; an empty mapping is stored as None."""
     teacher_logprobs: Tensor | None = None
-    """``[response]``."""
+    """Logprobs under a teacher model, in nats, ``[response]``."""
     custom_fields: list[CustomField] = field(default_factory=list)
     routed_experts: Tensor | None = None
-    """uint8 ``[sequence - 1, layers, top-k]``."""
+    """Experts that the engine chose for each token except the last, uint8 ``[sequence - 1, layers, top-k]``."""
     versions: Versions | None = None
     """Run-length column of the sampling policy: rows ``(first token in the response, generation, step)``."""
     temperature: float | None = None

@@ -39,7 +39,7 @@ def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, le
         kind: One of :data:`TYPES`.
         truncate_status: One of :data:`TRUNCATE_STATUSES`. A truncated prompt leaves no real response: the response
             fields then only have to agree with the mask.
-        prompt_length: Tokens before the response.
+        prompt_length: Number of tokens before the response.
         lengths: First dimension of each present tensor field.
 
     Raises:
@@ -97,7 +97,7 @@ def check_versions(value: Any, response: int | None) -> Versions | None:
 
     Args:
         value: Rows ``(first token, generation, step)``; the first row starts at token 0, starts rise.
-        response: Response tokens; None if there is not a single response (dpo).
+        response: Number of response tokens; None if the experience has two responses (dpo).
 
     Raises:
         ExperienceError: A rule is broken; the message names the row and the rule.

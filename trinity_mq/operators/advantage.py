@@ -18,7 +18,7 @@ class AdvantageOperator(ColumnOperator):
     A batch whose custom fields or roles cannot be trained on fails here and not in the trainer.
 
     Raises:
-        FatalError: The estimator is a user's function that cannot be called as configured; at construction.
+        FatalError: The estimator is a user's function that cannot be called as configured; raised by the constructor.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -27,7 +27,9 @@ class AdvantageOperator(ColumnOperator):
         self.config = config
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that have advantages, and the estimator's metrics."""
+        """Return the remaining experiences, with advantages unless the trainer computes them, and the estimator's
+        metrics.
+        """
         metrics: dict[str, Any] = {}
         if self.config.advantage_agent == "operator":
             least = self.config.effective_min_group_runs

@@ -24,7 +24,7 @@ Processed = tuple[list[Experience], dict[str, Any]]
 
 
 class ExperienceOperator(ABC):
-    """The older, synchronous interface. It runs in a thread; write new operators on :class:`ExperienceOperatorV1`."""
+    """The older, synchronous interface, run in a thread. Derive new operators from :class:`ExperienceOperatorV1`."""
 
     @abstractmethod
     def process(self, exps: list[Experience]) -> Processed:
@@ -48,7 +48,7 @@ class ExperienceOperatorV1(ABC):
     """Asks people about runs of the current batch. None outside an operator agent, and if no operator asks people."""
 
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
-        """Await all preparations before the first batch."""
+        """Prepare the operator before its first batch."""
 
     @abstractmethod
     async def process(self, exps: list[Experience]) -> Processed:

@@ -43,8 +43,8 @@ class RewardStdFilter(ColumnOperator):
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups of at
-        least two runs.
+        """Return the remaining experiences, ``operator_filtered_count``, and the spread of the reward means and
+        deviations over all groups of at least two runs, before the filter.
         """
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}

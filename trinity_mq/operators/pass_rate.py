@@ -22,7 +22,8 @@ class PassRateCalculator(ColumnOperator):
     """
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, and the shares of tasks by size of their rates, under ``selection/``.
+        """Return all experiences, and metrics under ``selection/``: the mean rate, and the shares of tasks whose rate
+        is in a range.
 
         ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` rates between 1/16 and 15/16, bounds
         excluded; the other metrics are named after their bound.

@@ -17,7 +17,7 @@ _OPS = ("ADD", "SUB", "MUL", "DIV")
 
 
 class RewardShaping(ColumnOperator):
-    """Changes each reward by statistics of its experience: ``reward op (weight * statistic)``, one after the other.
+    """Changes each reward by statistics of its experience, one after the other: ``reward op (weight * statistic)``.
 
     Args:
         reward_shaping_configs: Mappings, each with ``stats_key`` (a key of ``info``, else of ``metrics``), ``op_type``
@@ -26,7 +26,7 @@ class RewardShaping(ColumnOperator):
     The reward is unchanged if the reward or the statistic is missing or not a finite number, or for a division by 0.
 
     Raises:
-        ValueError: A configuration does not have this form; at construction.
+        ValueError: A configuration does not have this form; raised by the constructor.
     """
 
     def __init__(self, reward_shaping_configs: Sequence[Any] = ()) -> None:
@@ -65,13 +65,13 @@ class LengthPenalty(ColumnOperator):
 
     Args:
         max_response_length: Number of response tokens at which the penalty is full.
-        cache_length: Number of tokens before that over which the penalty grows.
+        cache_length: Number of tokens before ``max_response_length`` over which the penalty grows.
         penalty_factor: Size of the full penalty.
 
     An experience without a finite reward is unchanged. In dpo experiences the chosen response counts.
 
     Raises:
-        ValueError: The lengths do not fit; at construction.
+        ValueError: The lengths are invalid; raised by the constructor.
     """
 
     def __init__(self, max_response_length: int, cache_length: int, penalty_factor: float = 1.0) -> None:

@@ -52,7 +52,9 @@ class Deduplication(ColumnOperator):
     """
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, ``filtered_count`` of experiences and ``duplicate_runs``."""
+        """Return the remaining experiences, and the numbers of dropped experiences (``filtered_count``) and runs
+        (``duplicate_runs``).
+        """
         rows, runs = _first_runs(batch)
         rids = batch.ids("rid")
         return batch.select(rows), {
@@ -84,7 +86,7 @@ _CONTENT = ("tokens", "chosen", "rejected", "action_mask")
 
 
 def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
-    """Return the content of each experience, for comparison; the empty tuple if it is unknown."""
+    """Return the content of each experience, for comparison; an empty tuple if it has multi-modal inputs."""
     columns = [column_items(batch.column(name), len(batch)) for name in _CONTENT]
     inputs = batch.columns()[2].values()
     shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(batch))]

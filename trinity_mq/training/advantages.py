@@ -30,9 +30,7 @@ class Memory:
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
     reward_kl_coef: float | None = None
-    """Coefficient of the KL in the rewards where the coefficient follows a target. None: use the configured
-    coefficient.
-    """
+    """Coefficient of the KL in the rewards, if it is adapted to a target. None: use the configured coefficient."""
     guard: dict[str, Any] = field(default_factory=dict)
     """State of the guard of optimizer steps, see :meth:`trinity_mq.training.guard.Guard.state`."""
 

@@ -43,8 +43,7 @@ def skip_reason(
         norms: Gradient norms of the previous applied steps.
         loss: Loss of the step.
         norm: Gradient norm of the step, before clipping.
-        mismatch: ``mismatch/k3`` in nats, if the current weights are the weights that the batch was meant for; else
-            None.
+        mismatch: ``mismatch/k3`` in nats; None if it is unknown, or if the train step has already changed the weights.
     """
     if not math.isfinite(loss):
         return "nonfinite_loss"

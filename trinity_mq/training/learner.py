@@ -183,7 +183,7 @@ class TorchLearner:
         self._measured: dict[str, Measured] | None = None
         """Measured memory of the trained models; None until it is needed."""
         self._pass_limit: PassLimit | None = None
-        """Size of a pass that was chosen for the GPU; None if it is configured."""
+        """Size of a pass that was chosen for the GPU; None if the size is configured, or on a CPU."""
         self._has_trained = False
         """Whether this process has made a train step."""
         self._has_classes = False
@@ -198,7 +198,8 @@ class TorchLearner:
         self._writer_pool = ThreadPoolExecutor(1, "checkpoint-writer", torch.set_num_threads, (1,))
         self._mailbox: Mailbox | None = None
         self._copied = 0
-        """On rank 0: number of the command of the latest copy, 0 after it was written."""
+        """On rank 0: number of the command that made the latest copy of the state; 0 after the copy was written or
+        dropped."""
         self._writing: Future[None] | None = None
 
     async def open(self, checkpoint: Path | None) -> None:
@@ -292,7 +293,7 @@ class TorchLearner:
         """Move everything back to the device.
 
         Raises:
-            DeviceMemoryError, RestartRequested: Others use its memory, as for a train step.
+            DeviceMemoryError, RestartRequested: The device has too little free memory, as in a train step.
         """
 
         def unpark() -> None:
@@ -430,8 +431,8 @@ class TorchLearner:
         """Choose the size of a pass for the GPU, if it is not configured; the same on all ranks.
 
         Args:
-            facts: Facts of the policy in the checkpoint. Its limit is used again on the same kind of GPU, because the
-                division into passes changes the rounding of a step.
+            facts: Facts of the policy in the checkpoint. A limit in these facts is used again on the same kind of GPU,
+                because the division into passes changes the rounding of a step.
         """
         card = card_of(self.policy.device)
         if self._config.trainer.max_tokens_per_micro_batch != "auto" or card is None:
@@ -469,7 +470,7 @@ class TorchLearner:
             return self._copies.take(self._parts()), self._copied
 
     def _drop_copy(self) -> None:
-        """Tell the other ranks that the latest copy will not be written, if it was not."""
+        """Tell the other ranks that the latest copy will not be written, unless it was written already."""
         if self._copied and self._ranks.world > 1:
             self._mail().send(f"folder/{self._copied}", "")
             self._copied = 0
@@ -683,7 +684,7 @@ class TorchLearner:
         Args:
             folder: The checkpoint.
             parts: State of this process, or of rank 0.
-            number: Command with which the other ranks copied theirs.
+            number: Number of the command with which the other ranks copied their states.
         """
         policy = self.policy
         weights: Mapping[str, Tensor] = parts["policy"].tensors

@@ -20,9 +20,8 @@ from trinity_mq.training.parallel.sharding import gathered, sharded_states
 KIND = "optimizer_type"
 """Key of parameter groups, and therefore of a saved state, that names the optimizer type."""
 DECAY_NORMS_AND_BIASES = False
-"""Whether ``weight_decay`` also applies to weights of less than two dimensions. They have few
-numbers, whose decay bounds nothing and only changes the function. Saved states fit both values.
-"""
+"""Whether ``weight_decay`` also applies to weights of less than two dimensions. Such weights, norms and biases, have
+few elements: their decay only changes the function of the model. Saved states load with either value."""
 MUON_MOMENTUM = 0.95
 PART = 2**26
 """Parameters updated at a time. Besides the optimizer state a step needs a copy of these parameters: 256 MiB in
@@ -302,8 +301,8 @@ def _empty_pinned(like: Tensor) -> Tensor:
 def restore_state(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module, config: OptimizerConfig
 ) -> None:
-    """Restore what ``optimizer.state_dict()`` returned, matching weights by name. Settings come from the configuration.
-    A state of an earlier release has no names; it holds all weights in the order of the model.
+    """Restore a result of ``optimizer.state_dict()``, with weights matched by name. Settings come from the
+    configuration. A state of an earlier release has no names; it holds all weights in the order of the model.
 
     Args:
         optimizer: Optimizer that :func:`make_optimizer` made for ``model``.

@@ -33,10 +33,9 @@ from trinity_mq.models.routers import UNKNOWN, RouterShape
 from trinity_mq.training.parallel.division import divide, pad
 
 KEPT = 0.25
-"""Memory cost of a prefix position for each sequence that reads it, as a fraction of the cost of an own position. Such
-a sequence keeps the position's keys and values: two of at least eight tensors of this size that a layer keeps for the
-backward pass.
-"""
+"""Memory cost of a prefix position for each sequence that reads it, as a fraction of the cost of a position in the
+sequence's own row. Such a sequence keeps the position's keys and values: two of at least eight tensors of this size
+that a layer keeps for the backward pass."""
 WORTHWHILE = 0.9
 """Prefixes are shared if the work is at most this fraction of the work with one row per whole sequence."""
 
@@ -48,16 +47,16 @@ class Prefixes:
     number: Indexes
     """``[sequences]``: prefix number; equal for equal prefixes."""
     lengths: Indexes
-    """``[sequences]``: tokens of the prefix; may be 0."""
+    """``[sequences]``: number of tokens of the prefix; may be 0."""
 
     @classmethod
     def of(cls, ids: Tensor, starts: Indexes, lengths: Indexes) -> Prefixes:
-        """Compare the first tokens of all sequences.
+        """Return the prefixes of all sequences, with the same number for equal tokens.
 
         Args:
             ids: int64: tokens of all sequences.
             starts: ``[sequences]``: start of each sequence in ``ids``.
-            lengths: ``[sequences]``: tokens of each prefix.
+            lengths: ``[sequences]``: number of tokens of each prefix.
         """
         tokens, numbers = ids.numpy(), dict[bytes, int]()
         prefix_numbers = [
@@ -139,7 +138,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward pass.
+    """The tensors of one forward and backward pass.
 
     In the padded layout each sequence has a row, padded on the right. Under causal attention no real token sees
     padding, so the model needs neither an attention mask nor position ids, and attention can use its fast kernel. In
@@ -198,7 +197,7 @@ class MicroBatch:
     ``input_ids`` omits nothing.
     """
     prefix_lengths: Tensor | None = None
-    """int64 ``[prefixes]``: number of these positions that each prefix has."""
+    """int64 ``[prefixes]``: number of positions of each prefix, without padding."""
     prefix_of: Tensor | None = None
     """int64 ``[rows]``: index of each row's prefix."""
     experts: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Measures the duration of the parts of a train step. On a GPU it does not wait for the device."""
+"""Measures the duration of the parts of a train step. Only :meth:`Stopwatch.metrics` waits for a GPU."""
 
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ def compares_tokens(config: LossConfig) -> bool:
 
 @torch.no_grad()
 def step_columns(batch: MicroBatch, scored: Scores, columns: Columns, loss: StepLoss, seed: str) -> ClassLoss:
-    """Return the columns of the parts of a loss that need all tokens of an optimizer step, ``[tokens]`` of the whole
-    train step, and the metrics of its classes: ``weight`` and ``chosen`` for the parts that compare sampled tokens, and
-    the columns of :class:`ClassLoss`.
+    """Return the columns for the parts of a loss that need all tokens of an optimizer step, and the metrics of the
+    loss's classes. The columns, ``[tokens]`` of the whole train step, are ``weight`` and ``chosen`` for the parts that
+    compare sampled tokens, and the columns of :class:`ClassLoss`.
 
     The tokens are ordered by index, so neither packing nor the division among ranks affects the result.
 
@@ -156,7 +156,7 @@ def _spread(column: Tensor, index: Tensor, scored: Scores) -> Tensor:
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
 DECISIONS = 0.2
-"""Fraction of tokens with the largest entropy, at which an answer is decided (arXiv 2506.01939)."""
+"""Fraction of tokens with the largest entropy; these tokens decide an answer (arXiv 2506.01939)."""
 OFF_POLICY = {
     "masked_frac": "masked_frac",
     "masked_frac_pos": "masked_frac_pos",
@@ -310,9 +310,9 @@ def optimizer_step(
         columns: Columns from earlier forward passes.
         clip_grad: Maximum norm of the gradient.
         guard: Judges the step. Default: a guard with default settings and no history.
-        has_moved: Whether the weights differ from the weights that the batch was meant for. If so, the mismatch does
-            not measure the engine.
-        offload: See :func:`make_step`.
+        has_moved: Whether the train step has already changed the weights. If so, the mismatch does not measure the
+            engine, and the guard ignores it.
+        offload: Whether the optimizer's state lies in host memory between steps; see :func:`make_step`.
         watch: Measures the duration of the parts.
 
     Returns:
@@ -419,7 +419,7 @@ class StepTotals:
     def add(self, applied: bool, metrics: dict[str, float]) -> None:
         """Count one optimizer step."""
         if self._first is None:
-            # Only the first step runs on the weights that the batch was meant for.
+            # Only the first step is sure to run on the weights from before the train step.
             self._first = {name: value for name, value in metrics.items() if name.startswith(FIRST)}
         if applied:
             self._applied.append(metrics)

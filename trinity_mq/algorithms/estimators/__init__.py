@@ -56,7 +56,7 @@ ESTIMATORS: Mapping[str, EstimatorEntry] = MappingProxyType(
 )
 """Estimators by the ``kind`` of their section."""
 PLUGIN = EstimatorEntry(plugin_advantages, ("min_group_runs",))
-"""Entry that calls a custom function."""
+"""Entry of custom estimators, which calls a function or class of the user."""
 
 
 def estimate(
@@ -79,8 +79,8 @@ def estimate(
             action masks.
         token_penalty: Subtracted from the rewards of tokens by ``discounted`` and ``gae``, such as a KL term:
             ``[response tokens of the batch]``.
-        baselines: Moving averages of ``role_mean``, updated in place. The caller keeps them, and saves them in its
-            checkpoint.
+        baselines: Moving average of each role's rewards, for the baseline ``role_mean``. Updated in place; the caller
+            keeps the mapping, and saves it in its checkpoint.
 
     Returns:
         The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``, 0 for tokens that

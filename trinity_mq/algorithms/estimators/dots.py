@@ -1,5 +1,5 @@
-"""Advantages of packs of tasks (Connect the Dots): what a task or a hint earns in the rest of its pack, compared with
-the other runs of the pack.
+"""Advantages of packs of tasks (Connect the Dots): the return of a task or a hint over the rest of its pack, compared
+with the mean return over the runs of the pack.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ it was written after.
 REWARDS = "task_rewards"
 """Key of ``info``: rewards of all tasks of the pack in this run, in their order."""
 COLDEST, HOTTEST, CLOSE = 0.8, 100.0, 0.05
-"""Bounds of the temperature that is searched for, and the width at which the search ends."""
+"""Lowest and highest temperature that :func:`balancing_temperature` tries, and the width of the interval at which the
+bisection ends."""
 STEEPEST = 60.0
-"""Largest exponent of a weight."""
+"""Maximum exponent of a weight ``exp(d / T)``."""
 
 
 class Part(NamedTuple):
-    """Part of a pack that an experience comes from."""
+    """The part of a pack that an experience comes from: a task or a hint."""
 
     kind: str
     place: int
     ahead: tuple[float, ...]
-    """Rewards from here to the end of the pack."""
+    """Rewards from this part to the end of the pack."""
     rewards: tuple[float, ...]
     """Rewards of all tasks of the pack."""
 
@@ -55,9 +56,9 @@ def dots_advantages(
 
     The return of a task is computed from the rewards of this task and of all later tasks of the pack. The return of a
     hint begins with the hint's own reward, not with the reward of the task before it. So a hint is worth what the tasks
-    after it earn. A distance ``d`` is then weighted by ``exp(d / T)`` if there is a temperature ``T``, and shifted by
-    the mean over all tokens if that is below 0 and ``args.center`` is set. (Trinity-RFT's advantage ``cod`` with
-    ``iterative_hint_e2e_causal``.)
+    after it earn. The difference ``d`` is then multiplied by ``exp(d / T)`` if there is a temperature ``T``. If
+    ``args.center`` is set and the mean of ``d`` over trained tokens is below 0, this mean is subtracted from the
+    result. (Trinity-RFT's advantage ``cod`` with ``iterative_hint_e2e_causal``.)
 
     Two kinds of runs are dropped with all their experiences, and counted: runs with a reward that is not a finite
     number, then runs of tasks with fewer than ``min_group_runs`` remaining runs.
@@ -116,7 +117,7 @@ def _distances(returns: Numbers, places: Counts, runs: Counts) -> Numbers:
 
 
 def weighted(distances: Numbers, lengths: Numbers, args: DotsEstimator) -> Numbers:
-    """Return the distances with their weights and their shift.
+    """Return the distances after they are weighted and shifted; see :func:`dots_advantages`.
 
     Args:
         distances: Distance of each experience, float64 ``[experiences]``.
@@ -158,7 +159,7 @@ def _return(ahead: tuple[float, ...], args: DotsEstimator) -> float:
 
 
 def _part(uid: str, info: Mapping[str, Any] | None, reward: Any) -> Part | None:
-    """Return the part of an experience; None if a reward is not a finite number.
+    """Return the part of the pack that an experience comes from; None if a reward is not a finite number.
 
     Raises:
         ValueError: ``info`` does not describe a part of a pack.

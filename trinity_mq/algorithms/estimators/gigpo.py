@@ -34,9 +34,9 @@ def gigpo_advantages(
 
     ``A_E`` compares the summed rewards of the step's run with their mean over the task's runs. ``A_S`` compares the
     step's discounted return with the mean over all steps of the task's runs that began in the same state. Each
-    difference is divided by 1, or by the unbiased standard deviation of the compared values plus ``epsilon``. The only
-    run of a task has ``A_E`` 0, and the only step from a state has ``A_S`` 0. States of different tasks are never
-    compared.
+    difference is divided by ``s + epsilon``, where ``s`` is 1 or the unbiased standard deviation of the compared
+    values. The only run of a task has ``A_E`` 0, and the only step from a state has ``A_S`` 0. States of different
+    tasks are never compared.
 
     Two kinds of runs are dropped with all their experiences, and counted: runs with a step without finite reward, then
     runs of tasks with fewer than ``min_group_runs`` remaining runs.

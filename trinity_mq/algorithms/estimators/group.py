@@ -91,7 +91,8 @@ def apply_rank_penalty(group: Group, likelihood: dict[str, float], penalty: floa
 
 def apply_length_penalty(group: Group, run_sizes: RunSizes, weights: LengthPenaltyWeights) -> Group:
     """Return the rewards of a task's runs minus ``mean * (a out / max out + b in / max in + c turns / max turns)``,
-    with the mean of the rewards and the weights a, b, c (the GRPO length penalty of prime-rl).
+    where ``mean`` is the mean of the rewards, and a, b and c are the weights of output tokens, input tokens and turns
+    (the GRPO length penalty of prime-rl).
     """
     rewards = np.array(list(group.values()))
     share = sum(
@@ -145,7 +146,8 @@ def group_advantages(
         batch: A whole batch, in any order.
         args: Baseline, scale and the other settings.
         min_group_runs: Default for ``args.min_group_runs`` if the baseline compares runs.
-        baselines: For ``role_mean``. Updated in place; the caller keeps the mapping from batch to batch.
+        baselines: Moving average of each role's rewards, for the baseline ``role_mean``. Updated in place; the caller
+            keeps the mapping from batch to batch.
 
     Returns:
         The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``: the run's number
@@ -153,8 +155,8 @@ def group_advantages(
         and absent without such groups.
 
     Raises:
-        ValueError: An experience has no action mask (dpo). ``role_mean`` has no ``baselines``, or an experience has no
-            role. ``greedy`` has no marked run.
+        ValueError: An experience has no action mask (dpo). The baseline is ``role_mean``, and ``baselines`` is None or
+            an experience has no role. The baseline is ``greedy``, and no run of the batch is marked as greedy.
     """
     mask_lengths(batch)
     units = _units(batch, args)
@@ -209,8 +211,8 @@ def roles(batch: ExperienceBatch) -> list[str]:
 
 
 def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
-    """Return the groups that have a greedy run, without this run, and its reward. Several greedy runs count with their
-    mean.
+    """Return the groups that have both greedy and other runs, without the greedy runs; and the mean reward of each
+    group's greedy runs.
     """
     marked = {rid for rid, info in zip(batch.ids("rid"), batch.values("info"), strict=True) if (info or {}).get(GREEDY)}
     if len(batch) and not marked:

@@ -118,10 +118,10 @@ def _call(function: PluginFunction, args: EstimatorPlugin, rewards: list[float])
 
 
 def advantage_object(kind: type, args: EstimatorPlugin) -> Any:
-    """Return an object of a class; without ``args`` it is made with its ``default_args``.
+    """Return an object of the class ``kind``, made with ``args.args``; if these are empty, with its ``default_args``.
 
     Raises:
-        PluginError: It cannot be made, or is not callable.
+        PluginError: The object cannot be made, or is not callable.
     """
     with custom_code(PluginError, f"advantage_fn {args.kind} cannot be made with advantage_fn_args {args.args!r}:"):
         made = kind(**(args.args or kind.default_args()))  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ class _Columns(dict[str, Tensor]):
 
 def _proto(experiences: Sequence[Experience]) -> Any:
     """Return experiences in the form of veRL's ``DataProto``. Tensors are padded on the right, ``[sequences, longest
-    response]``. The reward of an experience is the reward of its last token.
+    response]``. Without ``token_level_reward`` the last token has the reward of the experience.
     """
     masks, rewards = [_mask(experience) for experience in experiences], []
     for experience, mask in zip(experiences, masks, strict=True):
@@ -211,7 +211,7 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _rows_of(proto: Any, experiences: Sequence[Experience]) -> list[Experience]:
-    """Return the experiences with the rows of advantages and returns."""
+    """Set ``advantages`` and ``returns`` of the experiences from the rows of ``proto``, and return the experiences."""
     columns: Mapping[str, Any] = getattr(proto, "batch", {})
     for number, experience in enumerate(experiences):
         for name in ("advantages", "returns"):

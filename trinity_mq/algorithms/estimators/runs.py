@@ -62,8 +62,8 @@ def run_values(
 
 
 def whole_groups(batch: ExperienceBatch, unrewarded: set[str], min_runs: int) -> tuple[list[int], dict[str, float]]:
-    """Return the rows of the runs that remain, and metrics that count the others: the runs in ``unrewarded``, and the
-    tasks with fewer than ``min_runs`` other runs.
+    """Return the rows of the remaining experiences, and two metrics: the number of runs in ``unrewarded``, and the
+    number of tasks dropped with fewer than ``min_runs`` other runs.
     """
     rids, tids = batch.ids("rid"), batch.ids("tid")
     finished: dict[str, set[str]] = {tid: set() for tid in tids}
@@ -151,7 +151,9 @@ def center(values: Numbers) -> Numbers:
 
 
 def refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:
-    """Raise ValueError if any experience in ``wrong`` lacks a tensor field; the message names the first."""
+    """Raise ValueError if ``wrong`` marks any experience; the message says that the first of them lacks the field
+    ``name``.
+    """
     if wrong.any():
         number = int(wrong.argmax())
         raise ValueError(

@@ -97,7 +97,7 @@ def _by_run(
     counts: Counts,
     remaining: Flags,
 ) -> dict[str, float]:
-    """Return the spread over the remaining runs of their mean distance. A run of many steps counts once."""
+    """Return the mean, maximum and minimum over the remaining runs of each run's mean distance per trained token."""
     sums = np.bincount(runs[owner], weights=distances.double().numpy())
     tokens = np.bincount(runs, weights=counts)
     staying = np.bincount(runs, weights=remaining) > 0

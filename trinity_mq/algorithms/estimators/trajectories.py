@@ -97,7 +97,7 @@ def discounted_advantages(
     batch: ExperienceBatch, args: DiscountedEstimator, token_penalty: Tensor | None = None
 ) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every token the discounted sum of its run's rewards from this token on, ``G_t = r_t + gamma G_{t+1}``
-    (REINFORCE++, arXiv 2501.03262), whitened over the batch.
+    (REINFORCE++, arXiv 2501.03262). With ``args.whiten`` the sums are whitened over the batch.
 
     The rewards of tokens are ``token_level_reward`` if an experience of the run has it. Otherwise the reward of the
     run, taken from its last step, is assigned to the last trained token.
@@ -123,13 +123,14 @@ def discounted_advantages(
 def gae_advantages(
     batch: ExperienceBatch, args: GaeEstimator, values: Tensor, token_penalty: Tensor | None = None
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Give every token its generalised advantage (:func:`gae`), whitened over the batch, for PPO (arXiv 1707.06347).
+    """Give every token its generalised advantage (:func:`gae`) for PPO (arXiv 1707.06347). With ``args.whiten`` the
+    advantages are whitened over the batch.
 
     Args:
         batch: A whole batch, in any order.
         args: Discount, lambda and whitening.
         values: Critic values of the state before each token: ``[response tokens of the batch]``.
-        token_penalty: As in :func:`discounted_advantages`; rewards are computed as there too.
+        token_penalty: As in :func:`discounted_advantages`, which also says how the rewards are computed.
 
     Returns:
         As in :func:`discounted_advantages`. The experiences also have ``returns``, float32 ``[response]``: the
@@ -192,7 +193,7 @@ def _rewarded(batch: ExperienceBatch, token_penalty: Tensor | None) -> _Rewarded
 
 
 def _by_task(batch: ExperienceBatch, paths: Trajectories, rewards: Numbers) -> list[list[float]]:
-    """Return the sums of the rewards of each task's runs."""
+    """Return the sum of each run's rewards, in a list for each task."""
     tasks = dict(zip(batch.ids("rid"), batch.ids("tid"), strict=True))
     result: dict[str, list[float]] = {}
     if paths.rids:

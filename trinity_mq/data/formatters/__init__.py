@@ -22,7 +22,7 @@ def find_formatter(data: ExperienceBufferConfig, codec: TextCodec) -> Formatter:
 
     Raises:
         UnknownNameError: The class does not exist.
-        TasksetError: It cannot be made.
+        TasksetError: An object of the class cannot be created.
     """
     built_in = FORMATTERS.get(data.schema_type)
     return built_in or class_formatter(data.schema_type, codec, data.format, data.name)

@@ -23,7 +23,7 @@ ENTRY_GROUP = "trinity_mq.formatters"
 ABSENT = (
     "image_key", "video_key", "reply_prefix", "workflow_key", "reward_fn_key", "chat_template",
 )  # fmt: skip
-"""Fields of Trinity-RFT's ``FormatConfig`` that records have no setting for: None."""
+"""Fields of Trinity-RFT's ``FormatConfig``. A class gets None for a field that the section ``format`` lacks."""
 
 
 class PromptType(StrEnum):
@@ -34,8 +34,8 @@ class PromptType(StrEnum):
 
 
 class ExperienceFormatter(ABC):
-    """Converts records of training data into experiences. It is made of the path of the model's tokenizer and the
-    section ``format``: ``Mine(tokenizer_path, format_config)``.
+    """Converts records of training data into experiences. It is constructed with the path of the model's tokenizer and
+    the section ``format``: ``Mine(tokenizer_path, format_config)``.
     """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class ExperienceFormatter(ABC):
 
 
 def class_formatter(path: str, codec: TextCodec, keys: RecordFormatConfig, data: str) -> Formatter:
-    """Return the formatter that a class makes.
+    """Return a formatter that calls an object of a class.
 
     Args:
         path: Dotted path of the class.
@@ -54,7 +54,7 @@ def class_formatter(path: str, codec: TextCodec, keys: RecordFormatConfig, data:
 
     Raises:
         UnknownNameError: The class does not exist.
-        TasksetError: It cannot be made.
+        TasksetError: The object cannot be created, or lacks the method ``format``.
     """
     kind = resolve("formatter", path, entry_group=ENTRY_GROUP)
     fields = {"enable_thinking": None, **dict.fromkeys(ABSENT), **keys.model_dump()}

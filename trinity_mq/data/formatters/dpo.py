@@ -36,7 +36,7 @@ def format_pair(reader: Reader, record: Mapping[str, Any]) -> Experience:
 
 
 def _answer(reader: Reader, record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
-    """Return an answer, which is a text or messages. The messages may repeat the prompt."""
+    """Return the answer at ``key`` as messages. Stored messages may begin with the prompt, which is removed."""
     value = record.get(key)
     if isinstance(value, str) and not (reader.has_messages and _holds_messages(value)):
         return [{"role": "assistant", "content": reader.text(record, key)}]

@@ -10,7 +10,9 @@ from trinity_mq.experience import Experience
 
 
 def format_answer(reader: Reader, record: Mapping[str, Any]) -> Experience:
-    """Return the experience of a record. Trained on are the answer, the last message, or all turns of the assistant."""
+    """Return the experience of a record. The trained tokens are the answer, which is a text or the last message, or all
+    turns of the assistant.
+    """
     if not reader.has_messages:
         prompt = reader.prompt_messages(record)
         answer = {"role": "assistant", "content": reader.text(record, reader.keys.response_key)}

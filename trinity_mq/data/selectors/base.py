@@ -35,7 +35,7 @@ class Selector(Protocol):
         """Learn from the results of a batch's tasks, whether or not operators keep their groups."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return the position, small and of plain types. Observations are stored separately."""
+        """Return the position as a small mapping of plain types. Observations are stored separately."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position.
@@ -45,7 +45,7 @@ class Selector(Protocol):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of its progress by name."""
+        """Return metrics of the selector's progress by name."""
 
 
 class DrawPosition:

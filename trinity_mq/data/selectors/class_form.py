@@ -88,8 +88,8 @@ class BaseSelector:
         self.data_source, self.config = data_source, config
 
     def get_indices(self, batch_size: int, return_extra_info: bool = False) -> Any:
-        """Return the numbers of the next ``batch_size`` records; with ``return_extra_info`` a pair may be returned,
-        which does not happen here.
+        """Return the numbers of the next ``batch_size`` records, or a pair of the numbers and a mapping. trinity_mq
+        does not set ``return_extra_info``, and ignores the mapping.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class BaseSelector:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, small and of plain types."""
+        """Return the state as a small mapping of plain types."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,7 +107,7 @@ class BaseSelector:
 
 
 class ClassSelector:
-    """The selector that an object in class form makes.
+    """A selector that calls an object in class form.
 
     A resumed explorer creates the object again, calls ``feedback`` with all earlier results in their order, and then
     ``load_state_dict``. So a state needs only the position.
@@ -145,7 +145,7 @@ class ClassSelector:
         """Return the object's state in plain types.
 
         Raises:
-            TasksetError: It has other types.
+            TasksetError: The state is not a mapping, or has other types.
         """
         state = self._called("state_dict")
         if not isinstance(state, Mapping):
@@ -187,10 +187,10 @@ def is_class_form(kind: Any) -> bool:
 def class_selector(
     kind: type, settings: SelectorSettings, rows: Sequence[Record], taskset: str, label: str
 ) -> ClassSelector:
-    """Return the selector that a class makes.
+    """Return a selector that calls an object of a class.
 
     Raises:
-        TasksetError: The class cannot be made of the records and the settings.
+        TasksetError: The object cannot be created from the records and the settings.
     """
     with custom_code(TasksetError, f"{label} cannot be made with {settings}:"):
         made = kind(DataSource(Columns(rows), taskset), settings)

@@ -74,7 +74,7 @@ def probabilities(rates: Floats, target: float, tau: float) -> Floats:
 
 
 class DifficultyBased(DrawPosition):
-    """Tasks by the closeness of their estimated pass rate to the target, without replacement within a batch.
+    """Chooses tasks by the closeness of their estimated pass rate to the target, without replacement within a batch.
 
     Args:
         features: ``[tasks, 2]``, pass rates of a weak and of a strong model.

@@ -11,7 +11,7 @@ from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 
 
 class DifficultyPools(DrawPosition):
-    """Tasks drawn with replacement, with probabilities proportional to the weights of their pools.
+    """Draws tasks with replacement, with probabilities proportional to the weights of their pools.
 
     If all weights are 0, for example because all tasks are in disabled pools, all tasks are equally likely, so that a
     run does not end for lack of a suitable task.

@@ -13,7 +13,7 @@ from trinity_mq.data.selectors.base import TaskStats, returned_count
 
 
 class EpochSelector:
-    """Every task once per epoch.
+    """Chooses every task once per epoch.
 
     Args:
         count: Number of tasks, at least 1.
@@ -45,7 +45,7 @@ class EpochSelector:
 
 
 class EasyToHard(EpochSelector):
-    """Every task once per epoch, by descending features. Tasks with equal features keep their stored order.
+    """Chooses every task once per epoch, by descending features. Tasks with equal features keep their stored order.
 
     Args:
         features: ``[tasks, keys]``; later columns break ties.

@@ -8,7 +8,8 @@ from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 
 
 class RandomOrder(DrawPosition):
-    """Uniformly random tasks. The ``count`` indexes of one :meth:`next` are distinct, unless there are fewer tasks.
+    """Chooses tasks uniformly at random. The ``count`` indexes of one :meth:`next` are distinct, unless there are fewer
+    tasks.
 
     Args:
         count: Number of tasks, at least 1.

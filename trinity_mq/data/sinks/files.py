@@ -19,7 +19,7 @@ Encode = Callable[[Sequence[Experience]], bytes]
 
 
 class FileSink:
-    """Writes ``batch-<number><suffix>``, each file by an atomic rename.
+    """Writes a file ``batch-<number><suffix>`` for each batch, by an atomic rename.
 
     Args:
         folder: Target folder, created if missing.
@@ -59,7 +59,7 @@ class _FolderStorage(Storage, ABC):
         """Return the content of a batch's file."""
 
     def open_output(self, config: ExplorerOutputConfig, run_folder: Path) -> ExperienceSink:
-        """Return the folder of ``config``, or ``experiences`` in the run's folder."""
+        """Return an output that writes to the folder of ``config``, or to ``experiences`` in the run's folder."""
         folder = Path(config.path).expanduser() if config.path else run_folder / "experiences"
         return FileSink(folder, self.suffix, self.encode)
 
@@ -80,7 +80,7 @@ class JsonLinesStorage(_FolderStorage):
     suffix = ".jsonl"
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
-        """Return the lines."""
+        """Return a JSON line for each experience."""
         rows = (
             {name: value for name, value in to_record(experience).items() if name != ENCODED}
             for experience in experiences
@@ -89,7 +89,7 @@ class JsonLinesStorage(_FolderStorage):
 
 
 class ParquetStorage(_FolderStorage):
-    """Rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads such rows."""
+    """Rows as in :func:`trinity_mq.experience.to_hf_datasets`; ``from_hf_datasets`` reads such rows."""
 
     suffix = ".parquet"
 

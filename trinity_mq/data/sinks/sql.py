@@ -35,7 +35,7 @@ _KINDS = {
     "index": Integer,
     ENCODED: LargeBinary,
 }
-"""Types of the columns that are not token lists; token lists are JSON."""
+"""Types of the columns. All other columns, such as lists of tokens, have the type JSON."""
 
 
 class SqlSink:

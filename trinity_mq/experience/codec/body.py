@@ -46,7 +46,7 @@ ZSTD_LEVEL = 3
 MAX_EXPANSION = 32
 """Maximum size of a body as a multiple of its compressed bytes, because a reader allocates the claimed size."""
 FREE_EXPANSION = 64 * 1024
-"""Bytes that any compressed body may expand to in addition."""
+"""Bytes that a body may have in addition to ``MAX_EXPANSION`` times its compressed bytes."""
 
 QUICK_HEAD, QUICK_COLUMNS = 64 * 1024, 128
 """A head of up to this many bytes, with maps of up to this many items, is decoded without a scan first: its maps claim

@@ -1,4 +1,4 @@
-"""The rules of rules.py for whole columns at once. The check for one experience words the error."""
+"""Checks the rules of rules.py for whole columns at once. The error text comes from the check for one experience."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_batch(
 
 
 def responses_of(kinds: Sequence[str], tensors: Tensors) -> Indexes:
-    """Return the response tokens of each experience, :data:`NO_RESPONSE` without a single response (dpo)."""
+    """Return the number of response tokens of each experience, :data:`NO_RESPONSE` without a single response (dpo)."""
     if "action_mask" not in tensors:
         return np.full(len(kinds), NO_RESPONSE)
     lengths = column_lengths(tensors["action_mask"])

@@ -175,7 +175,7 @@ class _ColumnUnpackers:
         return self.custom_fields if name == layout.CUSTOM_FIELDS else self.documents
 
     def versions(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
-        """Return runs of policy versions."""
+        """Return the runs of policy versions of each experience."""
         counts = unpack_array(column.get("l"), INT32, count, name)
         flat = unpack_array(column.get("i"), INT64, None, name)
         sizes = counts.tolist()
@@ -231,7 +231,7 @@ def _custom(item: Any) -> CustomField:
 
 
 class _Entries:
-    """The tensors of the tail, sorted by the entries of the head."""
+    """The tensors of the tail, grouped by the fields that the entries of the head name."""
 
     def __init__(self, count: int, head: dict[str, Any], tail: dict[str, Tensor]) -> None:
         self.fields: Tensors = {}
@@ -337,7 +337,7 @@ def _parts_of_head(head: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str,
 
 
 def _present(columns: Tensors) -> Tensors:
-    """Return the columns without parts, and without columns, that no experience uses."""
+    """Return the columns that an experience uses, without their unused parts."""
     present = {}
     for name, column in columns.items():
         if parts := tuple([part for part in column if not part.empty]):

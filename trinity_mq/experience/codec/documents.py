@@ -280,7 +280,7 @@ def _key(key: Any, where: str) -> str:
 
 
 def _blame(value: Any, where: str) -> str | None:
-    """Return the error text for the part of a plain value that msgpack refuses; None if it refuses none."""
+    """Return the error text for the part of a plain value that msgpack refuses; None if msgpack accepts the value."""
     if isinstance(value, dict):
         parts = [(item, f"{where}[{key!r}]") for key, item in value.items()] + [(key, where) for key in value]
     elif isinstance(value, list):

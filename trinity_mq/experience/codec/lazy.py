@@ -36,18 +36,18 @@ class PlainColumns(dict[str, Any]):
         self[name] = Once(opener)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return a column, opened."""
+        """Return a column, and open it first if necessary."""
         entry = super().__getitem__(name)
         column: list[Any] = entry() if callable(entry) else entry
         return column
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a column, opened, or ``default``."""
+        """Return a column, opened first if necessary, or ``default``."""
         entry = super().get(name, default)
         return entry() if callable(entry) else entry
 
     def map(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
-        """Return the same columns, changed. Columns that are not open yet are changed when they are opened."""
+        """Return the columns changed by ``change``. Columns that are not open yet are changed when they are opened."""
         result = PlainColumns()
         for name in self:
             if self.opened(name):
@@ -60,7 +60,7 @@ class PlainColumns(dict[str, Any]):
         return change(self[name])
 
     def opened_items(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield every column with its name, opened."""
+        """Open every column, and yield its name and the column."""
         for name, entry in super().items():
             yield name, entry() if callable(entry) else entry
 

@@ -159,7 +159,7 @@ def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
 
 
 def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> tuple[Tensor, int]:
-    """Return the tensor of one header entry, which must begin at ``covered``, and its end."""
+    """Return the tensor of one header entry, which must begin at the offset ``covered``, and the offset of its end."""
     fields = entry if isinstance(entry, dict) else {}
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
@@ -192,10 +192,10 @@ def _naturals(value: Any) -> list[int] | None:
 
 
 class RowLengths(NamedTuple):
-    """Lengths of the items of an entry, which follow each other in it."""
+    """Lengths of the items of an entry. The items follow each other in the entry's tensor."""
 
     lengths: Indexes
-    """Rows of each item, -1 for an item without a tensor."""
+    """Number of rows of each item, -1 for an item without a tensor."""
     starts: Indexes
     total: int
 

@@ -24,7 +24,8 @@ _PICKLE = b"\x80"
 
 FREE_BYTES = 1 << 26
 GROWTH = 32
-"""Limit of an unfolded body: ``FREE_BYTES`` plus this many times its size. Objects shared in a pickle are copied."""
+"""Limit of an unfolded body in bytes: ``FREE_BYTES`` plus this many times the size of the body. Objects shared in a
+pickle are copied."""
 
 Form = Literal["TRXP", "pickle"]
 
@@ -65,7 +66,7 @@ def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | 
 
     Raises:
         DecodeError: The body as a whole cannot be read.
-        ChildTimeoutError: The child process has no time to read it.
+        ChildTimeoutError: The child process did not answer in time; a retry may help.
         ChildNotStartedError: The child process cannot be started.
     """
     if legacy_form(data) is None:

@@ -107,7 +107,7 @@ def _storage(stream: bytes) -> tuple[torch.dtype, bytearray]:
 
 
 def _tensor(data: bytearray, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> Tensor:
-    """Return a view into a storage; torch checks that it lies within."""
+    """Return a view into a storage; torch checks that the view lies within the storage."""
     # torch.frombuffer accepts no empty buffer
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.as_strided(size, stride, offset)

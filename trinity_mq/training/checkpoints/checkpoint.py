@@ -315,8 +315,8 @@ class CheckpointStore:
         return whole, damaged
 
     def only(self, whole: Sequence[Checkpoint]) -> str | None:
-        """Return the name of the chosen checkpoint in ``whole``; the run must not resume from another checkpoint. None:
-        every checkpoint is allowed.
+        """Return the name of the checkpoint that :func:`choose` selected and that the run must resume from. None: the
+        run may resume from any checkpoint in ``whole``.
 
         Raises:
             CheckpointError: The choice cannot be read.
@@ -443,8 +443,8 @@ class CheckpointStore:
 
 
 def milestones(every: int | None, progress: Iterable[int]) -> list[int]:
-    """Return, for each multiple of ``every``, the first value of ``progress`` at or after it and before the next
-    multiple. Return an empty list if ``every`` is None.
+    """Return, for each positive multiple of ``every``, the first value of ``progress`` at or after it and before the
+    next multiple. Return an empty list if ``every`` is None.
     """
     if every is None:
         return []
@@ -481,7 +481,7 @@ def _publish(fresh: Path, final: Path) -> None:
 
 
 class StepAttempts:
-    """Number of crashed starts per ticket. A batch that kills the trainer has a high count.
+    """Counts the crashed starts of train steps per ticket. A batch that kills the trainer has a high count.
 
     A start does not count if its step ends or is cancelled, if the guard stops the training, or if the process is asked
     to end during the step. In the last case a kill after the grace period says nothing about the batch.
@@ -529,7 +529,8 @@ class StepAttempts:
 
     @contextmanager
     def noted(self, tickets: Collection[str]) -> Iterator[None]:
-        """Count a start of each ticket for the step in the ``with`` block.
+        """Count a start of each ticket for the step in the ``with`` block. The count is removed if the step ends, is
+        cancelled or stops the training.
 
         Raises:
             CheckpointError: The counts cannot be written.
@@ -545,7 +546,7 @@ class StepAttempts:
         self.finish(tickets)
 
     def withdraw(self) -> None:
-        """Stop counting the start of the current step and all later starts, because this process was asked to end.
+        """Take back the count of the current step, and count no later starts, because this process is about to end.
 
         Raises:
             CheckpointError: The counts cannot be written.

@@ -76,7 +76,7 @@ def _load(path: Path) -> Any:
 
 
 def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> StatePart:
-    """Return the part of an optimizer whose state numbers the parameters in the order of the module."""
+    """Return the state of an optimizer as a part. The saved state numbers the parameters in the order of the module."""
     names = [name for name, _ in module.named_parameters()]
     tensors = {
         f"{names[number]}/{key}": tensor for number, state in saved["state"].items() for key, tensor in state.items()

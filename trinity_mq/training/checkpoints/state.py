@@ -71,7 +71,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    # the folder it was written to: pure paths, because the writer's operating system may differ
+    # the folder that the index was written to: pure paths, because the writer's operating system may differ
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PureWindowsPath,
     ("pathlib._local", PosixPath.__name__): PurePosixPath,
@@ -110,7 +110,7 @@ def flat(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
 
 
 def flat_rows(parts: Mapping[str, StatePart]) -> dict[str, Rows]:
-    """Return the places of all tensors that are a rank's rows by ``<part>.<name>``, see :func:`flat`."""
+    """Return the places of all tensors that hold only a rank's rows, by ``<part>.<name>`` as in :func:`flat`."""
     return {f"{part}.{name}": rows for part, state in parts.items() for name, rows in state.rows.items()}
 
 
@@ -171,7 +171,9 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, parts: Mapping[str, StatePart]) -> Parts:
-        """Return a copy of ``parts``, valid until the next call. Of a sharded tensor it has this rank's rows."""
+        """Return a copy of ``parts``, valid until the next call. The copy of a sharded tensor has only this rank's
+        rows.
+        """
         before, self._buffers = self._buffers, {}
         is_on_device = False
         copies: Parts = {}
@@ -201,7 +203,7 @@ class StoredRows:
     first: int
     """First row."""
     sizes: tuple[int, ...]
-    """Shape of the chunk."""
+    """Shape of these rows."""
     file: str
     offset: int
     """Position in the file in bytes."""
@@ -210,7 +212,7 @@ class StoredRows:
 
     @property
     def offsets(self) -> torch.Size:
-        """Position of the chunk in the tensor."""
+        """Position of these rows in the tensor, by dimension."""
         return torch.Size([self.first, *[0] * (len(self.sizes) - 1)] if self.sizes else [])
 
 
@@ -264,7 +266,7 @@ def write_index(folder: Path, parts: Mapping[str, StatePart], chunks: Iterable[S
 
     Args:
         folder: The checkpoint.
-        parts: What rank 0 has written.
+        parts: The parts that rank 0 has written.
         chunks: Places of the tensors of all ranks.
 
     Raises:
@@ -324,7 +326,7 @@ def read_parts(
     Args:
         folder: The checkpoint.
         states: Live tensors by part. The checkpoint must contain them.
-        weights: Weights by parameter name, by the part with the state of their optimizer.
+        weights: Weights by parameter name, for each part that holds the state of their optimizer.
 
     Raises:
         DamagedCheckpointError: The checkpoint does not load, or has different tensors; the live tensors may have
@@ -374,12 +376,12 @@ class LateTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
     def placeholders(self) -> dict[str, Tensor]:
-        """Return tensors without memory. The method ``contiguous`` of a tensor reads it."""
+        """Return a tensor without memory for each name. Its method ``contiguous`` reads the values and returns them."""
         return {name: _Placeholder(shape, partial(self._read, name)) for name, shape in self.shapes.items()}
 
 
 class _Placeholder(Tensor):
-    """Tensor on the meta device, which its method ``contiguous`` replaces by a tensor with values."""
+    """Tensor on the meta device. Its method ``contiguous`` returns a tensor with the values."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001  # as torch.nn.Parameter
     _read: Callable[[], Tensor]
@@ -454,7 +456,7 @@ def _names_outside(live: Mapping[str, StatePart], names: Iterable[str], path: Pa
 
 
 def _cause(error: BaseException) -> Exception:
-    """Return the first error of a rank; torch wraps it even for a single process."""
+    """Return ``error``, or the first rank's error inside it: torch wraps errors of ranks, even of a single process."""
     if isinstance(error, CheckpointException):
         inner = next((failure[0] for failure in error.failures.values()), None)
         return inner if isinstance(inner, Exception) else RuntimeError(str(error))

@@ -58,9 +58,9 @@ class Passes:
     """Memory of a model's passes beyond weights and gradients, in bytes."""
 
     kept: Line
-    """Kept for the backward pass at the end of a forward pass."""
+    """Bytes that a forward pass keeps at its end for the backward pass."""
     peak: Line
-    """Maximum in a pass with gradients."""
+    """Maximum bytes during a pass with gradients."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class ModelMemory:
     matrices: int
     """Trained weights that Muon updates."""
     largest: int
-    """The largest trained weight."""
+    """Size of the largest trained weight."""
     linear: int
     """Weights that a quantization replaces: linear layers except the head."""
     block: int
-    """The largest block."""
+    """Weights of the largest block."""
     root: int
     """Weights outside the blocks."""
     cache: int
-    """Keys and values of a token."""
+    """Keys and values of a token in all layers."""
     vocabulary: int
     passes: Passes | None = None
     """Memory of the passes. None: not measured."""
@@ -129,15 +129,16 @@ class MemoryEstimate:
     tokens: int
     """Positions of the largest pass."""
     trainer: Parts | None = None
-    """On the device of each rank. None: the model is not known."""
+    """Memory on the device of each rank, by part. None: the model is not known."""
     trainer_host: Parts | None = None
-    """In the host memory of rank 0."""
+    """Host memory of rank 0, by part."""
     engine: Parts | None = None
-    """On the device of each worker of an engine. ``cache`` is None if ``engine_fraction`` determines it."""
+    """Memory on the device of each worker of an engine, by part. ``cache`` is None if ``engine_fraction`` determines
+    it."""
     engine_fraction: float | None = None
-    """Fraction of the device for an engine as a whole, without regard to its parts. None: the parts count."""
+    """Fraction of the device that an engine takes as a whole. None: an engine takes the memory of its parts."""
     auxiliary: Mapping[str, Parts | None] = field(default_factory=dict)
-    """On the device of each worker of an auxiliary engine, by the name of the model."""
+    """Memory on the device of each worker of an auxiliary engine, by name of the model and part."""
     unknown: Mapping[str, str] = field(default_factory=dict)
     """Reasons for missing values, by ``model`` or the name of an auxiliary model."""
 
@@ -220,7 +221,7 @@ def estimate(
 
 
 def total(parts: Parts | None) -> int | None:
-    """Return the sum of the known parts; None for unknown parts as a whole."""
+    """Return the sum of the known parts; None if ``parts`` is None."""
     return None if parts is None else sum(size or 0 for size in parts.values())
 
 
@@ -242,8 +243,9 @@ def weight_bytes(sizes: ModelMemory, model: ModelConfig) -> int:
 
 
 def state_bytes(sizes: ModelMemory, config: Config) -> int:
-    """Return the bytes of the optimizer's state: two float32 moments of each weight with AdamW, one with Muon and with
-    SGD with momentum, two 8-bit moments and a scale for 256 of them with 8-bit AdamW (arXiv 2110.02861).
+    """Return the bytes of the optimizer's state: two float32 moments of each weight with AdamW, a single moment of each
+    matrix with Muon and of each weight with SGD with momentum, two 8-bit moments and a scale for 256 of them with 8-bit
+    AdamW (arXiv 2110.02861).
     """
     optimizer = config.algorithm.optimizer
     match optimizer.optimizer_type:

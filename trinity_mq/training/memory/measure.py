@@ -1,7 +1,7 @@
 """Measures the memory of a model's passes without its weights: the trainer's own scorer runs on tensors without data
 (``FakeTensorMode``), and the bytes of all live tensors are counted.
 
-From the measured memory follow the size of a pass that fits on a GPU, and advice for a lack of memory.
+The measured memory determines the size of a pass that fits on a GPU, and the advice for a lack of memory.
 
 As a program this module reads requests from its input and prints their results; both are JSON.
 """
@@ -55,7 +55,7 @@ depend on the length of a row.
 MOST = 16384
 """Maximum number of positions in the smaller of the two measured passes, from which the bytes per position follow."""
 FALLBACK = 4096
-"""``trainer.max_tokens_per_micro_batch: auto`` for a model whose passes cannot be measured."""
+"""Tokens that ``trainer.max_tokens_per_micro_batch: auto`` means for a model whose passes cannot be measured."""
 RESERVE = 0.1
 """Fraction of the memory that ``auto`` leaves to the fragmentation of torch's allocator. It is an assumption."""
 
@@ -82,7 +82,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch de
             self._add(tensor, 0)
 
     def restart(self) -> None:
-        """Forget the peak before now."""
+        """Measure the peak from now on."""
         self.peak = self.live
 
     def __torch_dispatch__(
@@ -133,12 +133,12 @@ def measure(request: MeasureRequest) -> ModelMemory:
 
 
 def _joined(lines: dict[str, Line]) -> Passes:
-    """Return the passes; the maximum of a pass is in its forward or in its backward pass."""
+    """Return the passes, whose peak is the larger of the maxima in the forward and the backward pass."""
     return Passes(lines["kept"], max(lines["forward"], lines["backward"], key=lambda line: line.at(MOST)))
 
 
 def _at_depth(layers: int, lines: Sequence[Line]) -> Line:
-    """Return the line of a model with so many equal layers, from the lines of two models with :data:`DEPTHS` layers."""
+    """Return the line of a model with ``layers`` equal layers, from the lines of models with :data:`DEPTHS` layers."""
     steps = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
     first, second = lines
     return Line(
@@ -279,11 +279,11 @@ class Card:
     name: str
     total: int
     free: int
-    """Not used by any process."""
+    """Bytes that no process uses."""
     reserved: int = 0
-    """Held by torch in this process."""
+    """Bytes that torch holds in this process."""
     allocated: int = 0
-    """Used by tensors of this process, as a part of ``reserved``."""
+    """Bytes that tensors of this process use, a part of ``reserved``."""
 
     def __str__(self) -> str:
         return (
@@ -374,7 +374,7 @@ class Remedy:
 
     setting: str
     saved: int
-    """Bytes by the estimate."""
+    """Saved bytes by the estimate."""
 
 
 def remedies(
@@ -502,7 +502,7 @@ def _gb(size: int) -> str:
 
 
 def main() -> int:
-    """Answer the requests of the input, a JSON list, with a list of results or of reasons for a missing result."""
+    """Read a JSON list of requests, and print a JSON list: for each request the result or the reason for its lack."""
     answers = [answer(MeasureRequest(**request)) for request in json.load(sys.stdin)]
     plain = [result if isinstance(result, str) else asdict(result) for result in answers]
     sys.stdout.write(json.dumps(plain))

@@ -218,7 +218,7 @@ class Adapters:
 
     def merged_state(self, state: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
         """Return all weights and persistent buffers of the model without adapters, with adapters merged into the
-        weights, in float32. If ``state`` is late, the result is late too.
+        weights, in float32. If ``state`` is a :class:`LateTensors`, the result is too.
         """
 
         def merged(name: str) -> Tensor:

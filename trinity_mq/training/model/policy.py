@@ -53,7 +53,7 @@ TOKENIZER_FILES = (
 """Tokenizer files are copied unchanged, because loading and saving a tokenizer may alter it."""
 
 EXPORT_BYTES = "1GB"
-"""Size of the files of a model whose weights are gathered while they are written."""
+"""Maximum size of a weight file of a model whose weights are gathered while they are written."""
 DEFERRING_ERRORS = (
     *(
         WeightsNotDeferredError,
@@ -67,7 +67,8 @@ DEFERRING_ERRORS = (
     ),
     *(OSError, RuntimeError, AssertionError),
 )
-"""Errors of code that does not expect a model without weights, or that only the loading as a whole explains."""
+"""Errors after which the model is loaded as a whole. Its code may not expect a model without weights; for other faults
+this loading gives a clearer error."""
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +154,9 @@ class Policy:
             self.shard(self._scorer)
 
     def _load(self, config: ModelConfig, folder: Path, seed: int) -> tuple[Any, Any]:
-        """Return the model, and a model of the same kind that can compute already: the model itself, or a small one."""
+        """Return the model, and a model of the same kind that can compute already: the model itself, or a small
+        stand-in.
+        """
         from transformers import AutoModelForCausalLM
 
         arguments = loading(config, self.device) | {"trust_remote_code": config.trust_remote_code}
@@ -233,8 +236,8 @@ class Policy:
         return problem is None
 
     def _use_checkpointing(self, trainer: TrainerConfig) -> bool:
-        """Checkpoint the blocks if the settings ask for it, and return whether they do. ``auto`` accepts a model
-        without such blocks.
+        """Checkpoint the blocks if the settings ask for it, and return whether the blocks are checkpointed. ``auto``
+        accepts a model without such blocks.
         """
         if not trainer.recomputes(self.device.type):
             return False
@@ -354,8 +357,8 @@ class Policy:
 
 
 def file_placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
-    """Return ``weights`` for ``save_pretrained``, which reads the values of one file at a time. If it has to compute
-    weights of the file format from several weights of the model, return all values.
+    """Return placeholders of ``weights`` for ``save_pretrained``, which reads the values of one file at a time. If
+    ``save_pretrained`` has to compute weights of the file format from several weights of the model, return all values.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -377,7 +380,7 @@ def select_device(requested: Literal["auto", "cpu", "cuda"], world: int = 1) -> 
         world: Number of ranks of this process's trainer.
 
     Raises:
-        LearnerError: The device is not available, or this machine's ranks see fewer GPUs than ranks.
+        LearnerError: The device is not available, or this machine has more ranks than visible GPUs.
     """
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:

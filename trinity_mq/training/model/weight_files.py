@@ -52,9 +52,9 @@ class _Conversion:
 
     rule: Any
     target: str
-    """First parameter."""
+    """Name of the first of these parameters."""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """Pattern of the rule that matches, and key, in the order of ``transformers``."""
+    """Matching pattern of the rule and key of each tensor, in the order of ``transformers``."""
 
     def result(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return the parameters by name."""
@@ -128,7 +128,9 @@ class DeferredWeights:
             self._conversions |= dict.fromkeys((_place(model, name) for name in shapes), conversion)
 
     def _separate(self, model: Any, keys: dict[str, str]) -> None:
-        """Decide for tied weights that the files hold twice as ``transformers`` does: equal weights are tied."""
+        """Keep tied weights tied if the files hold them once, or twice with equal values, as ``transformers`` does.
+        Weights with different values are separated.
+        """
         for second, first in list(model.all_tied_weights_keys.items()):
             if second not in keys or first not in keys:
                 continue
@@ -156,7 +158,7 @@ class DeferredWeights:
             device: Device of the computation.
 
         Raises:
-            WeightsNotDeferredError: No file has a value for one of them.
+            WeightsNotDeferredError: The files lack a value for a parameter or buffer.
         """
         for places, tensor in _allocate(root, device):
             keys = [self._keys[place] for place in places if place in self._keys]
@@ -174,7 +176,7 @@ class DeferredWeights:
         return tensor
 
     def _converted(self, places: Iterable[Place]) -> Tensor | None:
-        """Return the value of the first of ``places`` that a conversion yields, None without one."""
+        """Return the value of the first of ``places`` that a conversion yields, None if no conversion yields any."""
         for place in places:
             if (conversion := self._conversions.get(place)) is not None:
                 values = conversion.result(self._model, self._read)
@@ -264,8 +266,8 @@ def build(folder: Path, **arguments: Any) -> tuple[Any, DeferredWeights]:
 
 
 def stand_in(model: Any, device: torch.device) -> Any:
-    """Return a small model of the same kind on ``device``, with random weights, for checks of what its code does. It
-    has a layer of each kind and a small vocabulary.
+    """Return a small model of the same kind on ``device``, with random weights, for tests of its code. It has a layer
+    of each kind and a small vocabulary.
     """
     config = deepcopy(model.config)
     text = config.get_text_config()

@@ -159,7 +159,7 @@ class Ranks:
         Args:
             rank: Rank of this process.
             world: Number of ranks.
-            seconds: Deadline of a collective.
+            seconds: Deadline of a collective in seconds.
         """
         self.rank, self.world = rank, world
         self.lost = ""
@@ -176,7 +176,7 @@ class Ranks:
 
     @property
     def seconds(self) -> float:
-        """Deadline of a collective."""
+        """Deadline of a collective in seconds."""
         return self._timeout.total_seconds()
 
     def host(self) -> int:
@@ -427,8 +427,8 @@ class Ranks:
         return DeviceMemoryError(text) if vote.error == DeviceMemoryError.__name__ else RankError(text)
 
     def _first_failure(self) -> tuple[int, Vote]:
-        """Return the rank that failed first in the current command, and its vote, if that rank could vote. Otherwise
-        the vote has no reason.
+        """Return the lowest other rank that voted with an error on the current command, and its vote. Without such a
+        rank the vote is empty.
         """
         if self._store is None:
             return -1, Vote()
@@ -498,7 +498,7 @@ class Mailbox:
         self._is_closed = threading.Event()
 
     def close(self) -> None:
-        """End a wait of the other thread."""
+        """End the wait of another thread in :meth:`receive`."""
         self._is_closed.set()
 
     def send(self, key: str, message: Any) -> None:

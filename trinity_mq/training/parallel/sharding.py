@@ -79,8 +79,8 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, slice | None]:
 
 
 def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard of ``full`` if ``parameter`` is sharded, else ``full``. Every rank has ``full``, or its
-    shard already.
+    """Return this rank's shard of ``full`` if ``parameter`` is sharded and has the same shape, else ``full``. Every
+    rank must pass the whole tensor, or its shard.
     """
     if isinstance(full, DTensor) or not isinstance(parameter, DTensor) or full.shape != parameter.shape:
         return full
