@@ -1,1 +1,2 @@
-"""Agents of AgentScope 1.x as workflows (extra ``agentscope``): names and behaviour of Trinity-RFT's."""
+"""Workflows of AgentScope 1.x agents (extra ``agentscope``), with the names and behaviour of Trinity-RFT's workflows.
+"""
