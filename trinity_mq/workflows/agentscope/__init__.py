@@ -1,2 +1,1 @@
-"""Workflows of AgentScope 1.x agents (extra ``agentscope``), with the names and behaviour of Trinity-RFT's workflows.
-"""
+"""Agents of AgentScope 1.x as workflows (extra ``agentscope``), with the same names and behaviour as in Trinity-RFT."""
