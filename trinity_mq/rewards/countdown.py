@@ -47,8 +47,8 @@ def countdown_reward(
             there. Text from the first ``=`` in it is ignored.
         truth: JSON ``{"target": 24, "numbers": [1, 2, 3, 4]}``.
         finished: Ignored: a complete formula counts also in a truncated response.
-        format_score: See above.
-        score: See above.
+        format_score: The part ``format_score`` for a formula that is not right.
+        score: The accuracy of a right formula.
         prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
 
     Raises:

@@ -13,7 +13,7 @@ from trinity_mq.messages.tasks import MOST_TRUTH
 F = TypeVar("F", bound=Callable[..., Any])
 
 BOOLEANS = ("false", "true")
-"""The texts of truths that are booleans. An answer may begin with a capital letter."""
+"""The texts of truths that are booleans. An answer may have small or capital letters."""
 MOST_ZEROS = 50
 """Maximum power of ten at which a number is still written with all its digits."""
 
@@ -36,7 +36,7 @@ def truth_text(truth: Any) -> str | None:
 
 
 def expected_answer(truth: Any) -> str | None:
-    """Return the expected answer for a person, as short text that is safe to send; None if unknown."""
+    """Return the expected answer to show to a person, as short text that is safe to send; None if unknown."""
     text = truth_text(truth)
     return truncate_middle(text, MOST_TRUTH) if text else None
 
@@ -53,7 +53,9 @@ def truncate_middle(text: str, most: int) -> str:
 
 
 def accept_any_truth_type(reward: F) -> F:
-    """Convert the ground truth of any type to text before the reward function is called."""
+    """Decorate a reward function, so that a ground truth of any type is converted to text before the function is
+    called.
+    """
 
     @functools.wraps(reward)
     def judge(response: str, truth: Any, **more: Any) -> Any:

@@ -93,14 +93,15 @@ REPAIRED: dict[str, tuple[str, Callable[..., Any]]] = {
     "game_of_life_halting": ("bool", str),
     "rush_hour": ("int", _small_int),
 }
-"""Replacements of the same form for datasets that compute ``1e999999999`` or a move by ``A+999999999`` without end, or
-that give ``nan`` or any text the full score.
+"""Replacements, in the form of :data:`SAFE`, for datasets that compute ``1e999999999`` or a move by ``A+999999999``
+without end, or that give ``nan`` or any text the full score.
 """
 
 
 @functools.cache
 def registered_datasets() -> Mapping[str, tuple[type, type]]:
-    """Return class and configuration of every dataset by name. The functions of SAFE and REPAIRED are replaced.
+    """Return the class and the configuration class of every dataset by name. The functions of SAFE and REPAIRED are
+    replaced.
 
     Raises:
         DatasetError: reasoning-gym is not installed.
@@ -200,7 +201,7 @@ def reasoning_gym_reward(
     executed.
 
     Args:
-        response: See above.
+        response: The text of the response.
         truth: Ignored: the record defines the right answer.
         finished: Whether the response ended by itself.
         record: The task's record, from a taskset of ``storage_type: reasoning_gym``.

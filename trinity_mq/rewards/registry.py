@@ -93,8 +93,8 @@ class RewardFn(Protocol):
         A function that takes its arguments by name, as in Trinity-RFT (``response``, ``prompt``, ``truth``, or
         ``**kwargs``), is called with these names. The prompt is not known here, so ``prompt`` is None.
 
-        What :func:`create_reward` makes has the attributes of the function or instance that it calls. It takes its
-        arguments by name too, and leaves out those that the function does not have.
+        The object that :func:`create_reward` returns has the attributes of the function or instance that it calls. It
+        also takes its arguments by name, and leaves out arguments that the function does not have.
         """
         ...
 
@@ -107,7 +107,7 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
     """Return ``reward`` with ``args`` filled in.
 
     ``reward`` is a name (built in, or of an entry point), a dotted path, a function or a class. A class is instantiated
-    with ``args`` and its instance is called; a function gets them as keywords. A class is instantiated only if its
+    with ``args`` and its instance is called; a function gets ``args`` as keywords. A class is instantiated only if its
     instances can be called as a reward function.
 
     Raises:
@@ -190,7 +190,8 @@ class _Reward:
         """Return the parts of the reward; see :func:`parts_of` and, with ``ground_truth``, :func:`judge_conversation`.
 
         Raises:
-            RewardError: The function judges conversations and gets none, or did not return numbers by name.
+            RewardError: The function judges conversations and did not get a conversation, or did not return numbers by
+                name.
         """
         if self.judges_conversation:
             if "ground_truth" not in optional:
@@ -239,7 +240,7 @@ def _bound(reward_fn: Any) -> _Reward:
     """Return ``reward_fn`` as :func:`create_reward` makes it; a workflow may have assigned a function or an instance.
 
     Raises:
-        RewardError: It cannot be called as a reward function.
+        RewardError: ``reward_fn`` cannot be called as a reward function.
     """
     return reward_fn if isinstance(reward_fn, _Reward) else create_reward(reward_fn, {})
 
@@ -268,7 +269,7 @@ def parts_of(
         optional: Values of RESPONSE_EXTRAS.
 
     Raises:
-        RewardError: It cannot be called as a reward function, or did not return numbers by name.
+        RewardError: ``reward_fn`` cannot be called as a reward function, or did not return numbers by name.
     """
     optional |= {"tokens": tokens, "record": record, "prompt_end": prompt_end}
     return _bound(reward_fn)(response, truth, finished=finished, **optional)

@@ -25,7 +25,7 @@ Form = Literal["boxed", "think_answer", "think_boxed"]
 @accept_any_truth_type
 def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
     """Return accuracy 1 if ``response`` ended by itself and its text after the thoughts equals ``truth``, ignoring
-    surrounding white space; else 0.
+    surrounding white space and, if ``truth`` is ``true`` or ``false``, capital letters; else 0.
     """
     answer = after_thoughts(response, prompt_end).strip()
     answers = {answer, answer.lower()} if truth in BOOLEANS else {answer}

@@ -22,7 +22,9 @@ PARTIAL_WEIGHT = 0.5
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _JSON_CALL = re.compile(r"<tool_call>\s*\{")
 _NAME = re.compile(r"[\w.:/-]{1,256}")
-"""Name of a function. The reader of another family takes text around the name as a part of it."""
+"""Pattern of a function's name. A reader of the wrong family may return a name with text around it, which does not
+match.
+"""
 _TYPES = {
     str: "string",
     bool: "boolean",
@@ -32,7 +34,7 @@ _TYPES = {
     dict: "object",
     type(None): "null",
 }
-"""Names of types in JSON schemas."""
+"""Names of Python types in JSON schemas."""
 
 Call = tuple[str, dict[str, str]]
 """Name, and the canonical JSON of each argument."""
@@ -76,7 +78,7 @@ def tool_call(
         calls, clean = _read_calls(readers, response, prompt_end, expected)
     is_answered = finished and bool(
         answer or calls or not response
-    )  # unfinished thoughts are not a decision for no call
+    )  # unfinished thoughts do not decide that no tool is called
     if is_answered and clean and _same(expected, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
     return {"accuracy": 0.0, "partial_credit": partial_weight * _matching_score(expected, calls) if calls else 0.0}
@@ -120,7 +122,9 @@ def _readers(answer: str) -> list[Family]:
 def _read_calls(
     families: list[Family], response: str, prompt_end: str | None, expected: list[Call]
 ) -> tuple[list[Call], bool]:
-    """Return the calls by the first family that reads all calls, and whether there is one and they are few enough."""
+    """Return the calls as read by the first family that can read all calls, at most MAX_CALLS, and whether such a
+    family exists.
+    """
     tools = [_tool(name, arguments) for name, arguments in expected] or [_tool("any", {})]
     for family in families:
         answer = family.read(response, prompt_end, tools)

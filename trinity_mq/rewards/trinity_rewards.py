@@ -1,8 +1,9 @@
 """Rewards under the names of Trinity-RFT, with its parts, sizes and comparisons.
 
-The classes can be called and derived from as there: ``MathRewardFn()(response=..., truth=...)`` returns the parts. They
-differ from the rewards of this project in what counts as an answer (:mod:`trinity_mq.rewards.math.trinity_answers`) and
-in the format; :data:`trinity_mq.renamed.CHANGED_NAMES` lists the project's own rewards.
+The classes can be called and derived from as in Trinity-RFT: ``MathRewardFn()(response=..., truth=...)`` returns the
+parts. They differ from the rewards of this project in the text that counts as an answer
+(:mod:`trinity_mq.rewards.math.trinity_answers`) and in the format; :data:`trinity_mq.renamed.CHANGED_NAMES` lists the
+project's own rewards.
 
 Differences to Trinity-RFT 0.6.0: a comparison that needs too much time is a wrong answer and not an error, an absent
 ground truth is a wrong answer, and a ground truth that is a number is read as its text.
@@ -34,9 +35,10 @@ LINE_TAGS = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
 
 
 def simple_answer_parser(response: str) -> list[Any]:
-    """Return what math-verify reads in a text, or in the first ``<answer></answer>`` that a line has.
+    """Return the answers that math-verify reads in a text, or in the text's first ``<answer></answer>`` within a line.
 
-    As the ``answer_parser`` of a reward it means the comparison ``parsed``, which runs in a child process.
+    As the ``answer_parser`` of a reward, this function selects the comparison ``parsed``, which runs in a child
+    process.
     """
     from math_verify import parse
 
@@ -194,7 +196,7 @@ class MathDAPORewardFn:
         enable_overlong_penalty: Whether long responses are penalised. The other arguments are then required.
         penalty_factor: Size of the full penalty.
         max_response_length: Number of tokens at which the penalty is full.
-        cache_length: Number of tokens before that over which the penalty grows.
+        cache_length: Number of tokens before ``max_response_length`` over which the penalty grows.
 
     Raises:
         ValueError: The penalty is on, and an argument is missing or ``cache_length`` is not below
@@ -230,7 +232,7 @@ class MathDAPORewardFn:
             response: The text of the response.
             response_token: The tokens of the response ``[response]``.
             truth: The answer.
-            more: ``info`` gets ``ground_truth`` and ``extracted_answer``; others are ignored.
+            more: ``info`` gets ``ground_truth`` and ``extracted_answer``; other arguments are ignored.
 
         Raises:
             ValueError: The penalty is on, and the tokens are not given.
@@ -274,15 +276,15 @@ class RLCRRewardFn:
 
     ``format`` is 1 if the response ends with ``<think>``, ``<answer>``, ``<analysis>`` and ``<confidence>`` in this
     order. With it, ``accuracy`` is 1 for a right answer, and ``brier`` is 1 minus the square of accuracy minus
-    confidence. ``mean_confidence`` is the last stated confidence, and ``confidence_one_or_zero`` is 1 if that is below
-    0.01 or above 0.99.
+    confidence. ``mean_confidence`` is the last stated confidence, and ``confidence_one_or_zero`` is 1 if this
+    confidence is below 0.01 or above 0.99.
 
     Args:
-        weights: Factor of each part; all five. None: 0.5 for the first three, and 0.00001 for the others.
+        weights: A finite factor for each of the five parts. None: 0.5 for the first three, and 0.00001 for the others.
         answer_parser: As in :class:`AccuracyReward`.
 
     Raises:
-        ValueError: ``weights`` does not have this form.
+        ValueError: ``weights`` does not have a finite factor for exactly these parts.
     """
 
     def __init__(
@@ -310,7 +312,7 @@ class RLCRRewardFn:
 
 
 def _confidence(text: str) -> float | None:
-    """Return the number from 0 to 1 that a text is, or None."""
+    """Return the number in ``text`` if all of it is a number from 0 to 1, else None."""
     try:
         number = float(text.strip())
     except ValueError:

@@ -71,20 +71,22 @@ class StoredDTensor(Tensor):
 
 
 class StoredPlacement:
-    """Stand-in for a placement and for the other descriptions in a file; its attributes are theirs."""
+    """Stand-in for a placement and for the other descriptions in a file. It has the attributes of the object that it
+    stands for.
+    """
 
     dim: int
     """Dimension on which a ``Shard`` divides the tensor."""
 
     def __new__(cls, dim: Any = None, *_: Any) -> Self:
-        """Return an object whose ``dim`` is an argument or follows as an attribute."""
+        """Return a placement. Its ``dim`` is the first argument, or is set later as an attribute."""
         placement = super().__new__(cls)
         if isinstance(dim, int):
             placement.dim = dim
         return placement
 
     def __init__(self, *_: Any) -> None:
-        """Set nothing."""
+        """Ignore the arguments, which ``__new__`` has used."""
 
 
 class ShardPlacement(StoredPlacement):
@@ -114,7 +116,7 @@ class Converted:
     weights: int
     """Number of tensors."""
     parameters: int
-    """Number of values in them."""
+    """Number of values in all tensors."""
     adapters: int = 0
     """Number of merged adapters."""
 
@@ -189,7 +191,7 @@ def convert_checkpoint(folder: Path, out: Path, model: Path | None = None) -> Co
     Adapters (LoRA) are merged into the weights. The tensors keep their dtypes; they are read while they are written.
 
     Args:
-        folder: See :func:`actor_folder`.
+        folder: A folder that :func:`actor_folder` accepts.
         out: New folder.
         model: Hugging Face folder with configuration and tokenizer, if the checkpoint has none.
 
@@ -220,7 +222,9 @@ def convert_checkpoint(folder: Path, out: Path, model: Path | None = None) -> Co
 
 
 def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
-    """Return where the weights are, and the weights. Files of ranks come first: they state adapters by name."""
+    """Return the file or folder of the weights, and the weights. Files of ranks are preferred, because names in them
+    show adapters.
+    """
     if ranks := _rank_files(actor):
         return actor, _of_ranks([ranks[rank] for rank in range(len(ranks))])
     place = actor / HUGGINGFACE if not (actor / WEIGHTS).is_file() else actor
@@ -268,7 +272,7 @@ def _stand_ins(path: Path) -> Iterator[None]:
 
 
 def _of_ranks(paths: Sequence[Path]) -> LateTensors:
-    """Return the whole tensors of a model that each rank has stored its part of."""
+    """Return the whole tensors of a model, joined from the parts that the ranks have stored."""
     ranks: list[Mapping[str, Any]] = []
     for path in paths:
         try:
@@ -374,7 +378,7 @@ def _without_adapters(stored: LateTensors, folder: Path) -> tuple[LateTensors, i
 
 
 def _adapter_scale(path: Path) -> float:
-    """Return the factor of ``B A`` that ``peft`` uses: alpha over r, or over its root for rsLoRA."""
+    """Return the factor of ``B A`` that ``peft`` uses: alpha over r, or over the square root of r for rsLoRA."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         rank, alpha = int(settings["r"]), float(settings["lora_alpha"])

@@ -31,7 +31,7 @@ RECORDS = {
     "chosen_message_list": "chosen",
     "rejected_message_list": "rejected",
 }
-"""Columns with JSON by the key in a record; None: the value is the record."""
+"""Columns with JSON, and the record's key for the value of each. None: the value is the whole record."""
 
 
 @dataclass
@@ -97,7 +97,8 @@ def convert_file(source: Path, target: Path, compression: Compression, *, strict
 def _write(
     path: Path, outcome: Outcome, parts: Sequence[Any], content: Callable[[], bytes], *, strict: bool
 ) -> Outcome:
-    """Write a file of converted parts. Without any it becomes empty; if all were skipped, it is not written.
+    """Write a file of converted parts. If all parts were skipped, the file is not written. If none were read, it is
+    empty.
 
     Args:
         path: The file.
@@ -131,7 +132,7 @@ def _read(source: Path) -> tuple[Outcome, list[Experience]]:
 
 
 def _good_ones(results: Sequence[Experience | Exception]) -> tuple[Outcome, list[Experience]]:
-    """Return the experiences that a body can hold, and the reasons for the others."""
+    """Return the experiences that a body can hold, and an outcome with the reasons why the others were skipped."""
     from trinity_mq.experience import DecodeError, EncodeError, encode
 
     outcome, good = Outcome(read=len(results)), list[Any]()
@@ -208,7 +209,7 @@ class _Buffer:
 
     @classmethod
     def of(cls, database: sqlite3.Connection, name: str, names: Sequence[str]) -> _Buffer | None:
-        """Return the buffer that a table is, or None."""
+        """Return the buffer in a table, or None if the table is not a buffer."""
         if name.removesuffix("_blob") != name and name.removesuffix("_blob") in names:
             return None
         columns = _columns(database, name)
@@ -219,7 +220,7 @@ class _Buffer:
 
     @property
     def file_name(self) -> str:
-        """The name as part of the name of a file."""
+        """The name of the table as a part of a file name."""
         return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in self.name)
 
     def convert(
@@ -244,7 +245,7 @@ class _Buffer:
             for column in columns
         )
         other = f"LEFT JOIN {_quoted(self.name + '_blob')} blobs ON blobs.id = meta.id" if "." in self.blobs else ""
-        return database.execute(f"SELECT {listed} FROM {table} meta {other} ORDER BY meta.id")  # quoted
+        return database.execute(f"SELECT {listed} FROM {table} meta {other} ORDER BY meta.id")  # names are quoted
 
 
 _STORED = ("task_id", "run_id", "msg_id", "reward", "model_version")

@@ -12,7 +12,7 @@ from trinity_mq.workflows.workflow import Task, TaskError
 
 
 class Arguments(BaseModel):
-    """Base of a workflow's arguments: one field with a default for each argument."""
+    """Base class of a workflow's arguments, with one field for each argument."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
 
     Args:
         task: The task. Its ``workflow_args`` may hold only fields of ``kind``.
-        kind: The model that declares the arguments.
+        kind: The pydantic model that declares the arguments.
         record_keys: Arguments that ``raw_task`` may also set. A value there overrides ``workflow_args`` unless it is
             None.
 
@@ -62,7 +62,7 @@ def check_arguments(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> 
 
 
 def accept_more(kind: type[A]) -> type[A]:
-    """Return ``kind`` with arguments of other names accepted and ignored, for subclasses that read more arguments."""
+    """Return a subclass of ``kind`` that ignores unknown arguments, for workflow subclasses with more arguments."""
     more: type[A] = type(f"Open{kind.__name__}", (kind,), {"model_config": ConfigDict(extra="ignore")})
     return more
 

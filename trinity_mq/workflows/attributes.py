@@ -34,7 +34,7 @@ class RolloutArgs(dict[str, Any]):
     max_tokens: int | None = None
     n: int = 1
     min_tokens: int | None = None
-    """Number of tokens before which an answer does not end."""
+    """Minimum tokens of an answer: it does not end before."""
     ignore_eos: bool | None = None
     """Continue after the tokens that end an answer, up to ``max_tokens``."""
     stop: str | list[str] | None = None
@@ -72,7 +72,7 @@ for _name in _FIELD_DEFAULTS:
 
 @dataclass
 class FormatArgs:
-    """Keys of the record by their meaning, and texts around the prompt."""
+    """Names of the record's keys (of the prompt, the answer, ...), and texts around the prompt."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -82,7 +82,7 @@ class FormatArgs:
     system_prompt: str | None = None
     """System prompt of this task, also if it comes from the record."""
     system_prompt_key: str | None = None
-    """Key of the record's own system prompt."""
+    """Key of the record's own system prompt, which replaces ``system_prompt``."""
     messages_key: str = "messages"
     tools_key: str = "tools"
     image_key: str | None = None
@@ -98,7 +98,7 @@ class FormatArgs:
     enable_thinking: bool | None = None
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the wire form: the keys that released peers know, and the other fields that are set."""
+        """Return the wire form: the keys that released peers know, and other fields that differ from their defaults."""
         return {
             name: value
             for name in _FORMAT_DEFAULTS
@@ -110,7 +110,7 @@ _FORMAT_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Fo
 
 
 def rollout_args_of(value: Any) -> RolloutArgs:
-    """Return sampling parameters given as a mapping, or as an instance of any dataclass."""
+    """Return the sampling parameters in ``value``, a mapping or an instance of any dataclass."""
     if isinstance(value, RolloutArgs):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -119,8 +119,8 @@ def rollout_args_of(value: Any) -> RolloutArgs:
 
 
 def format_args_of(value: Any) -> FormatArgs:
-    """Return record keys given as a mapping, as a section of the configuration, or as an instance of any dataclass with
-    fields of :class:`FormatArgs`.
+    """Return the :class:`FormatArgs` in ``value``: a mapping, a section of the configuration, or an instance of any
+    dataclass with such fields.
     """
     if isinstance(value, FormatArgs):
         return value

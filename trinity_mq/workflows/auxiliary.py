@@ -19,8 +19,8 @@ class AuxiliaryError(RuntimeError):
     """An auxiliary model cannot be reached, or its answer cannot be used. The run has failed and may be retried."""
 
     lost: InferenceModel | None = None
-    """The model's engine if it did not answer at all. The next attempt then uses another engine if one exists. None
-    otherwise.
+    """The auxiliary model, if its engine did not answer at all. The next attempt then uses another engine of this
+    model, if there are several. None otherwise.
     """
 
 

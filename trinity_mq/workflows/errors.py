@@ -11,7 +11,7 @@ KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and its chain of causes. An exception group continues with its first exception."""
+    """Yield ``error`` and its chain of causes. For an exception group, the chain continues with its first exception."""
     cause: BaseException | None = error
     visited: set[int] = set()  # an exception may be raised from itself
     while cause is not None and id(cause) not in visited:
@@ -30,7 +30,7 @@ class RunFailedError(Exception):
         retryable: Whether a further attempt may succeed. False: the run has failed permanently and is not retried.
 
     Raises:
-        ValueError: ``kind`` does not have this form.
+        ValueError: ``kind`` does not match :data:`KIND`.
     """
 
     default_kind: ClassVar[str] = "workflow"

@@ -20,16 +20,17 @@ async def execute(
     close: Callable[[], Awaitable[None]] | None = None,
     own_loop: bool = False,
 ) -> list[Experience]:
-    """Return the experiences of one execution of the workflow that ``make`` returns, of class ``kind``.
+    """Run the workflow that ``make`` returns once; return its experiences.
 
-    An asynchronous workflow is created and run on the event loop, any other workflow in its own thread. On
-    cancellation, a thread is interrupted as soon as it executes Python code, and is not awaited.
+    An asynchronous workflow is created and run on the event loop, or with ``own_loop`` on a loop in its own thread; any
+    other workflow is run in its own thread. On cancellation, a thread is interrupted as soon as it executes Python
+    code, and is not awaited.
 
     Args:
         make: Returns the workflow instance.
         kind: Class of the instance.
-        close: Awaited at the end, on the event loop of an asynchronous workflow.
-        own_loop: Run an asynchronous workflow in a thread too, on its own event loop.
+        close: Awaited at the end, also after an error, on the event loop where an asynchronous workflow ran.
+        own_loop: Run an asynchronous workflow in its own thread, on an event loop of that thread.
 
     Raises:
         RunFailedError: The workflow did not return a list of experiences, returned an empty list, or tried to end the

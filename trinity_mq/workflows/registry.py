@@ -65,7 +65,7 @@ _FORMER = {
     "async_on_policy_distill_workflow": f"{_BUILTIN}.trinity:OnPolicyDistillWorkflow",
     "async_tool_call_workflow": f"{_BUILTIN}.trinity:ToolCallWorkflow",
 }
-"""Names of release 0.2.0 whose workflow is asynchronous without the prefix."""
+"""Names of release 0.2.0. Their workflows are asynchronous under the names without ``async_`` too."""
 WORKFLOWS = Registry(
     _SYNCHRONOUS
     | _ASYNCHRONOUS
@@ -73,12 +73,11 @@ WORKFLOWS = Registry(
     | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()},
     "WORKFLOWS",
 )
-"""Built-in workflows. The workflows that ask the model themselves exist in a synchronous and an asynchronous form.
-Names that Trinity-RFT has too mean its workflows; :data:`trinity_mq.renamed.CHANGED_NAMES` lists those that meant
-others.
-Installed packages add workflows under the entry-point group ``trinity_mq.workflows``. Name your own workflow by dotted
-path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the configuration, or by the name that
-``@WORKFLOWS.register_module`` gives it there.
+"""Built-in workflows. The asynchronous form of a workflow of ``_SYNCHRONOUS`` has the prefix ``async_``. A name that
+Trinity-RFT also has means Trinity-RFT's workflow; :data:`trinity_mq.renamed.CHANGED_NAMES` lists such names that meant
+another workflow before. Installed packages add workflows under the entry-point group ``trinity_mq.workflows``. Name
+your own workflow by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the
+configuration, or by the name that ``@WORKFLOWS.register_module`` gives it there.
 """
 
 ENTRY_GROUP = "trinity_mq.workflows"

@@ -27,7 +27,9 @@ ENDED_TRUNCATED = "ended_truncated"
 
 
 class HistoryOffError(TaskError, AssertionError):
-    """The history of the model is off, from which the experiences come. In the documents it is an assertion."""
+    """The recording of the model's calls, from which the experiences come, is off. It is an ``AssertionError`` too, as
+    in Trinity-RFT.
+    """
 
 
 class RecordedWorkflow(DualWorkflow, ABC):
@@ -41,8 +43,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
 
     needs_history = True
     stop_on_truncation: ClassVar[bool] = True
-    """A step with an answer that is ``response_truncated`` ends the run. Set it to False where short answers are meant
-    to be cut, for example calls with ``max_tokens=1``.
+    """True: a step with an answer that is ``response_truncated`` ends the run. False suits answers that are cut on
+    purpose, such as answers to calls with ``max_tokens=1``.
     """
 
     client: Any
@@ -83,7 +85,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
         too long.
 
         Raises:
-            PromptTooLong: The step is the first one, and the model returned no answer.
+            PromptTooLong: The step is the first, and the model returned no answer.
         """
         continues = too_long = False
         try:
@@ -118,9 +120,7 @@ def _is_cut(experiences: Sequence[Experience]) -> bool:
 
 
 def prompt_too_long(error: BaseException) -> bool:
-    """Return whether the prompt exceeded the model's context: the error or one of its causes has the API's code for
-    that.
-    """
+    """Return whether ``error`` or one of its causes has the API's code for a prompt that is too long for the model."""
     return any(getattr(cause, "code", None) == TOO_LONG for cause in causes(error))
 
 

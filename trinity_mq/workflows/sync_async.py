@@ -23,17 +23,18 @@ _OLDER_HELPERS = {
     "final_reward": ("_run_reward", True, ("self", "exps")),
     "rewarded": ("_rewarded_responses", False, ("self", "responses")),
 }
-"""Helpers by their names in release 0.2.0: the name now, whether it is a coroutine function, and its parameters."""
+"""Helpers by their names in release 0.2.0: the current name, whether it is a coroutine function, and its parameters."""
 
 
 class DualWorkflow(Workflow):
-    """A workflow usable in both forms: write :meth:`_dual_body`, and set ``is_async`` in a subclass for the other form.
+    """A workflow with a synchronous and an asynchronous form: write :meth:`_dual_body`; a subclass with ``is_async =
+    True`` is the asynchronous form.
 
     The asynchronous form awaits the body. The synchronous form runs the body in the workflow's thread without an event
     loop: there, the functions below make blocking calls, so the body never waits.
 
     The names of the helpers of all subclasses begin with an underscore: a workflow of a user may have attributes and
-    methods with any public name. A method that overrides a helper by its name in release 0.2.0 still does.
+    methods with any public name. A method with the name that a helper had in release 0.2.0 still overrides the helper.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -60,8 +61,9 @@ class DualWorkflow(Workflow):
 
 
 def _older_helpers(kind: type[DualWorkflow]) -> dict[str, str]:
-    """Return the names now of the helpers that a class overrides by their older names: its methods with the form of the
-    helper, unless it has its own ``run`` or ``run_async``, which does not use the helpers.
+    """Return the helpers that a class overrides by their older names: current names by older names. An override is a
+    method with the helper's parameters, and a coroutine function if the helper is. A class with its own ``run`` or
+    ``run_async`` does not use the helpers, so it overrides none.
     """
     helpers: dict[str, str] = {}
     if "run" in vars(kind) or "run_async" in vars(kind):
@@ -92,14 +94,14 @@ def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Call the method ``name`` of ``owner``, or its asynchronous form ``{name}_async``."""
+    """Call the method ``name`` of ``owner`` or, if ``asynchronous``, its form ``{name}_async``."""
     if asynchronous:
         return await getattr(owner, f"{name}_async")(*args, **keywords)
     return getattr(owner, name)(*args, **keywords)
 
 
 async def run_in_thread_if_async(asynchronous: bool, function: Callable[[], T], name: str) -> T:
-    """Return the result of a computing function. On an event loop, the function runs in a thread called ``name``."""
+    """Return the result of ``function``, which blocks. If ``asynchronous``, it runs in a thread called ``name``."""
 
     def computed() -> T:
         with span(f"compute {name}"):
@@ -110,8 +112,8 @@ async def run_in_thread_if_async(asynchronous: bool, function: Callable[[], T], 
 
 
 async def gather(asynchronous: bool, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines, run concurrently on an event loop. The first error cancels the others and
-    is raised.
+    """Return the results of all coroutines, which run concurrently if ``asynchronous``, else in turn. The first error
+    is raised; it cancels coroutines that still run.
     """
     if not asynchronous:
         return [await coroutine for coroutine in coroutines]

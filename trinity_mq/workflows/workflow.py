@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-"""Immutable types: a copy of a record may share their values."""
+"""Immutable types: a record and its copy may share values of these types."""
 
 
 _OLDER_NAMES = {"resettable": "can_reset", "repeatable": "can_repeat", "asynchronous": "is_async"}
@@ -56,7 +56,8 @@ class Task:
     repeat_times: int = 1
     """Number of runs: the group size of group-relative algorithms."""
     format_args: FormatArgs = field(default_factory=FormatArgs)
-    """Keys of ``raw_task`` by their meaning. Any mapping, ``FormatConfig`` or dataclass with such fields is accepted.
+    """Names of the keys of ``raw_task`` (of the prompt, the answer, ...). Any mapping, ``FormatConfig`` or dataclass
+    with such fields is accepted.
     """
     rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
     """Sampling parameters that override the rollout model's parameters. Any mapping or dataclass is accepted."""
@@ -85,7 +86,7 @@ class Task:
         """Set the record's own system prompt, if it has one.
 
         Raises:
-            TaskError: It is not a text.
+            TaskError: The record's system prompt is not a text.
         """
         if self.format_args.system_prompt_key is None:
             return
@@ -118,7 +119,7 @@ class Task:
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def inherit_sampling(self, model: ModelWrapper) -> None:
-        """Take sampling parameters that the task does not set from ``model``, if ``model`` has sampling parameters."""
+        """Use the sampling parameters of ``model``, if it has any, for parameters that the task does not set."""
         self.rollout_args = RolloutArgs(self.rollout_args, getattr(model, "sampling", None))
 
     def to_dict(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class Task:
 
 
 _CONVERTED: dict[str, Callable[[Any], Any]] = {"format_args": format_args_of, "rollout_args": rollout_args_of}
-"""Fields of a task that accept other forms, and the functions that convert them."""
+"""Fields of a task that accept values of other types, and the functions that convert these values."""
 
 
 class Workflow:
@@ -208,15 +209,16 @@ class Workflow:
     """
 
     can_reset: ClassVar[bool] = False
-    """:meth:`reset` prepares an instance for another task."""
+    """True: :meth:`reset` can prepare an instance for another task."""
     can_repeat: ClassVar[bool] = False
-    """One call executes all runs: see :meth:`set_repeat_times`."""
+    """True: one call executes all runs of a slice; see :meth:`set_repeat_times`."""
     is_async: ClassVar[bool] = False
-    """The workflow implements :meth:`run_async`, not :meth:`run`."""
+    """True: the workflow implements :meth:`run_async`, not :meth:`run`."""
     needs_history: ClassVar[bool] = False
-    """The rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
+    """True: the rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
     arguments_kind: ClassVar[type[BaseModel] | None] = None
-    """Model of ``workflow_args``; they are checked against it before a run starts. None: any arguments are accepted."""
+    """Pydantic model against which ``workflow_args`` are checked before a run starts. None: any arguments are accepted.
+    """
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
@@ -319,7 +321,7 @@ class MultiTurnWorkflow(Workflow):
         Args:
             messages: The whole conversation, as in the OpenAI API.
             reward: Reward of the conversation; a truncated conversation gets 0 instead.
-            info: Kept in the experience; its numbers become metrics.
+            info: Facts to add to the experience's ``info``; the numbers among them also become metrics.
             truncate_status: ``response_truncated`` if a limit ended the conversation.
         """
         experience = self.model.convert_messages_to_experience(messages)
@@ -366,7 +368,9 @@ def load_workflow(name: str) -> type[Workflow]:
 
 
 def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
-    """Return the value of the property ``name`` for a class. It is read before an instance exists."""
+    """Return ``value``, the attribute ``name`` of the class ``kind``, as a bool. A property is read without a real
+    instance.
+    """
     if isinstance(value, property):
         try:
             value = value.__get__(object.__new__(kind))
@@ -379,7 +383,9 @@ def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the same copy as ``copy.deepcopy``. If all values are immutable, this costs a tenth."""
+    """Return a deep copy of ``record``. If all values are immutable, this takes a tenth of the time of
+    ``copy.deepcopy``.
+    """
     if all(type(value) in PLAIN for value in record.values()):
         return record.copy()
     return copy.deepcopy(record)

@@ -85,13 +85,14 @@ LONGEST = 500
 LONGEST_RESPONSE = 200_000
 """Maximum characters of a response that is compared by a named rule; a longer response is wrong."""
 CPU_SECONDS = 2.0
-"""Processor seconds for one pair. The limit is not wall time, because a busy machine must not turn a right answer into
-a wrong answer.
+"""Maximum processor seconds for one pair. The limit is not wall time, because a busy machine must not turn a right
+answer into a wrong answer.
 """
 MEMORY = 2 * 2**30
 """Maximum bytes that a child may allocate."""
 SILENCE = 120.0
-"""Seconds without an answer after which the machine counts as failed, not the answer as wrong."""
+"""Seconds that a child may take to reply. After them the machine counts as failed; the answer does not count as wrong.
+"""
 CHILD = Path(__file__).with_name("judge_child.py")
 
 
@@ -152,7 +153,9 @@ def read(text: str, *, latex: bool) -> StatedAnswer:
 
 
 def equal(right: StatedAnswer, answer: StatedAnswer) -> bool:
-    """Return whether two answers are equal. Numbers are compared exactly. An empty or too long answer equals none."""
+    """Return whether two answers are equal. Numbers are compared exactly. An answer that is empty or too long equals no
+    answer.
+    """
     if not (0 < len(right.text) <= LONGEST and 0 < len(answer.text) <= LONGEST):
         return False
     if right.choice and answer.choice and (right.choice != answer.choice or right.choice in {right.text, answer.text}):
@@ -307,10 +310,10 @@ class AnswerComparer:
     C. Here the kernel ends the child instead.
 
     Args:
-        cpu_seconds: Processor seconds for one pair.
+        cpu_seconds: Maximum processor seconds for one pair.
         memory: Maximum bytes that a child may allocate.
-        silence: Seconds without an answer after which a child is killed.
-        processes: Maximum number of child processes. None: one per core that this process may use.
+        silence: Seconds without a reply after which a child is killed.
+        processes: Maximum number of child processes. None: the number of cores that this process may use.
         program: Python file of a child.
     """
 
@@ -394,8 +397,8 @@ atexit.register(_judge.close)
 
 @functools.lru_cache(maxsize=4096)
 def same(truth: str, answer: str) -> bool:
-    """Return :meth:`AnswerComparer.same` of this process's judge. Results are cached, because the runs of a group often
-    give the same answers.
+    """Return the result of :meth:`AnswerComparer.same` of this process's comparer. Results are cached, because the runs
+    of a group often give the same answers.
 
     Raises:
         ChildTimeoutError, RewardError: See :meth:`AnswerComparer.same`.
@@ -406,7 +409,8 @@ def same(truth: str, answer: str) -> bool:
 
 
 def compare(rule: str, response: str, truth: str) -> RuleResult:
-    """Return :meth:`AnswerComparer.compare` of this process's judge. A response that is too long to read is wrong.
+    """Return the result of :meth:`AnswerComparer.compare` of this process's comparer. A response that is too long to
+    read is wrong.
 
     Raises:
         ChildTimeoutError, RewardError: See :meth:`AnswerComparer.same`.

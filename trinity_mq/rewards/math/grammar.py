@@ -146,7 +146,7 @@ class Quantity(NamedTuple):
     percent: bool = False
     """Whether the value precedes a percent sign."""
     contradicts: bool = False
-    """Whether it is an equation whose sides are different numbers."""
+    """Whether the quantity is an equation whose sides are different numbers."""
     is_calculation: bool = False
     """Whether a calculation remains, as in ``2 + 17`` and ``36/2``, but not in ``3/4``, ``1 3/4`` and ``3 * 10^5``."""
 
@@ -175,7 +175,7 @@ def plain(text: str) -> str:
 
 
 def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity]:
-    """Return the quantities of ``text``, which :func:`plain` returned, in order.
+    """Return the quantities of ``text`` in their order. ``text`` must be a result of :func:`plain`.
 
     Args:
         text: Prose with or without formulas, or one formula.

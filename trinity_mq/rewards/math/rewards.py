@@ -29,8 +29,8 @@ def math_reward(
     form: Form = "think_answer",
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    """Return accuracy 1 or 0 and, unless ``format_score`` is 0, ``format_score`` for the expected ``form`` and its
-    negative otherwise.
+    """Return accuracy 1 or 0 and, unless ``format_score`` is 0, the part ``format_score``: this value for a finished
+    response in the expected ``form``, else minus this value.
 
     The two parts and the sizes 1 and 0.1 follow Trinity-RFT's reward of this name, where the format counts by default.
     """
@@ -92,7 +92,7 @@ class MathDapoReward:
 
     Args:
         max_response_length: Number of tokens at which the penalty is full. None: no penalty.
-        cache_length: Number of tokens before that over which the penalty grows.
+        cache_length: Number of tokens before ``max_response_length`` over which the penalty grows.
         penalty_factor: Size of the full penalty.
 
     Raises:
@@ -115,7 +115,8 @@ class MathDapoReward:
         tokens: int | None = None,
         prompt_end: str | None = None,
     ) -> dict[str, float]:
-        """Return accuracy (1 or 0), ``wrong`` (0 or -1), and with lengths ``overlong`` (0 to -``penalty_factor``).
+        """Return accuracy (1 or 0), ``wrong`` (0 or -1), and, if the lengths are set, ``overlong`` (0 to
+        -``penalty_factor``).
 
         Raises:
             ValueError: The penalty is on, and the number of response ``tokens`` is unknown.

@@ -12,7 +12,7 @@ The code runs in the child process of :class:`trinity_mq.rewards.math.answers.An
 memory. It imports no torch. sympy evaluates text as Python, so :func:`_expression` passes only text without attributes,
 quotes and names of functions other than mathematical functions.
 
-Sources of the rules, each of them read as a description of results: Trinity-RFT 0.6.0 (Apache-2.0),
+Sources of the rules, which were used as descriptions of results: Trinity-RFT 0.6.0 (Apache-2.0),
 https://github.com/QwenLM/Qwen2.5-Math, https://github.com/openai/prm800k, verl's ``prime_math``.
 """
 
@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 LONGEST_ANSWER = 2000
 """Maximum characters of an extracted answer that is compared by a rule; a longer answer is wrong."""
 SHOWN_UNBOXED = 20
-"""Characters of a response without a box that the rule ``dapo`` compares."""
+"""Maximum characters of a response without a box that the rule ``dapo`` compares."""
 
 
 class RuleResult(NamedTuple):
@@ -160,7 +160,7 @@ _NUMBERS = (
     (re.compile(r"^[a-zA-Z]\s*=\s*"), ""), ("infinity", "\\infty"), ("inf", "\\infty"),
     (re.compile(r"(\d+)\.0+([^\d]|$)"), r"\1\2"), (" .", " 0."), ("{.", "{0."),
 )  # fmt: skip
-"""Replacements after words are numbers, in order."""
+"""Replacements after number words have become digits, in order."""
 _ROOT = re.compile(r"\\sqrt\s*(\w+)")
 
 
@@ -223,8 +223,8 @@ def _slash_to_fraction(text: str, *, roots: bool) -> str:
 
 
 def boxed_equal(response: str, truth: str) -> RuleResult:
-    r"""Return whether the content of the last ``\boxed{}`` has the normal form of ``truth``, which may itself have a
-    box.
+    r"""Return whether the content of the last ``\boxed{}`` has the same normal form as ``truth``, which may itself have
+    a box.
     """
     _, answer = _boxed_text(response)
     if answer is None:
@@ -241,7 +241,7 @@ def boxed_equal(response: str, truth: str) -> RuleResult:
 
 def _boxed_text(text: str) -> tuple[bool, str | None]:
     r"""Return whether a text has a box, and the content of the last ``\boxed{...}``, or the text between ``\boxed ``
-    and a dollar sign. The content of another box is None.
+    and a dollar sign. For a box of another form the content is None.
     """
     if "\\boxed " in text:
         return True, text.rpartition("\\boxed ")[2].partition("$")[0]
@@ -258,7 +258,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the first brace after ``start``."""
+    """Return the place of the brace that closes the first brace after ``start``. None: it is not closed."""
     depth = 0
     for brace in re.finditer(r"[{}]", text[start:]):
         depth += 1 if brace.group() == "{" else -1
@@ -395,8 +395,8 @@ def _is_formula(text: str) -> bool:
 
 
 def _same_by_sympy(first: str, second: str, parser: Literal["sympify", "parse_expr"]) -> bool:
-    """Return whether two formulas are equal expressions, or have nearly equal values, as this function of sympy reads
-    them.
+    """Return whether two formulas are equal expressions, or have nearly equal values, as sympy's function ``parser``
+    reads them.
     """
     import sympy
 
@@ -453,7 +453,7 @@ _COMMAND = re.compile(r"\\([a-zA-Z]+)\s*|\\(.)")
 
 
 def dapo_equal(response: str, truth: str) -> RuleResult:
-    r"""Return whether the last box after ``</think>``, or the text without a box, equals ``truth``."""
+    r"""Return whether the last box after ``</think>``, or without a box the text there, equals ``truth``."""
     is_boxed, answer = match_answer(response)
     if not is_boxed and len(answer) > SHOWN_UNBOXED:
         answer = f"{answer[:SHOWN_UNBOXED]}(... output is truncated.)"
@@ -469,7 +469,7 @@ def dapo_equal(response: str, truth: str) -> RuleResult:
 
 
 def match_answer(response: str) -> tuple[bool, str]:
-    r"""Return whether a box stands behind the last ``</think>``, and its content or else the text there."""
+    r"""Return whether a box follows the last ``</think>``, and the box's content, or without a box the text there."""
     text = response.rpartition("</think>")[2]
     box = _last_box(text)
     content = "" if box is None else box[box.find("{") + 1 : -1].strip()
@@ -514,7 +514,7 @@ def remove_right_units(text: str) -> str:
     r"""Return the text before its unit, a ``\text{ ...}``.
 
     Raises:
-        ValueError: It has two units.
+        ValueError: The text has several units.
     """
     first, *units = text.split("\\text{ ")
     if len(units) > 1:
@@ -556,7 +556,7 @@ def _is_zero(difference: str) -> bool:
 
 
 def _dapo_form(answer: str) -> str:
-    """Return the normal form of prm800k's second comparison."""
+    """Return ``answer`` in the normal form that prm800k's grader compares second."""
     text = answer
     if match := _TEXT.search(text):
         text = match["text"]
@@ -574,7 +574,7 @@ def _dapo_form(answer: str) -> str:
 
 
 def _whole_number_of(text: str) -> int | None:
-    """Return the whole number that a text is, but for less than 1e-7; None for other texts."""
+    """Return the whole number that differs by at most 1e-7 from the number in a text, or None."""
     try:
         number = float(text)
     except ValueError:
@@ -627,10 +627,10 @@ _DOLLARS = re.compile(r"\$\d+(\.\d+)?")
 
 
 def _prime_same(answer: str, truth: str) -> bool:
-    """Return whether two answers are equal.
+    """Return whether two answers are equal by PRIME's comparison.
 
     Raises:
-        ValueError, OverflowError: A number in another base does not begin with a number.
+        ValueError, OverflowError: An answer with ``_``, as in ``101_2``, does not begin with a number.
     """
     answered, wanted = _prime_form(answer)[:1000], _prime_form(truth)
     if answered.strip().lower() == wanted.strip().lower() or answered.replace(" ", "") == wanted.replace(" ", ""):
@@ -671,13 +671,13 @@ def _prime_form(answer: str) -> str:
 
 
 def tagged_answers(text: str) -> Iterator[str]:
-    """Yield what stands between ``<answer>`` and the next ``</answer>`` of the same line, in linear time."""
+    """Yield each text between ``<answer>`` and the next ``</answer>`` of the same line, in linear time."""
     for line in text.split("\n") if "</answer>" in text else ():
         yield from tagged_texts(line, "answer")
 
 
 def tagged_texts(text: str, tag: str) -> Iterator[str]:
-    """Yield what stands between an opening tag and the next closing tag, in linear time."""
+    """Yield each text between an opening tag and the next closing tag, in linear time."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     place = text.find(opening)
     while place >= 0 and (end := text.find(closing, place)) >= 0:
@@ -686,8 +686,8 @@ def tagged_texts(text: str, tag: str) -> Iterator[str]:
 
 
 def parsed_equal(response: str, truth: str) -> RuleResult:
-    """Return whether math-verify reads equal answers in two texts, in the first ``<answer></answer>`` of a text if a
-    line has one.
+    """Return whether math-verify reads equal answers in two texts. If a line of a text has ``<answer></answer>``, only
+    the first such content is read.
     """
     from math_verify import parse, verify
 

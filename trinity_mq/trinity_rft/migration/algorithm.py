@@ -30,13 +30,13 @@ class TrinityAlgorithm(NamedTuple):
     """An ``algorithm_type`` of Trinity-RFT 0.6: the functions that it names, and the runs of a task."""
 
     advantage_fn: str
-    """Empty: it has no advantages."""
+    """Empty: the algorithm does not use advantages."""
     policy_loss_fn: str
     kl_loss_fn: str = "k2"
     entropy_loss_fn: str = "default"
     repeat_times: int = 2
     in_trainer: bool = False
-    """Whether the trainer computes its advantages; only then do rewards have a KL."""
+    """Whether the trainer computes the advantages; only then do rewards contain a KL term."""
 
 
 ALGORITHMS = {
@@ -92,7 +92,7 @@ POLICY_LOSS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
 }  # fmt: skip
-"""Arguments of policy losses if a configuration has none."""
+"""Arguments that Trinity-RFT gives to a policy loss if the configuration does not set any."""
 ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"gamma": 1.0, "lam": 1.0},
     "grpo": {"epsilon": 1e-6, "std_threshold": None, "rank_penalty": None, "std_cal_level": "group"},
@@ -110,12 +110,14 @@ ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clipb": {"epsilon": 1e-6, "mu": 2.5},
     "clipv": {"epsilon": 1e-6, "mu": 8.5, "max_frac": 1e-4},
 }
-"""Arguments of advantage functions if a configuration has none."""
+"""Arguments that Trinity-RFT gives to an advantage function if the configuration does not set any."""
 PARTIAL: Mapping[str, Mapping[str, Any]] = {
     "rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4},
     "clipv": {"mu": 2.0},
 }
-"""Defaults that differ if a configuration has some arguments: the defaults of the class instead of ``default_args``."""
+"""Defaults that differ if a configuration sets some arguments of a function: Trinity-RFT then takes the defaults of the
+class instead of ``default_args``.
+"""
 DIFFERENCES = {
     "dpo": "each pair has a logit of its own, where Trinity-RFT has one for a micro-batch",
     "sapo": "the gradient flows through the gate, as in the paper, where Trinity-RFT holds the gate constant",
@@ -147,7 +149,7 @@ NEEDED_BY = {
     "temperature": ("weight", "advantage"),
     "threshold": ("only", "negative"),
 }
-"""Fields of a piece that have an effect only with a value of another field."""
+"""Fields of a piece that have an effect only if another field has a certain value: (name of the other field, value)."""
 FUNCTIONS = {
     "advantage_fn": frozenset(ADVANTAGES),
     "policy_loss_fn": frozenset(POLICY_LOSSES),
@@ -166,12 +168,14 @@ VERL_CORRECTION = "trainer.trainer_config.algorithm.rollout_correction"
 
 
 def algorithm_type(move: SettingsTransfer) -> str:
-    """Return the name of the algorithm, which is moved, with its environment variables filled in."""
+    """Return the ``algorithm_type`` of the new configuration, with its environment variables filled in."""
     return str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
 
 
 def losses(move: SettingsTransfer) -> None:
-    """Move the algorithm and its losses. Defaults that differ from those here are written as pieces."""
+    """Move the algorithm and its losses. Defaults of Trinity-RFT that differ from the defaults here are written as
+    pieces.
+    """
     if (renamed := STRATEGIES.get(strategy := str(move.resolved(SECTION + "add_strategy")))) is not None:
         move.take(SECTION + "add_strategy")
         move.take(SECTION + "algorithm_type")
@@ -249,7 +253,7 @@ def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -
 
 
 def _correction(move: SettingsTransfer) -> None:
-    """Move the anchor and the corrections."""
+    """Move ``rollout_correction`` if it can be used here, and drop ``bypass_old_logprobs`` if it is true."""
     if isinstance(rules := move.take(VERL_CORRECTION), Mapping) and move.peek(SECTION + "rollout_correction") is None:
         move.put(SECTION + "rollout_correction", dict(rules), f"was {VERL_CORRECTION}")
     rules = move.take(SECTION + "rollout_correction", move.settings["algorithm"].get("rollout_correction"))
@@ -273,7 +277,7 @@ def _correction(move: SettingsTransfer) -> None:
 
 
 def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) -> None:
-    """Write the number of runs of a task if it has none."""
+    """Write the number of runs of a task if ``repeat_times`` is missing. Leave the key out in mode train."""
     if move.resolved("mode") == "train":
         move.leave_out(SECTION + "repeat_times", "mode train rolls nothing out", matters=False)
     elif move.peek(SECTION + "repeat_times") is None and algorithm is not None:
@@ -333,7 +337,7 @@ def _is_known(name: Any, names: frozenset[str]) -> bool:
 
 
 def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: Mapping[str, Any]) -> None:
-    """Comment on values that Trinity-RFT itself does not give the meaning of their names."""
+    """Comment on values whose meaning in Trinity-RFT differs from the meaning of their names."""
     loss_args = kept.get("policy_loss_fn_args") or {}
     if "loss_agg_mode" in kept and loss_args and "loss_agg_mode" not in loss_args:
         move.put(
@@ -408,7 +412,7 @@ def differences(here: AlgorithmConfig, there: AlgorithmConfig) -> Iterator[tuple
 
 
 def _written(piece: BaseModel) -> dict[str, Any]:
-    """Return a piece as it stands in a file."""
+    """Return a piece in the form of a configuration file."""
     shown = {name for name in ("kind", "coef") if hasattr(piece, name)}
     return piece.model_dump(mode="json", include=shown) | piece.model_dump(mode="json", exclude_defaults=True)
 
@@ -472,7 +476,7 @@ REPLAY_BUFFER = "buffer.trainer_input.experience_buffer.replay_buffer"
 PRIORITIES = {"linear_decay": 0, "decay_limit_randomization": 3}
 """Default of ``use_count_limit`` by ``priority_fn``; 0: no limit."""
 UNLIMITED = 1_000_000
-"""Uses of a group without a limit. ``max_age`` ends them much earlier."""
+"""Value of ``max_uses`` that stands for no limit. ``max_age`` ends the uses of a group much earlier."""
 
 
 def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:

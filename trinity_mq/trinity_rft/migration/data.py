@@ -49,9 +49,9 @@ ONE_ANSWER = frozenset(
 )
 """Workflows of Trinity-RFT whose runs have one experience each. ``None``: its default workflow."""
 OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
-"""Keys of Trinity-RFT in a taskset, and of the default of all tasksets, by the kind of the name."""
+"""Keys of Trinity-RFT for a name in a taskset and for the default of all tasksets, by the kind of the name."""
 NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
-"""Keys here, by the kind of the name."""
+"""Keys of a taskset here, by the kind of the name."""
 DEFAULTS = "buffer.explorer_input."
 """Section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
@@ -85,7 +85,7 @@ class RegisteredName:
     new_name: str
     """Name here. Empty: the same."""
     refused: str
-    """``yes`` if nothing here does its work."""
+    """``yes`` if nothing here replaces it."""
     text: str
     """The reason for another name or a refusal, or the needs of the name on this machine."""
 
@@ -221,7 +221,9 @@ def packs(move: SettingsTransfer) -> None:
 
 
 def _pack(move: SettingsTransfer, taskset: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Give a taskset the arguments of its packs, or refuse its workflow. One that is refused by name has none."""
+    """Give a taskset the arguments of its packs, or refuse its workflow. A taskset whose workflow was refused before
+    stays as it is.
+    """
     workflow = taskset.get("workflow")
     if workflow in PACK_WORKFLOWS:
         if isinstance(kept := taskset.get("workflow_args") or {}, Mapping):

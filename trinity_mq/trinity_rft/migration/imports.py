@@ -1,4 +1,4 @@
-"""A plug-in of Trinity-RFT with the import lines of trinity_mq; everything else stays byte for byte."""
+"""Replaces the imports of Trinity-RFT in a plug-in by imports of trinity_mq; all other bytes stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def migrate_plugin(source: bytes) -> MigratedPlugin:
         source: A Python module, in its own encoding.
 
     Raises:
-        PluginSyntaxError: It is not valid Python.
+        PluginSyntaxError: ``source`` is not valid Python.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
@@ -65,7 +65,7 @@ def migrate_plugin(source: bytes) -> MigratedPlugin:
 
 
 def _line_starts(source: bytes) -> list[int]:
-    """Return the place of each line, as the parser counts lines: they end with LF, CR LF or CR."""
+    """Return the byte offset of each line, as the parser counts lines: a line ends with LF, CR LF or CR."""
     starts, place = [0], 0
     while place < len(source):
         if source[place : place + 2] == b"\r\n":
@@ -87,8 +87,8 @@ def _replaced(statement: Rewritten, old: str, before: str, end: str) -> str:
 
     Args:
         statement: The statement.
-        old: Its text.
-        before: Text before it in its line: its indentation, or other statements.
+        old: Text of the statement.
+        before: Text before the statement in its line: indentation, or other statements.
         end: End of a line.
     """
     node = statement.node

@@ -15,7 +15,9 @@ from trinity_mq.trinity_rft.migration.transfer import (
 TIMEOUT = 1800
 """Trinity-RFT's default of ``max_timeout``, in seconds."""
 MAX_READY_BYTES = 32 * 2**30
-"""Maximum bytes of processed batches that ``migrate`` lets the broker keep. Beyond that it saves more often."""
+"""Maximum bytes of processed batches that ``migrate`` lets the broker keep. For a run that needs more, ``migrate``
+makes checkpoints more frequent.
+"""
 GIB = 2**30
 SIZES = ("buffer.batch_size", "algorithm.repeat_times", "model.max_prompt_tokens", "model.max_response_tokens")
 """Settings on which the size of a batch depends."""

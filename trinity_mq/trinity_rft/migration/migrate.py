@@ -110,7 +110,7 @@ def _are_sections(value: Any) -> bool:
 
 
 def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
-    """Return several runs, one after another.
+    """Return the configuration of several runs, one after another.
 
     A stage of Trinity-RFT replaces whole sections; here a stage is merged into them. So each stage is migrated as a
     complete run, and the sections that all runs have in common are written once.

@@ -15,7 +15,7 @@ EXPERIENCES = "buffer.trainer_input.experience_buffer"
 OF_TRAINER = ("algorithm", "trainer")
 """Sections of the trainer's file that override the explorer's file. The explorer's file overrides all others."""
 OF_EXPLORER = ("algorithm.repeat_times",)
-"""Settings of these sections that the explorer's file overrides."""
+"""Settings of the sections :data:`OF_TRAINER` for which the explorer's file overrides the trainer's file."""
 MAX_FILES = 100
 """Maximum number of files in a folder that are searched for the other half."""
 
@@ -39,8 +39,8 @@ def other_half(path: Path, source: Mapping[str, Any]) -> tuple[Path, dict[str, A
 
 
 def half_mode(source: Mapping[str, Any]) -> str:
-    """Return the mode of a configuration whose experiences pass through the queue of another process, empty if they do
-    not: ``explore`` or ``train``.
+    """Return ``explore`` or ``train``, the mode of a configuration that is one half of a run: a queue passes its
+    experiences to or from another process. Return an empty text for any other configuration.
     """
     has_records = str(resolve_environment(value_at(source, "algorithm.algorithm_type"))) in {"sft", "dpo", "cpt"}
     return _mode(source) if _mode(source) in HALVES and _storage(source) == "queue" and not has_records else ""

@@ -20,7 +20,7 @@ ENGINE = "explorer.rollout_model."
 THINKING = "model.chat_template_kwargs.enable_thinking"
 CHAT_TEMPLATE, TEMPLATE_PATH = "model.custom_chat_template", "model.chat_template_path"
 UNSET_TEMPLATES = (None, "", "None")
-"""Values of a chat template that stand for none: Trinity-RFT's documentation writes the word None."""
+"""Values that mean that no chat template is set: Trinity-RFT's documentation writes the word None."""
 REFUSED_SECTIONS = {
     "data": "configurations of Trinity-RFT before 0.2 are not read; write the section buffer",
 }
@@ -75,7 +75,7 @@ def mode(move: SettingsTransfer) -> None:
 
 
 def model(move: SettingsTransfer) -> None:
-    """Move the length limits, and drop the kinds of models that are not enabled."""
+    """Move the length limits, and the adapter of Tinker or the model of another service if it is enabled."""
     _lengths(move, "model.")
     if (number(value_at(move.settings, f"{ENGINE}top_p")) or 1.0) < 1:
         allow_truncated_sampling(move)
@@ -104,7 +104,7 @@ def _tinker(move: SettingsTransfer) -> None:
 
 
 def _external_policy(move: SettingsTransfer) -> None:
-    """Move a model of a service that is evaluated. As a policy it could not be trained."""
+    """Move a model of another service, which can only be evaluated (mode bench). In other modes refuse it."""
     model = {**move.take_mapping(ENGINE + "external_model_config"), **move.take_mapping("model.external_model")}
     if not resolve_environment(model.get("enable")) and move.resolved(ENGINE + "engine_type") != "external":
         return
@@ -136,7 +136,7 @@ def _external_policy(move: SettingsTransfer) -> None:
 
 
 def external_evaluation(move: SettingsTransfer) -> None:
-    """Let the model of another service answer the evaluations, where it is all that is evaluated."""
+    """Let the model of another service answer the evaluations if it is the evaluated model."""
     if move.resolved("mode") == "bench" and move.has("model.tiny"):
         name = value_at(move.settings, "explorer.auxiliary_models.0.name")
         for taskset in value_at(move.settings, "buffer.eval_tasksets") or ():
@@ -199,7 +199,7 @@ def _lengths(move: SettingsTransfer, there: str) -> None:
 
 
 def _filled_limits(limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return all three limits, computed from the given ones, and comments on the computed limits."""
+    """Return all three limits, computed from the given limits, and comments on the computed limits."""
     total, prompt, response = (limits.get(name) for name in LENGTHS)
     comments = {}
     if total is None:
@@ -349,7 +349,8 @@ def _auxiliary_engine(item: SettingsTransfer) -> None:
 def data_type(move: SettingsTransfer) -> None:
     """Move the data type of the engine.
 
-    A trainer of Trinity-RFT computes in bfloat16 from float32 weights, as one with ``model.dtype: bfloat16`` does here.
+    A trainer of Trinity-RFT computes in bfloat16 from float32 weights, as a trainer with ``model.dtype: bfloat16`` does
+    here.
     """
     value = resolve_environment(move.peek(ENGINE + "dtype"))
     if move.has("model.tiny"):

@@ -38,7 +38,7 @@ class LeftOut:
 
 @dataclass
 class Migration:
-    """A configuration, ready to be written, and what there is to know about it."""
+    """A new configuration, ready to be written, with comments, origins, notes and the settings left out."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the new configuration, by section."""
@@ -49,7 +49,7 @@ class Migration:
     notes: list[LeftOut] = field(default_factory=list)
     """Old settings that were moved and that need something on this machine, which their reason names."""
     origins: dict[Path, str] = field(default_factory=dict)
-    """Dotted keys of the old configuration, by the place of the setting or section that was made of each."""
+    """Dotted keys of the old configuration, by the place of the new setting or section that was made from the key."""
 
 
 class SettingsTransfer:
@@ -82,7 +82,7 @@ class SettingsTransfer:
         return default if value is None else value
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Remove an old key and return its value; ``default`` if it has none."""
+        """Remove an old key and return its value; ``default`` if the value is missing."""
         section, _, last = ("", "", key) if key in self._source else key.rpartition(".")
         here = value_at(self._source, section) if section else self._source
         value = here.pop(last, None) if isinstance(here, dict) else None
@@ -94,7 +94,7 @@ class SettingsTransfer:
         return next((value for value in values if value is not None), None)
 
     def fill(self, key: str, value: Any) -> None:
-        """Set an old key that another old key stands for."""
+        """Set an old key to the value of another old key with the same meaning."""
         *parents, last = key.split(".")
         here = self._source
         for part in parents:
@@ -157,7 +157,9 @@ class SettingsTransfer:
         return value_at(self.settings, key) is not None
 
     def current(self, key: str) -> Any:
-        """Return the value of a new key, which is moved or still to move, or its default."""
+        """Return the value of a new key. If it is not set yet, return the value of the same old key, or the setting's
+        default.
+        """
         value = value_at(self.settings, key)
         return self.peek(key, default_of(key)) if value is None else value
 
@@ -204,7 +206,7 @@ class SettingsTransfer:
         Args:
             old: The old key.
             value: Its value, for the message.
-            capability: What is missing here, for the message.
+            capability: The capability that is missing here, for the message.
         """
         self.take(old)
         self.record(LeftOut(self.old_key(old), value, capability, matters=True, is_purpose=True))
@@ -218,12 +220,12 @@ class SettingsTransfer:
         self._migration.left_out.append(setting)
 
     def note(self, key: str, value: Any, text: str) -> None:
-        """Record what a setting needs on this machine, once for each value.
+        """Record a need of a setting on this machine, once for each value.
 
         Args:
             key: Whole old key.
             value: Its value.
-            text: What it needs.
+            text: Description of the need.
         """
         entry = LeftOut(key, value, text, matters=False)
         if all((note.value, note.reason) != (value, text) for note in self._migration.notes):

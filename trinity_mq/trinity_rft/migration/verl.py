@@ -22,7 +22,7 @@ SAME = {
     f"{ACTOR}ppo_max_token_len_per_gpu": "trainer.max_token_len_per_gpu",
     f"{CONFIG}trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints_to_keep",
 }
-"""Keys of Trinity-RFT with the same meaning as a key of veRL. Their own values count."""
+"""Keys of veRL, and the key of Trinity-RFT with the same meaning. A value of Trinity-RFT's key takes precedence."""
 OF_MACHINES = (
     "micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len",
     "tiled_mlp", "hybrid_engine", "use_remove_padding", "fused_kernel",

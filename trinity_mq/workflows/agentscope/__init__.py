@@ -1,1 +1,1 @@
-"""Agents of AgentScope 1.x as workflows (extra ``agentscope``): names and behaviour of Trinity-RFT's."""
+"""Agents of AgentScope 1.x as workflows (extra ``agentscope``), with the same names and behaviour as in Trinity-RFT."""

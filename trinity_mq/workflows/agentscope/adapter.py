@@ -35,7 +35,7 @@ class AgentScopeArguments(Arguments):
 
 
 class AgentScopeWorkflow(Workflow):
-    """Base of workflows whose agents are AgentScope's. Each answer of the model is an experience."""
+    """Base of workflows that run agents of AgentScope. Each answer of the model is an experience."""
 
     is_async = True
     needs_history = True
@@ -55,7 +55,7 @@ class AgentScopeWorkflow(Workflow):
         Args:
             reward: Reward of the run.
             metrics: Metrics of the run, for the last experience.
-            on_all: Give them to all experiences.
+            on_all: Give the metrics to all experiences.
 
         Raises:
             RunFailedError: The agent has not asked the model.
@@ -95,7 +95,7 @@ class AgentScopeAdapterArguments(AgentScopeArguments):
 
 
 class AgentScopeWorkflowAdapter(AgentScopeWorkflow):
-    """A function of AgentScope 1.0.7 to 1.0.11, ``workflow_func(task, model)``, which returns the reward."""
+    """Runs the user's ``workflow_func(task, model)``, which returns the reward, as for AgentScope 1.0.7 to 1.0.11."""
 
     arguments_kind = AgentScopeAdapterArguments
 
@@ -116,9 +116,9 @@ class AgentScopeWorkflowAdapter(AgentScopeWorkflow):
 
 
 class AgentScopeWorkflowAdapterV1(AgentScopeWorkflowAdapter):
-    """A function of AgentScope 1.0.12 and later, ``workflow_func(task, model)``, with an optional ``judge_func(task,
-    response)``. Both may take ``auxiliary_models``, models by name, and ``logger``. They return AgentScope's
-    ``WorkflowOutput`` and ``JudgeOutput``, or objects with the same attributes.
+    """Runs the user's ``workflow_func(task, model)``, and ``judge_func(task, response)`` if it is set, as for
+    AgentScope 1.0.12 and later. Both functions may take ``auxiliary_models``, models by name, and ``logger``. They
+    return AgentScope's ``WorkflowOutput`` and ``JudgeOutput``, or objects with the same attributes.
     """
 
     async def run_async(self) -> list[Experience]:
@@ -170,7 +170,7 @@ def reward_in(name: str, reward: Any) -> float:
     """Return the reward that a function gave.
 
     Raises:
-        RunFailedError: It is not a number.
+        RunFailedError: The reward is not a number.
     """
     if isinstance(reward, bool | int | float):
         return float(reward)
@@ -184,7 +184,7 @@ class ReActArguments(AgentScopeArguments):
     """Arguments of agents that reason and act."""
 
     max_turns: int = Field(default=10, ge=1, le=1000)
-    """Maximum requests of the agent."""
+    """Maximum requests of the agent to the model."""
 
 
 def react_agent(model: ModelWrapper, name: str, prompt: str, **settings: Any) -> Any:
@@ -200,7 +200,7 @@ def react_agent(model: ModelWrapper, name: str, prompt: str, **settings: Any) ->
 
 
 async def reply_of(agent: Any, question: Any, form: type[BaseModel]) -> Any:
-    """Return an agent's message. None: its conversation is too long for the model."""
+    """Return an agent's reply to a question. None: the conversation became too long for the model."""
     from agentscope.message import Msg
 
     try:

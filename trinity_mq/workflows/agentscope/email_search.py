@@ -93,12 +93,12 @@ class EmailSearchArguments(ReActArguments):
     """Arguments of :class:`EmailSearchWorkflow`."""
 
     database: str = ""
-    """Path of the database of mails. Empty: that in the environment variable ``DEFAULT_EMAIL_DB_PATH``."""
+    """Path of the database of mails. Empty: the path in the environment variable ``DEFAULT_EMAIL_DB_PATH``."""
     tool_obs_char_limit: int = Field(default=2000, ge=1)
     """Has no effect, as in Trinity-RFT."""
 
     def path(self) -> str:
-        """Return the path of the database. Empty: none is named."""
+        """Return the path of the database. Empty: no path is configured."""
         return self.database or os.environ.get(VARIABLE, "")
 
     def missing(self) -> list[str]:
@@ -130,7 +130,8 @@ class MailArchive:
         """Ids of the mails that the agent has asked for."""
 
     def search(self, inbox: str, keywords: Sequence[str], before: str) -> list[dict[str, str]]:
-        """Return the newest mails to or from an address that have all keywords, each with a snippet. Blocks.
+        """Return the newest mails to or from an address that are from before a date and have all keywords, each with a
+        snippet. Blocks.
 
         Raises:
             ValueError: No keyword was given.
@@ -206,7 +207,7 @@ def mail_tools(mailbox: MailArchive) -> list[Any]:
         try:
             day = datetime.datetime.strptime(query_date, "%Y-%m-%d") + datetime.timedelta(days=1)
             mails = await asyncio.to_thread(mailbox.search, inbox_address, keywords, f"{day:%Y-%m-%d}")
-        except Exception as error:  # of the model's arguments, or of the database
+        except Exception as error:  # from the model's arguments, or from the database
             return response(f"Error: Failed to search emails.\nError message: {error}")
         return response(json.dumps(mails))
 
@@ -223,7 +224,7 @@ def mail_tools(mailbox: MailArchive) -> list[Any]:
         """
         try:
             mail = await asyncio.to_thread(mailbox.mail, message_id)
-        except Exception as error:  # of the model's arguments, or of the database
+        except Exception as error:  # from the model's arguments, or from the database
             return response(f"Error: Failed to read email.\nError message: {error}")
         if mail is None:
             return response(f"Error: Email (message_id = {message_id}) not found.")
@@ -277,10 +278,10 @@ class EmailSearchWorkflow(AgentScopeWorkflow):
         """Return the parts of the reward, as Trinity-RFT computes them.
 
         Args:
-            answer: The agent's answer. None: it gave none.
-            sources: Ids of mails that it names.
-            mailbox: What it has searched and read.
-            asked: Number of its requests.
+            answer: The agent's answer. None: the agent gave no answer.
+            sources: Ids of the mails that the agent names.
+            mailbox: The mails, with the ids that the agent has found and read.
+            asked: Number of the agent's requests to the model.
         """
         if answer is None:
             return {"accuracy": 0.0, "format": -1.0}

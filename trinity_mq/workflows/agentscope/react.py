@@ -155,7 +155,7 @@ class SandboxedPython:
 
     def __init__(self) -> None:
         self.failed: SandboxFailed | None = None
-        """Why the sandbox failed."""
+        """The error of the sandbox. None: the sandbox has not failed."""
 
     def tool(self) -> Any:
         """Return the tool, described as AgentScope describes its own."""
@@ -199,7 +199,7 @@ class SandboxedPython:
 
 
 def shortened(text: str) -> str:
-    """Return the beginning of a long text."""
+    """Return ``text``, or the beginning of a text with more than :data:`MAX_OUTPUT` characters."""
     over = len(text) - MAX_OUTPUT
     return text if over <= 0 else f"{text[:MAX_OUTPUT]}... ({over} characters more)"
 
@@ -217,7 +217,8 @@ SEARCHES = {
     "searxng": ("SEARXNG_URL", ["-y", "mcp-searxng"]),
     "tavily": ("TAVILY_API_KEY", ["-y", "tavily-mcp@latest"]),
 }
-"""Variable and arguments of ``npx`` of each search's MCP server."""
+"""For each search: the environment variable that it needs, and the arguments with which ``npx`` starts its MCP server.
+"""
 
 
 class AgentScopeV1ReactSearchWorkflow(AgentScopeWorkflow):
@@ -258,7 +259,7 @@ class AgentScopeV1ReactSearchWorkflow(AgentScopeWorkflow):
             try:
                 await search.connect()
                 await agent.toolkit.register_mcp_client(search)
-            except Exception as error:  # of the server, of npx, or of the protocol
+            except Exception as error:  # from the server, from npx, or from the protocol
                 raise SandboxFailed(f"the search's MCP server has not started: {error}", kind="tool") from error
             message = await reply_of(agent, self.task.task_desc, SearchAnswer)
         finally:

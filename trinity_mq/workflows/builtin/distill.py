@@ -38,8 +38,8 @@ class DistillationArguments(Arguments):
     teacher: Which = 0
     """The auxiliary model that is the teacher: its name, or its position from 0."""
     kl_reward: float = Field(default=0.0, ge=0)
-    """Factor of the penalty that is subtracted from the reward: log p - log q, summed over the sampled tokens.
-    Algorithms that use only rewards then minimise KL(student || teacher) of whole responses.
+    """Factor of the penalty that is subtracted from the reward: log p (student) - log q (teacher), summed over the
+    sampled tokens. Algorithms that use only rewards then minimise KL(student || teacher) of whole responses.
     """
     check_vocabulary: bool = True
     """Compare once how both models tokenise a text, and reject a teacher that differs."""
@@ -111,7 +111,8 @@ def kl_estimate(experience: Experience) -> float:
 
 
 ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
-"""A minimal request. Its explicit seed keeps it from using a seed of the run's own sequence."""
+"""Sampling parameters of a minimal request. The explicit seed keeps it from using up a seed of the run's own sequence.
+"""
 
 
 class DistillWorkflow(SimpleWorkflow):
@@ -141,7 +142,9 @@ class DistillWorkflow(SimpleWorkflow):
         return responses
 
     async def _scored_responses(self, temperature: float | None = None) -> list[Experience]:
-        """Return one response for each run, with the teacher's logprobs at ``temperature``; None: at the response's."""
+        """Return one response for each run, with the teacher's logprobs at ``temperature``. None: at the response's own
+        temperature.
+        """
         if self._arguments.check_vocabulary:
             await self._check_vocabulary()
         responses = await self._asked_responses()
@@ -184,7 +187,7 @@ class AsyncDistillWorkflow(DistillWorkflow):
 
 
 class MathDistillWorkflow(DistillWorkflow):
-    """:class:`DistillWorkflow` that asks for a boxed number and compares it."""
+    """:class:`DistillWorkflow` that asks for a boxed number and compares it with the truth."""
 
     _default_system_prompt = SYSTEM_PROMPT
     _default_reward_fn = "math_answer"

@@ -49,7 +49,9 @@ class JudgeArguments(Arguments):
     ``fail`` fails the run.
     """
     max_answer_characters: int = Field(default=8000, ge=100)
-    """Maximum characters of a response shown to the judge. A longer response is shown by its beginning and end."""
+    """Maximum characters of a response shown to the judge. Of a longer response, the judge sees the beginning and the
+    end.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ def record_rule_rewards(responses: Sequence[Experience]) -> None:
 
 
 def answer_format_instruction(count: int) -> str:
-    """Return the instruction how a judge must end its answer."""
+    """Return the instruction that tells a judge how to end its answer."""
     example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")
     return f"End with one line that holds nothing but a JSON list of {count} numbers from 0 to 1, such as {example}"
 
@@ -149,7 +151,8 @@ class ScoringJudgeWorkflow(SimpleWorkflow):
         self._judge_place = auxiliary_index(self, self._arguments.judge, JUDGE)
 
     async def _judge_scores(self, messages: Sequence[Message], count: int) -> JudgeScores:
-        """Return ``count`` scores from the first usable answer. A retry tells the judge the error.
+        """Return ``count`` scores from the judge's first usable answer, or the reason why no answer was usable. A retry
+        tells the judge the error.
 
         Raises:
             AuxiliaryError: The judge cannot be reached, or gave no usable scores and ``on_bad_judge`` is ``fail``.
@@ -177,7 +180,7 @@ class ScoringJudgeWorkflow(SimpleWorkflow):
 
 
 async def judge_answer(workflow: Workflow, place: int, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> str:
-    """Return the answer of the auxiliary model at ``place``, or "" for a field that its server left out.
+    """Return the answer of the auxiliary model at ``place``, or "" if its server sent no text.
 
     Raises:
         AuxiliaryError: The judge cannot be reached.
@@ -189,7 +192,7 @@ async def judge_answer(workflow: Workflow, place: int, messages: Sequence[Mappin
 
 
 def completion_text(completion: Any) -> str:
-    """Return the text of a completion, or "" for a field that the server left out."""
+    """Return the text of a completion, or "" if the server sent no text."""
     choices = getattr(completion, "choices", None)
     first = choices[0] if isinstance(choices, list) and choices else None
     content = getattr(getattr(first, "message", None), "content", None)

@@ -32,7 +32,7 @@ EVALUATION_PROMPT = "Think through the problem in steps and write what you find 
 
 
 class MathAnswerWorkflow(SimpleWorkflow):
-    """:class:`SimpleWorkflow` that asks for a boxed number and compares it exactly."""
+    """:class:`SimpleWorkflow` that asks for a boxed number and compares it exactly with the truth."""
 
     _default_system_prompt: ClassVar[str | None] = SYSTEM_PROMPT
     _default_reward_fn = "math_answer"
@@ -75,16 +75,16 @@ class BoxedArguments(SimpleArguments):
     """``workflow_args`` of the boxed math workflows."""
 
     use_base: bool = False
-    """The model is not trained to chat: instruction and problem form one text that the model continues."""
+    """True: the model is not trained to chat, so instruction and problem form one text that the model continues."""
     with_think: bool = False
-    """The expected format has ``<think>...</think>`` before the answer."""
+    """True: the expected format has ``<think>...</think>`` before the answer."""
     format_score_coef: float = Field(default=0.1, ge=0)
-    """Penalty for a response without the expected format."""
+    """Amount subtracted from the reward of a response without the expected format."""
 
 
 class BoxedAnswerWorkflow(SimpleWorkflow):
-    """Boxed math: one request for all runs of a task. A response that was cut at a limit gets a reward, but is not
-    trained on, because its final answer is unknown.
+    """Math problems with the answer in a box: one request for all runs of a task. A response that was cut at a limit
+    gets a reward, but is not trained on, because its final answer is unknown.
     """
 
     _default_reward_fn = "math_boxed"

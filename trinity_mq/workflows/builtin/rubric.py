@@ -49,7 +49,7 @@ class RubricArguments(JudgeArguments):
     """Arguments of rubric rewards. ``rubric`` in the record overrides ``rubric`` in ``workflow_args``."""
 
     rubric: tuple[Criterion, ...] = Field(min_length=1, max_length=MAX_CRITERIA)
-    """Texts, or maps with ``description``, ``weight`` and ``title``."""
+    """The criteria: texts, or maps with ``description``, ``weight`` and ``title``."""
 
     @field_validator("rubric", mode="before")
     @classmethod
@@ -99,8 +99,8 @@ def assign_rubric_rewards(
 ) -> None:
     """Give each response its score as reward.
 
-    A response without an answer gets 0. An answer without scores of the judge gets the mean of the scored answers, 0
-    if no answer has scores. Its advantage among these answers is then 0.
+    A response without an answer gets 0. An answer that the judge did not score gets the mean reward of the scored
+    answers, or 0 if no answer has scores, so that its advantage among them is 0.
     """
     scores = {
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None

@@ -50,8 +50,8 @@ def ruler_messages(task: str, shown: Sequence[str], key: str, arguments: RulerAr
 
 
 def assign_ruler_rewards(responses: Sequence[Experience], shown: Sequence[str], verdict: JudgeScores) -> None:
-    """Give each response its score as reward, a response without an answer 0. Without scores all responses get 0, so
-    no response has an advantage.
+    """Give each response its score as reward. A response without an answer gets 0. Without scores all responses get 0,
+    so no response has an advantage.
     """
     scores = dict(zip(shown, verdict.scores, strict=True)) if verdict.scores else {}
     for response in responses:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def question_of(source: Task | Workflow) -> str:
-    """Return the prompt of a task, or of a workflow, which may have replaced it.
+    """Return the prompt of a task or of a workflow. A workflow may have replaced the prompt of its task.
 
     Raises:
         TaskError: The prompt is not a text.
@@ -92,7 +92,7 @@ class SimpleWorkflow(DualWorkflow):
     """Whether the first run of the task is greedy. It never is in an evaluation."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Let a class outside of this package read further ``workflow_args`` than its base class."""
+        """Let a class outside of this package read more ``workflow_args`` than its base class."""
         super().__init_subclass__(**keywords)
         kind = cls.arguments_kind
         is_foreign = not cls.__module__.startswith("trinity_mq.")
@@ -132,8 +132,8 @@ class SimpleWorkflow(DualWorkflow):
         return prefix
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """Return the messages of the request: the system prompt, the task, and the beginning of the answer. The first
-        and the last are left out if they are empty.
+        """Return the messages of the request: the system prompt, the task, and the beginning of the answer. The system
+        prompt and the beginning are left out if they are empty.
         """
         parts = {"system": self.system_prompt, "user": question_of(self), "assistant": self.reply_prefix}
         return [{"role": role, "content": text} for role, text in parts.items() if text or role == "user"]
@@ -164,7 +164,7 @@ class SimpleWorkflow(DualWorkflow):
         return self._numbered_responses(responses)
 
     def _reward_arguments(self) -> Mapping[str, Any]:
-        """Return further arguments of the reward function, which gets those that it takes."""
+        """Return further arguments for the reward function, which gets only arguments that it accepts."""
         return {}
 
     async def _with_rewards(self, responses: list[Experience]) -> list[Experience]:

@@ -33,7 +33,7 @@ class ToolAgentArguments(Arguments):
     tools: tuple[str, ...] = Field(min_length=1)
     """Dotted paths of the functions that the model may call."""
     max_turns: int = Field(default=5, ge=1, le=1000)
-    """Maximum requests of one run."""
+    """Maximum requests to the model in one run."""
     max_result: int = Field(default=4000, ge=1)
     """Maximum characters of a function's result shown to the model."""
     tool_timeout: float = Field(default=30.0, gt=0)
@@ -72,7 +72,7 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         return self._arguments.max_turns
 
     async def _agent_step(self, step_num: int) -> bool:
-        """Ask the model and execute its calls; return whether it made any."""
+        """Ask the model and execute its tool calls; return whether the model made any calls."""
         completion = self.client.chat.completions.create(
             model=self.model.model_name, messages=self._conversation, tools=self._toolbox.schemas
         )
@@ -93,7 +93,7 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
 
     async def _run_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the last answer; its parts and the tool counters become metrics."""
-        # the content of the message has no thoughts, but the prompt may have opened them
+        # the whole sampled text is judged: the message lacks the thoughts, which the prompt may have opened
         sampled = exps[-1].response_text if exps else None
         judge = functools.partial(
             parts_of,

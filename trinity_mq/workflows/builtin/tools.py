@@ -79,7 +79,7 @@ class Toolbox:
             return self._shortened(tool.call(call_arguments))
         except RunFailedError:
             raise
-        except Exception as error:  # of the user's function, or about the call
+        except Exception as error:  # raised by the user's function, or about the call
             return _error_result(error)
 
     async def call_async(self, name: str, arguments: str, timeout: float | None = None) -> Result:
@@ -88,7 +88,7 @@ class Toolbox:
         Args:
             name: Name of the tool.
             arguments: A JSON object.
-            timeout: Seconds after which the result is a timeout. None: no limit.
+            timeout: Seconds after which the call is ended and its result is an error. None: no limit.
         """
         try:
             tool, call_arguments = self._parsed_call(name, arguments)
@@ -98,7 +98,7 @@ class Toolbox:
                 return self._shortened(await in_thread(lambda: tool.call(call_arguments), f"tool-{name}", interrupt))
         except RunFailedError:
             raise
-        except Exception as error:  # of the user's function, or about the call
+        except Exception as error:  # raised by the user's function, or about the call
             if isinstance(error, TimeoutError) and limit.expired():
                 error = _CallError(f"not done within {timeout:g} s")
             return _error_result(error)
@@ -124,7 +124,7 @@ class Toolbox:
 
 
 class _Tool:
-    """One function."""
+    """A function that a model may call, with its schema."""
 
     def __init__(self, path: str, function: Any) -> None:
         if not inspect.isroutine(function):

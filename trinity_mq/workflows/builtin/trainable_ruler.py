@@ -84,7 +84,7 @@ class MathTrainableRulerWorkflow(MathAnswerWorkflow):
         return [*answers, *verdicts]
 
     def _error(self, scores: Sequence[float], gold: Sequence[float]) -> float:
-        """Return the mean distance between scores and the rule rewards, both from 0 to 1."""
+        """Return the mean distance between scores and the rule rewards, which are scaled to 0 to 1 first."""
         low, high = self._arguments.lowest, self._arguments.highest
         scaled = [min(max((reward - low) / (high - low), 0.0), 1.0) for reward in gold]
         return sum(abs(score - target) for score, target in zip(scores, scaled, strict=True)) / len(gold)

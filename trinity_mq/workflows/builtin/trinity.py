@@ -5,7 +5,7 @@ Trinity-RFT 0.6.0 (Apache-2.0, https://github.com/agentscope-ai/Trinity-RFT), wh
 Tool-N1 (https://github.com/NVlabs/Tool-N1). :data:`trinity_mq.renamed.CHANGED_NAMES` lists the project's own workflows
 that had these names before.
 
-As there, an empty system prompt means no system prompt.
+As in Trinity-RFT, an empty system prompt means no system prompt.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ the type of the arguments is correct.
 
 
 def tags_prompt(workflow: SimpleWorkflow) -> str | None:
-    """Return the system prompt of the task, else the prompt that asks for tags if the reward wants them."""
+    """Return the system prompt of the task. Without it, return the prompt that asks for tags if the reward wants tags,
+    else None.
+    """
     system: str | None = workflow.format_args.system_prompt
     wants_tags = workflow.task.reward_fn in (None, "math_reward", MathRewardFn)
     return TAGS_PROMPT if system is None and wants_tags else system
 
 
 class MathWorkflow(SimpleWorkflow):
-    """Math problems with thoughts and answer in tags: ``math_reward``, unless the task has another reward."""
+    """Math problems with thoughts and answer in tags. The reward is ``math_reward``, unless the task has another."""
 
     _default_reward_fn = "math_reward"
     system_prompt = Replaceable(tags_prompt)
@@ -88,8 +90,8 @@ class BoxedWorkflowArguments(BoxedArguments):
 
 
 class MathBoxedWorkflow(BoxedAnswerWorkflow):
-    r"""Math problems with the answer in ``\boxed{}``: ``math_boxed_reward``, unless the task has another reward. A
-    response that was cut at a limit is not trained on.
+    r"""Math problems with the answer in ``\boxed{}``: the reward is ``math_boxed_reward``, unless the task has another.
+    A response that was cut at a limit is not trained on.
     """
 
     _default_reward_fn = "math_boxed_reward"
@@ -137,8 +139,8 @@ EVALUATION_SAMPLING = {"temperature": 0.6, "top_p": 0.8, "n": 1}
 
 
 def qwen_accuracy(response: Experience, truth: Any) -> float | None:
-    """Return 1.0 if a response states the answer of ``truth`` by the evaluation of Qwen2.5-Math, else 0.0. None without
-    a truth.
+    """Return 1.0 if a response's answer equals ``truth`` by the rules of Qwen2.5-Math's evaluation, else 0.0. None
+    without a truth.
     """
     wanted = truth_text(truth)
     return None if wanted is None else float(compare("qwen", response.response_text or "", wanted).right)
@@ -189,7 +191,7 @@ class AsyncMathEvalWorkflow(MathEvalWorkflow):
 
 
 def evaluation_messages(problem: str) -> list[dict[str, Any]]:
-    """Return the messages that ask for a problem as the evaluation of Qwen2.5-Math does."""
+    """Return the messages that pose a problem, in the form of Qwen2.5-Math's evaluation."""
     return [
         {"role": "system", "content": ASSISTANT_PROMPT},
         {"role": "user", "content": f"{problem}\n{BOXED_PROMPT}"},
@@ -207,8 +209,8 @@ class TeacherArguments(DistillationArguments):
 
 
 class OnPolicyDistillWorkflow(DistillWorkflow):
-    """A teacher scores each token of the answers. The reward is 0; the metric ``kl_divergence`` is the sum over the
-    tokens of a response of log p - log q.
+    """A teacher scores each token of the answers. The reward is 0. The metric ``kl_divergence`` is log p (student) -
+    log q (teacher), summed over the tokens of a response.
     """
 
     is_async = True
@@ -351,8 +353,10 @@ def compute_toolcall_reward(solution_str: str, ground_truth: Any) -> float:
 
 
 def _call_list(value: Any) -> list[Mapping[str, Any]] | None:
-    """Return calls, or None if ``value`` is not a list of maps with name and arguments, nor one such map."""
-    for _ in range(2):  # JSON of a text of JSON, too
+    """Return the list of calls in ``value``. None: it is neither a list of maps with name and arguments nor one such
+    map.
+    """
+    for _ in range(2):  # the value may be encoded as JSON twice
         value = _parsed(value) if isinstance(value, str) else value
     calls = [value] if isinstance(value, Mapping) else value
     if not isinstance(calls, list):

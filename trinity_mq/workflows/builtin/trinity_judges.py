@@ -102,8 +102,8 @@ def ruler_messages(question: str, answers: Sequence[str], between: str) -> Messa
 
 
 def ruler_scores(verdict: str, count: int) -> list[float] | None:
-    """Return the last list of a verdict, as ``count`` scores from 0 to 1; a number outside becomes the nearest of both.
-    None without such a list.
+    """Return the last list of a verdict, as ``count`` scores from 0 to 1; a number outside of this range becomes the
+    nearer bound. None without such a list.
     """
     text = verdict[-MAX_VERDICT:]
     start, end = text.rfind("["), text.rfind("]")
@@ -136,7 +136,7 @@ def rubric_messages(question: str, response: str, rubric: Sequence[Any]) -> Mess
 
 
 def rubric_rating(verdict: str) -> float | None:
-    """Return the rating in the first block of code of a verdict, from 0.1 to 1; None without a rating."""
+    """Return a tenth of the rating in the first code block of a verdict, so 0.1 to 1; None without a rating."""
     mark = "```json" if "```json" in verdict else "```"
     _, opened, rest = verdict.partition(mark)
     block, closed, _ = rest.partition("```")
@@ -213,7 +213,7 @@ class MathTrainableRULERWorkflow(SimpleWorkflow):
     """:class:`MathRULERWorkflow` with the policy as judge.
 
     For a fifth of the tasks the answers get the rule reward. As many verdicts as answers are then sampled and rewarded
-    by their closeness to the rule rewards: these experiences have the task id with ``-ruler``. For the other tasks one
+    by their closeness to the rule rewards. The task id of a verdict ends with ``-ruler``. For the other tasks one
     verdict gives the rewards.
     """
 
@@ -269,7 +269,7 @@ class RubricJudgeWorkflow(_JudgedWorkflow):
         """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: The rubric does not have this form.
+            TaskError: The rubric is not such a list.
         """
         super().reset(task)
         self._rubric = task.raw_task.get("rubric") or []

@@ -35,8 +35,8 @@ class ThinkingBudgetArguments(Arguments):
 class ThinkingBudgetWorkflow(SimpleWorkflow):
     """One answer for each run to the record's ``messages``, with at most ``thinking_token_budget`` tokens of thoughts.
 
-    The first tokens that end the thoughts are not trained on, whoever wrote them. The reward is the task's reward, if
-    it has one; else a subclass or an operator gives it.
+    The tokens of the first text that ends the thoughts are not trained on, whether the model or this workflow wrote
+    them. The reward is the task's reward, if it has one; else a subclass or an operator gives it.
     """
 
     arguments_kind: ClassVar[type[ThinkingBudgetArguments]] = ThinkingBudgetArguments
@@ -59,7 +59,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
         return messages
 
     async def _dual_body(self) -> list[Experience]:
-        """Ask for the thoughts, end those that go over the budget, and return one experience for each run."""
+        """Ask for the thoughts, end thoughts that exceed the budget, and return one experience for each run."""
         budget, sampling = self._arguments.thinking_token_budget, self._request_sampling()
         limit = sampling.get("max_tokens")
         first = min(max(budget, 1), limit or max(budget, 1))
@@ -78,7 +78,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
         return self._numbered_responses(responses)
 
     async def _continued(self, answer: Experience, end: list[int], limit: int | None) -> Experience:
-        """Return the whole answer that begins with ``answer``."""
+        """Return ``answer``, continued if it used up the budget and ``limit`` allows more tokens."""
         tokens = answer.tokens.tolist()
         begun_tokens = tokens[answer.prompt_length :]
         budget = self._arguments.thinking_token_budget
@@ -119,13 +119,15 @@ class AsyncThinkingBudgetWorkflow(ThinkingBudgetWorkflow):
 
 
 def _place(tokens: list[int], part: list[int]) -> int | None:
-    """Return the place of the first occurrence of ``part`` in ``tokens``."""
+    """Return the index of the first occurrence of ``part`` in ``tokens``, or None."""
     places = range(len(tokens) - len(part) + 1)
     return next((place for place in places if tokens[place : place + len(part)] == part), None)
 
 
 def _joined(answer: Experience, kept: int, forced: Sequence[int], tail: Experience, end: str) -> Experience:
-    """Return one experience of the first ``kept`` tokens of ``answer``, of ``forced`` tokens and of ``tail``."""
+    """Return one experience whose response is the first ``kept`` response tokens of ``answer``, the ``forced`` tokens
+    and the response of ``tail``.
+    """
 
     def joined(first: Tensor | None, last: Tensor | None) -> Tensor | None:
         if first is None or last is None:
@@ -151,7 +153,9 @@ def _joined(answer: Experience, kept: int, forced: Sequence[int], tail: Experien
 
 
 def _joined_versions(answer: Experience, kept: int, tail: Experience, start: int) -> Versions | None:
-    """Return the versions of the first ``kept`` tokens of ``answer``, and of ``tail`` from token ``start`` on."""
+    """Return the weight versions of a joined response: the first ``kept`` tokens of ``answer``, then ``tail`` from
+    token ``start`` on.
+    """
     if answer.versions is None or tail.versions is None:
         return None
     rows = [row for row in answer.versions if row[0] < kept]

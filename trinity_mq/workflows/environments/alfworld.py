@@ -51,8 +51,8 @@ def shown(observation: str) -> str:
 
 
 class AlfworldWorkflow(GameFileWorkflow):
-    """A game of ALFWorld. The record's prompt is the path of the game. The game gives the reward at its end; without an
-    end it is -0.1.
+    """A game of ALFWorld. The record's prompt is the path of the game. The game gives the reward at its end. If it does
+    not end within the steps, the reward is -0.1.
     """
 
     arguments_kind = AlfWorldArguments
@@ -70,8 +70,8 @@ class AlfworldWorkflow(GameFileWorkflow):
 class StepWiseAlfworldWorkflow(AlfworldWorkflow):
     """:class:`AlfworldWorkflow` with an experience for each step, all with the reward of the game.
 
-    ``info`` of each has ``env_state_hash``, the SHA-256 digest of what the model saw, and ``step_reward``: the two
-    facts that GiGPO compares steps by.
+    ``info`` of each has ``env_state_hash``, the SHA-256 digest of what the model saw, and ``step_reward``: GiGPO
+    compares steps by these two facts.
     """
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
@@ -101,12 +101,12 @@ class Attempt:
     """One attempt at a game."""
 
     messages: list[dict[str, str]]
-    """The conversation without what only the second attempt sees."""
+    """The conversation, without the messages about the first attempt, which only a second attempt sees."""
     answers: list[Experience]
     reward: float
     done: bool
     complete: bool
-    """Whether each answer has an experience, a thought and an action."""
+    """Whether no limit cut an answer, and each answer has the parts experience, thought and action."""
 
     @property
     def steps(self) -> int:
@@ -139,7 +139,9 @@ class RAFTAlfworldWorkflow(GameFileWorkflow):
         return [self._masked(attempt, facts)]
 
     async def _attempt(self, environment: ChildEnvironment, feedback: list[dict[str, str]] | None = None) -> Attempt:
-        """Play the game once. Equal actions end it, unless ``feedback`` has the messages before a second attempt."""
+        """Play the game once. :data:`REPEATED` equal actions end a first attempt. ``feedback``: the messages that a
+        second attempt begins with.
+        """
         conversation = EpisodeConversation(self.model, RAFT_ALFWORLD)
         clean = list(conversation.messages)
         if feedback is not None:
@@ -183,8 +185,8 @@ class RAFTAlfworldWorkflow(GameFileWorkflow):
 
 class RAFTReflectAlfworldWorkflow(RAFTAlfworldWorkflow):
     """:class:`RAFTAlfworldWorkflow` with a second attempt after a failed one, which sees the first attempt and its
-    result. It is trained on, without the first attempt, if its reward is higher, or if it needs fewer steps for a full
-    reward.
+    result. The second attempt is trained on, without the first attempt, if its reward is higher, or if it needs fewer
+    steps for a full reward.
     """
 
     async def _after_failure(
@@ -223,7 +225,7 @@ def read_parts(answer: str) -> tuple[str, str, str]:
 
 
 def reward_feedback(attempt: Attempt) -> str:
-    """Return what a second attempt is told about the first one.
+    """Return the feedback on the first attempt that the second attempt sees.
 
     The sentences are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
     """

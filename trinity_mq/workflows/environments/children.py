@@ -34,7 +34,7 @@ CHECK_SECONDS = 30.0
 
 _KEYS = itertools.count()
 _FREE: weakref.WeakKeyDictionary[PersistentProgram, asyncio.LifoQueue[int]] = weakref.WeakKeyDictionary()
-"""Numbers of the processes that no run uses, by the first process of their program."""
+"""Numbers of the processes that no run uses, by the process with number 0 of the same program."""
 
 
 class ChildArguments(Arguments):
@@ -86,8 +86,8 @@ class ChildEnvironment:
     """The environment of one run.
 
     Args:
-        arguments: The kind of environment.
-        process: Its process.
+        arguments: The arguments, with the kind of environment.
+        process: The process that holds the environment.
     """
 
     def __init__(self, arguments: ChildArguments, process: PersistentProgram) -> None:
@@ -100,9 +100,9 @@ class ChildEnvironment:
         """Make the environment. An earlier environment of this run is closed first.
 
         Raises:
-            TaskError: ``args`` describe no environment.
+            TaskError: ``args`` do not describe an environment.
             EnvironmentFailedError: The environment could not be made.
-            SandboxFailed: The process could not be started, because a package is missing.
+            SandboxFailed: The process could not be started, for example because a package is missing.
         """
         self.first = await self._ask({"do": "open", "args": dict(args)})
 
@@ -178,7 +178,7 @@ class ChildWorkflow(ConversationWorkflow):
 
     @abstractmethod
     def _first(self) -> Mapping[str, Any]:
-        """Return what the process needs to make the environment."""
+        """Return the arguments with which the process makes the environment."""
 
     @abstractmethod
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
@@ -220,11 +220,11 @@ def _free_processes(first: PersistentProgram, at_once: int) -> asyncio.LifoQueue
 
 
 class GameFileArguments(ChildArguments):
-    """Arguments of environments whose records choose a file."""
+    """Arguments of environments whose records choose a game file."""
 
     games: str = "games"
-    """Folder of the games. A record names a game by its path in it; other files of the machine are refused, because a
-    game is a program. A record cannot set it.
+    """Folder of the games. A record names a game by its path in this folder; other files of the machine are refused,
+    because a game is a program. A record cannot set the folder.
     """
 
     def missing(self) -> list[str]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConversationWorkflow(Workflow):
-    """A workflow on the event loop that holds an :class:`EpisodeConversation`, with its arguments."""
+    """Base of asynchronous workflows that hold an :class:`EpisodeConversation`. It reads their arguments."""
 
     is_async = True
     arguments_kind: ClassVar[type[Arguments]]
@@ -79,7 +79,7 @@ class EpisodeConversation:
 
         Args:
             reward: Reward of the episode. An episode that a limit on tokens has cut has 0 instead.
-            info: Facts for the last experience; its numbers become metrics.
+            info: Facts for the last experience; the numbers among them also become its metrics.
             run: Number of the run.
         """
         experiences = merge_turns(self.answers)

@@ -65,25 +65,27 @@ class GridPackArguments(Arguments):
     max_rounds: int = Field(default=10, ge=1, le=100)
     """Largest number of moves of a task."""
     reveal_radius: int = Field(default=1, ge=0, le=64)
-    """Cells seen around each entered cell."""
+    """Number of cells that are seen in each direction around an entered cell."""
     context_compression_mode: Literal["keep_all", "remove_think", "keep_answer"] = "keep_all"
     """Part of an answer that later rounds of a task see: all, all but its thoughts, or the move."""
     length_penalty_coef: float = Field(default=0.0, ge=0)
-    """Factor of the penalty for long answers and many rounds of a task with a reward."""
+    """Factor of the penalty for long answers and many rounds, which only a task with a reward above 0 has."""
     len_zero_penalty: int | None = Field(default=None, ge=1)
     len_full_penalty: int | None = Field(default=None, ge=1)
-    """Tokens of an answer from which the penalty is whole."""
+    """Length of an answer, in tokens, from which the penalty is full."""
     max_response_tokens_restraint: int | None = Field(default=None, ge=1)
     """Length of an answer, in tokens, that the prompts ask for."""
     hint_example: bool = False
     """Show the model an example of hints."""
     hint_penalty_coef: float = Field(default=0.0, ge=0)
-    """Amount by which the reward of hints that cannot be read, or are too long, is below 0."""
+    """Maximum penalty for hints that cannot be read, are too short or too long. The reward of hints is minus their
+    penalty.
+    """
     hint_len_min_penalty: int | None = Field(default=None, ge=1)
-    """Tokens of hints below which the penalty is whole."""
+    """Length of hints, in tokens, below which the penalty is full."""
     hint_len_zero_penalty: int | None = Field(default=None, ge=1)
     hint_len_max_penalty: int | None = Field(default=None, ge=1)
-    """Tokens of hints from which the penalty is whole."""
+    """Length of hints, in tokens, from which the penalty is full."""
 
     @model_validator(mode="after")
     def _check_ranges(self) -> GridPackArguments:
@@ -101,11 +103,11 @@ class GridPackArguments(Arguments):
 
 
 class GridMap:
-    """The map of a pack: hidden costs, and which of them were seen. All tasks of the pack share it.
+    """The map of a pack: hidden costs, and the cells that were seen. All tasks of the pack share it.
 
     Args:
         costs: Cost of each cell, from 0 to 99, ``[size, size]``.
-        radius: Cells seen around each entered cell.
+        radius: Number of cells that are seen in each direction around an entered cell.
     """
 
     def __init__(self, costs: Costs, radius: int) -> None:
@@ -117,13 +119,13 @@ class GridMap:
         return len(self.costs)
 
     def enter(self, cells: Sequence[Place]) -> None:
-        """See the cells around each of ``cells``."""
+        """Mark the cells around each of ``cells`` as seen."""
         for row, column in cells:
             rows, columns = (slice(max(0, place - self.radius), place + self.radius + 1) for place in (row, column))
             self.seen[rows, columns] = True
 
     def show(self) -> str:
-        """Return the seen costs with the numbers of rows and columns, ``?`` for the others."""
+        """Return the map as text: costs of seen cells, ``?`` for other cells, and numbers of rows and columns."""
         numbers = range(self.size)
         rows = ["     " + "".join(f"{column:>3}" for column in numbers)]
         for row in numbers:
@@ -181,7 +183,7 @@ class GridTask:
         self.entered: list[int] = []
         """Costs of all entered cells."""
         self.invalid = ""
-        """Fault of the move that ended the task."""
+        """Reason why a move was invalid and ended the task. Empty: no move was invalid."""
 
     @property
     def loss(self) -> float:
@@ -199,7 +201,9 @@ class GridTask:
         return self.moves == self.rounds or bool(self.invalid)
 
     def move(self, destination: Place | None) -> str:
-        """Make a move, and return what the model is told about it. An invalid one ends the task. None: no move."""
+        """Make a move, and return the feedback for the model. An invalid move ends the task, and so does None, an
+        answer without a move.
+        """
         self.invalid = self._problem(destination)
         if destination is None or self.invalid:
             return f"Invalid action: {self.invalid} Game over."
@@ -230,7 +234,7 @@ class GridTask:
         return ""
 
     def outcome(self) -> str:
-        """Return what the author of hints is told about the end of the task. Source of the form: Trinity-RFT."""
+        """Return the text that tells the author of hints how the task ended. Its form comes from Trinity-RFT."""
         if self.invalid:
             end = f"Invalid action: {self.invalid} Game over."
         elif self.place == self.goal:
@@ -248,10 +252,11 @@ class GridTask:
 
 class GridNavigationPackWorkflow(ConversationWorkflow):
     """A pack of tasks on one map. The tasks of a run follow one another; after each task but the last the model writes
-    hints, which the system prompt of the next task has.
+    hints, which the system prompt of the next task contains.
 
-    The experiences of a task have the task's reward, hints have the penalty of their length. ``info`` has what the
-    advantage ``cod`` needs: ``exp_type``, ``task_idx`` or ``hint_idx``, and ``task_rewards``.
+    The experiences of a task have the task's reward. The experience of hints has minus their penalty as its reward.
+    ``info`` has the fields that the advantage ``cod`` needs: ``exp_type``, ``task_idx`` or ``hint_idx``, and
+    ``task_rewards``.
     """
 
     arguments_kind = GridPackArguments
@@ -321,8 +326,8 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
         return arguments.length_penalty_coef * (sum(shares) / len(shares) + len(answers) / task.rounds)
 
     async def _update(self, hints: str, trajectory: str, reward: float, feedback: str) -> tuple[list[Experience], str]:
-        """Let the model write hints; return its experience and the hints. Hints stay as they are if the model cannot
-        read the course of the task, which is too long for it.
+        """Let the model write hints; return its experience and the hints. Hints stay as they are if the course of the
+        task is too long for the model.
         """
         arguments = self.arguments
         system = UPDATE_HINTS + (UPDATE_HINTS_EXAMPLE if arguments.hint_example else "")
@@ -343,7 +348,7 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
         return conversation.experiences(-penalty, info, self.run_id_base), f"Hints: {text}" if text else NO_HINTS
 
     def _hint_fault(self, length: int, *, is_read: bool) -> float:
-        """Return the share of the penalty for hints of ``length`` tokens."""
+        """Return the share of the penalty, from 0 to 1, for hints of ``length`` tokens."""
         arguments = self.arguments
         low, high = arguments.hint_len_zero_penalty, arguments.hint_len_max_penalty
         if not is_read:
@@ -376,7 +381,7 @@ def between(text: str, begin: str, end: str) -> str:
 
 
 def compressed(answer: str, mode: str) -> str:
-    """Return what later rounds see of an answer."""
+    """Return the part of an answer that later rounds see."""
     if mode == "remove_think":
         *parts, rest = answer.split(THINK_END)
         kept = [part.partition(THINK_BEGIN)[0] if THINK_BEGIN in part else part + THINK_END for part in parts]

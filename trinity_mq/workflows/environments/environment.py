@@ -15,7 +15,7 @@ from trinity_mq.workflows.workflow import TaskError
 
 EXTRA = "gymnasium is not installed: pip install 'trinity-mq[gymnasium]'"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-"""The dotted path of a callable. The id of an environment has a colon, or no dot outside its version."""
+"""Pattern of the dotted path of a callable. The id of an environment has a colon, or no dot outside its version."""
 
 
 class EnvironmentFailedError(SandboxFailed):
@@ -111,7 +111,7 @@ class Environment:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Delay a close to the end of a call."""
+        """Mark the environment as in use, so that a close during a call takes effect at the end of the call."""
         with self._lock:
             if self._closing:
                 raise EnvironmentFailedError(f"environment {self.name!r} is closed already")

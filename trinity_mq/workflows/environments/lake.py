@@ -1,6 +1,6 @@
 """Frozen Lake as Trinity-RFT has it: the same maps, prompts, form of moves, rewards and step limits under its name.
 
-:mod:`trinity_mq.workflows.games.frozen_lake` is another task on the same ice, with shorter prompts.
+:mod:`trinity_mq.workflows.games.frozen_lake` is another task with a frozen lake, with shorter prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trinity_mq.workflows.games.frozen_lake import (
 from trinity_mq.workflows.workflow import TaskError
 
 ORDER = tuple(MOVES)
-"""The moves by their numbers in Gymnasium, from 0. In an answer they count from 1."""
+"""The moves in the order of their numbers in Gymnasium, from 0. In an answer the numbers begin at 1."""
 SIGNS = {ICE: "_", HOLE: "O", GOAL: "G"}
 FENCE = "```"
 
@@ -50,7 +50,7 @@ class TrinityLakeArguments(Arguments):
     size: int | None = Field(default=None, ge=2, le=MAX_SIZE)
     """Rows and columns of a drawn map."""
     p: float = Field(default=0.8, gt=0)
-    """Probability of a place to be ice. Above 1 counts as 1."""
+    """Probability that a place is ice. A value above 1 counts as 1."""
     seed: int = Field(default=42, ge=0)
     """Seed of the map and of the slips."""
 
@@ -120,8 +120,8 @@ def prompt(step: int, seen: str, *, unmoved: bool, left: int) -> str:
 
     Args:
         step: Number of moves so far.
-        seen: The lake.
-        unmoved: Whether the last answer has not changed it.
+        seen: The lake as the model sees it.
+        unmoved: Whether the last answer left the lake unchanged.
         left: Number of further answers.
     """
     text = (
@@ -138,7 +138,9 @@ def prompt(step: int, seen: str, *, unmoved: bool, left: int) -> str:
 
 
 def read_move(answer: str) -> str | None:
-    """Return the move in the last pair of fences of an answer, a direction or its number from 1. None: it has none."""
+    """Return the move in the last pair of fences of an answer, a direction or its number from 1. None: the answer does
+    not contain a move.
+    """
     parts = answer.split(FENCE)
     pairs = (len(parts) - 1) // 2
     text = parts[2 * pairs - 1].strip().lower() if pairs else ""
@@ -150,7 +152,7 @@ def read_move(answer: str) -> str | None:
 
 
 class Walk:
-    """A walk over a lake. It slips as in Gymnasium's ``FrozenLake-v1`` with the same seed.
+    """A walk over a lake. The player slips as in Gymnasium's ``FrozenLake-v1`` with the same seed.
 
     Args:
         lake: The map.
@@ -161,7 +163,7 @@ class Walk:
     def __init__(self, lake: LakeMap, seed: int, *, slippery: bool) -> None:
         self._lake, self._slippery = lake, slippery
         self._random = np.random.default_rng(seed)
-        self._random.random()  # Gymnasium draws the start
+        self._random.random()  # Gymnasium draws the start with this number
         self.place: Place = lake.find(START)
 
     def move(self, move: str | None) -> None:
@@ -196,7 +198,7 @@ def draw_map(size: int, p: float, seed: int, max_steps: int) -> LakeMap:
 
     Args:
         size: Rows and columns, at least 2.
-        p: Probability of a place to be ice.
+        p: Probability that a place is ice.
         seed: Seed of the map.
         max_steps: Maximum moves of a way to the goal.
 
@@ -219,8 +221,8 @@ def draw_map(size: int, p: float, seed: int, max_steps: int) -> LakeMap:
 
 
 def _has_way(lake: LakeMap, max_steps: int) -> bool:
-    """Return whether a depth-first search finds the goal. It visits each place once, so it may miss a shorter way.
-    Trinity-RFT chooses its maps by this search.
+    """Return whether a depth-first search finds the goal next to a place that it reaches in at most ``max_steps``
+    moves. It visits each place once, so it may miss a shorter way. Trinity-RFT chooses its maps by this search.
     """
     todo, visited = [(lake.find(START), 0)], set[Place]()
     while todo:

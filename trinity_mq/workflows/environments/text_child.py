@@ -56,7 +56,7 @@ class TextEnvironment:
         raise NotImplementedError
 
     def step(self, env: Any, action: str) -> State:
-        """Execute an action."""
+        """Execute an action; return the state after it."""
         raise NotImplementedError
 
     def close(self, env: Any) -> None:
@@ -162,7 +162,7 @@ def allowed_file(folder: str, name: str) -> str:
 
 
 class AlfWorld(TextWorld):
-    """Games of ALFWorld: TextWorld's games with names of things that people use."""
+    """Games of ALFWorld: games of TextWorld whose objects have readable names."""
 
     packages = (*TextWorld.packages, "alfworld:pip install alfworld")
 
@@ -279,7 +279,7 @@ def answer_to(request: dict[str, Any], world: TextEnvironment, envs: dict[str, A
     Args:
         request: The request.
         world: The kind of environment.
-        envs: The open environments by their keys, which a request changes.
+        envs: The open environments by their keys. Requests add and remove environments.
     """
     key = request["key"]
     try:

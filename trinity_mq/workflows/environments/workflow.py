@@ -112,7 +112,7 @@ class EnvironmentEpisode(Episode):
         return self._shown
 
     def play(self, answer: str) -> str:
-        """Execute the action that ``answer`` denotes.
+        """Execute the action that ``answer`` denotes; return "", or the reason why ``answer`` is not an action.
 
         Raises:
             EnvironmentFailedError: The environment raised an error.
@@ -159,7 +159,8 @@ class EnvironmentEpisode(Episode):
 
 
 class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
-    """One episode of an environment in each run. All runs of a task play the same episode: the task's seed resets it.
+    """One episode of an environment in each run. All runs of a task play the same episode: the task's seed resets the
+    environment.
 
     The environment is created for the run and closed when the run ends, also after an error. On the event loop its
     methods run in threads, one at a time.
@@ -339,7 +340,7 @@ def check_observations(space: Any, environment: str) -> None:
     """Check that observations of a space can be written as text.
 
     Raises:
-        TaskError: They cannot.
+        TaskError: An observation of the space cannot be written as text.
     """
     from gymnasium import spaces
 

@@ -34,7 +34,7 @@ def shown(observation: str) -> str:
 
 
 def record_number(task: Task) -> int:
-    """Return the prompt of a record as a number.
+    """Return the prompt of a record as a number, or 0 if the prompt is missing.
 
     Raises:
         TaskError: The prompt is not a number.
@@ -136,12 +136,12 @@ class WebShopArguments(ChildArguments):
     num_products: int | None = Field(default=None, ge=1)
     """Number of products: 1000 or 100000. None: all, which take about 15 GB of memory once for each runner."""
     step_seconds: float = Field(default=1800.0, gt=0)
-    """Time limit of one action, and of making an environment: the first one loads the products."""
+    """Time limit of one action, and of making an environment: for the first environment the products are loaded."""
 
 
 class WebShopWorkflow(ChildWorkflow):
-    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the
-    reward; without a purchase it is -0.1.
+    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the reward; without a
+    purchase the reward is -0.1.
     """
 
     arguments_kind = WebShopArguments
@@ -169,7 +169,7 @@ class WebShopWorkflow(ChildWorkflow):
 
 
 def refused_purchase(action: str, search_bar: bool, clickables: Sequence[str]) -> str:
-    """Return why WebShop's current page does not allow an action, as the model reads it. Empty: it does.
+    """Return the message to the model if WebShop's current page does not allow an action. Empty: the page allows it.
 
     The sentences are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
     """
@@ -213,7 +213,7 @@ class InterCodeArguments(ChildArguments):
     auto_submit: bool = True
     """Submit the last result if the model has not done so."""
     verbose: bool = False
-    """Has no effect: what the environment prints is not shown."""
+    """Has no effect: prints of the environment are never shown."""
 
 
 class InterCodeSQLWorkflow(ChildWorkflow):

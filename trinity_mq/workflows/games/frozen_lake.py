@@ -98,7 +98,7 @@ def make_lake(size: int, ice: float, seed: int, *, within: int | None = None) ->
 
     Args:
         size: Rows and columns, at least 2.
-        ice: Probability of each place in between to be ice, in (0, 1].
+        ice: Probability that a place other than start and goal is ice, in (0, 1].
         seed: Seed of the map.
         within: Maximum moves of the shortest path. None: no limit.
 
@@ -194,12 +194,12 @@ class LakeArguments(GameArguments):
     """Rows of S (start), F (ice), H (hole), G (goal)."""
     size: int = Field(default=4, ge=2, le=MAX_SIZE)
     ice: float = Field(default=0.8, gt=0, le=1)
-    """Probability of a place to be ice."""
+    """Probability that a place other than start and goal is ice."""
     slippery: bool = False
 
 
 class LakeGame(Game):
-    """A lake in play."""
+    """A game of Frozen Lake that a model plays."""
 
     instructions = INSTRUCTIONS
 
@@ -207,7 +207,7 @@ class LakeGame(Game):
         self.state = state
         self._shortest_path = state.lake.shortest() or 1
         self.unclear = 0
-        """Number of answers that named no move."""
+        """Number of answers that did not name a move."""
         if state.slippery:
             self.instructions = INSTRUCTIONS + SLIPPERY
 
@@ -243,8 +243,8 @@ class LakeGame(Game):
 
 
 def read_move(answer: str) -> str | None:
-    """Return the last marked move of an answer, or the move that is the whole answer: ``down``, ``D``. Return None if
-    it names no move.
+    """Return the last marked move of an answer, or the move that is the whole answer, such as ``down`` or ``D``. Return
+    None if the answer names no move.
     """
     marked = _MARKED.findall(answer)
     if marked:

@@ -78,7 +78,7 @@ class Episode(ABC):
 
 
 class Game(Episode):
-    """One game in play."""
+    """An episode that can be won."""
 
     @property
     @abstractmethod
@@ -146,7 +146,7 @@ class EpisodeWorkflow(FinalRewardWorkflow, Generic[E]):
         """Return the reward of the episode."""
 
     async def played(self, answer: str) -> str:
-        """Make the move of ``answer`` in the episode and return its comment."""
+        """Make the move of ``answer`` in the episode and return the episode's comment on the move."""
         return self.episode.play(answer)
 
     @property

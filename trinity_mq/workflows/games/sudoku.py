@@ -55,7 +55,7 @@ class Sudoku:
 
     @property
     def right(self) -> int:
-        """Number of these blanks that now hold the right digit."""
+        """Number of places that were blank at the beginning and now hold the right digit."""
         places = zip(self.givens, self.board, self.solution, strict=True)
         return sum(initial == 0 and digit == solved for initial, digit, solved in places)
 
@@ -236,7 +236,7 @@ class SudokuArguments(GameArguments):
 
 
 class SudokuGame(Game):
-    """A Sudoku in play."""
+    """A Sudoku that a model plays."""
 
     instructions = INSTRUCTIONS
 

@@ -26,7 +26,7 @@ MAX_STEPS = 20
 MAX_MOVES = 5
 """Maximum entries of one step."""
 BLANKS = 40
-"""Blanks of a board that the record does not give: half of the fields."""
+"""Number of blanks of a random board, for a record without a board: half of the fields."""
 
 # Prompt of Trinity-RFT 0.6.0, Apache-2.0.
 PROMPT = (
@@ -70,7 +70,7 @@ class SudokuMovesWorkflow(DualWorkflow):
         """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: The record's boards are not boards.
+            TaskError: ``puzzle`` or ``solution`` of the record is not a board of 9 rows of 9 digits.
         """
         self.task = task
         if {"puzzle", "solution"} <= task.raw_task.keys():
@@ -118,8 +118,8 @@ class AsyncSudokuMovesWorkflow(SudokuMovesWorkflow):
 
 
 def parse_moves(text: str) -> list[tuple[int, int, int]] | None:
-    """Return the entries of an answer, lines of row, column and value; None if a line is anything else, or their number
-    is not 1 to 5.
+    """Return the entries of an answer, which has a line with row, column and value for each entry. None: a line is not
+    such an entry on the board, or the number of lines is not 1 to 5.
     """
     lines = [line.split() for line in text[:10_000].splitlines() if line.strip()]
     if not 0 < len(lines) <= MAX_MOVES or any(len(line) != 3 for line in lines):
@@ -133,7 +133,7 @@ def parse_moves(text: str) -> list[tuple[int, int, int]] | None:
 
 
 def is_valid(board: Board) -> bool:
-    """Return whether no row, column and block of a board holds a value twice; blanks may repeat."""
+    """Return whether no row, column or block of a board holds a value twice; blanks may repeat."""
     values = list(chain.from_iterable(board))
     for unit in chain.from_iterable(units(3)):
         entries = [values[place] for place in unit if values[place]]

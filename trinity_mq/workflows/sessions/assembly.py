@@ -1,7 +1,7 @@
 """Converts the calls of a session into experiences with rewards. No text is tokenised again.
 
-The answers of a session are a forest: the parent of an answer is the answer whose prompt and response begin its prompt,
-token by token.
+The answers of a session are a forest: the parent of an answer is the longest earlier answer whose prompt and response
+are the first tokens of its prompt.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def session_experiences(
     * The last answer of a lineage has the reward of its lineage in ``lineage_rewards``. Without such a reward it has
       ``d`` times the reward of the call that follows its tree (:func:`_followers`), else the session's reward.
 
-    Left out are answers without a reward, answers whose client repeated the request, and, of several choices of one
-    request, choices that no later call continues while it continues another choice. Such a choice is included if
-    ``call_rewards`` names it by its index.
+    Answers without a reward are left out, and answers whose client repeated the request. If later calls continue some
+    choices of a request, its other choices are left out too, unless ``call_rewards`` names them by index.
 
-    Turns that are merged into one experience share the reward of the last of them.
+    Turns that are merged into one experience share the reward of the last turn.
 
     Args:
         calls: The calls in their order.
@@ -71,8 +70,8 @@ def session_experiences(
 
 
 def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str, float]:
-    """Return a session's metrics: its numbers of calls, lineages, experiences, ties and malformed tool calls, and the
-    prefix breaks by cause.
+    """Return a session's metrics: the numbers of its calls, lineages, experiences, ties and malformed tool calls, and
+    the prefix breaks by cause.
     """
     causes = Counter(call.break_cause for call in calls if call.break_cause)
     return {
@@ -104,7 +103,7 @@ class _Answer:
     digest: TokenDigest
     """Digest of prompt and response."""
     parent: _Answer | None
-    """The longest answer to train on whose prompt and response begin the prompt."""
+    """The longest trained answer whose prompt and response are the first tokens of this answer's prompt."""
     root: SessionCall
     """First call of the tree of this answer."""
     branches: list[_Answer] = field(default_factory=list)
@@ -149,7 +148,7 @@ def _trained_answers(
         prompt = start.extended(call.prompt)
         extended = prefixes.longest(start, call.prompt)
         parent = base if base is None or base.is_trained else base.parent
-        if extended:  # an answer that is not continued yet comes before answers with equal tokens
+        if extended:  # of answers with equal tokens, an answer without a continuation comes first
             parent = next((answer for answer in extended if not answer.branches), extended[0])
         root = call if parent is None else parent.root
         for number, choice in enumerate(call.choices):
@@ -200,7 +199,7 @@ def _set_rewards(
 
 
 def _credit(answers: Sequence[_Answer], shared_prefix: SharedPrefix) -> float | None:
-    """Return the reward that the answers after a prefix give to it. None: none of them has a reward."""
+    """Return the reward that a prefix gets from the ``answers`` that follow it. None: no such answer has a reward."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     if not rewards:
         return None

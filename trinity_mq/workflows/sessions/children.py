@@ -34,11 +34,11 @@ READY_SECONDS = 120.0
 """Seconds that a kept program has to become ready: its imports may take long."""
 INSTALL = "install it, or correct the path in workflow_args (docs/harnesses.md installs harnesses)"
 END_SECONDS = 5.0
-"""Seconds from the end of the program's input to the kill."""
+"""Seconds that a program may still run after its input or its output was closed. Then it is killed."""
 OWN_PREFIX = "TRINITY_MQ_"
 """Prefix of variables of the run itself, such as the broker's URL with its password. Programs do not get them."""
 NEEDED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ")
-"""Variables that an isolated program gets too. They hold no secrets."""
+"""Variables of this process that an isolated program gets. They hold no secrets."""
 NEEDED_PREFIXES = ("LC_", "PYTHON")
 
 
@@ -94,7 +94,8 @@ class Program:
 
 
 def missing_program(name: str, cwd: str | None = None, path: str | None = None) -> str:
-    """Return why this machine does not have a program or its working directory, with the next step. Empty: it has both.
+    """Return a sentence if a program or its working directory is missing on this machine, with the next step. Empty:
+    both exist.
 
     Args:
         name: First word of a command.
@@ -113,7 +114,7 @@ async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[st
     Cancellation kills the program and all processes that it started.
 
     Raises:
-        SandboxFailed: The exit code is not 0, or the last line is not a JSON object.
+        SandboxFailed: The program cannot be started, its exit code is not 0, or the last line is not a JSON object.
     """
     process = await program.start(env)
     try:
@@ -238,7 +239,7 @@ class PersistentProgram:
 
     @property
     def runs(self) -> bool:
-        """Whether a process of the program may answer."""
+        """Whether the latest process of the program may still answer."""
         return bool(self._processes) and not self._processes[-1].over
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +259,7 @@ class PersistentProgram:
         """End all processes of the program.
 
         Args:
-            seconds: Seconds from the end of the program's input to the kill.
+            seconds: Seconds that a process may still run after its input was closed. Then it is killed.
         """
         processes, self._processes = self._processes, []
         await asyncio.gather(*(process.close(seconds) for process in processes))

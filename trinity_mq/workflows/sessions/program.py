@@ -143,7 +143,7 @@ class ProgramWorkflow(Workflow):
     async def _recorded(
         self, ask: Callable[[LocalSession], Awaitable[Mapping[str, Any]]], socket: Path | None = None
     ) -> list[Experience]:
-        """Open a session for a program, run it, and return the recorded answers with rewards.
+        """Open a session, run the program in it, and return the recorded answers with rewards.
 
         Args:
             ask: Runs the program; returns its result.

@@ -20,11 +20,11 @@ class RecordedSession(BaseModel):
 
     id: str
     calls: list[bytes]
-    """Messages of kind ``session_call``."""
+    """Encoded messages of kind ``session_call``."""
     reward: float | None = None
     call_rewards: list[tuple[str, int | None, float]] = Field(default_factory=list)
     lineage_rewards: dict[str, float] = Field(default_factory=dict)
-    """Rewards by the id of a call of the lineage."""
+    """Rewards of lineages, by the id of any call of the lineage."""
     metrics: dict[str, float] = Field(default_factory=dict)
     labels: dict[str, str] = Field(default_factory=dict)
 

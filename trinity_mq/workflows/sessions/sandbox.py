@@ -36,8 +36,8 @@ SYSTEM = ("/usr", "/etc/alternatives", "/etc/ssl", "/etc/pki", "/etc/ca-certific
 LINKED = ("/bin", "/sbin", "/lib", "/lib64")
 """Links into ``/usr`` on most systems."""
 KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/bus", "/proc/irq")
-"""Files of the kernel that a runner of root's could write although the sandbox has no capabilities: a process that
-writes ``core_pattern`` leaves the sandbox. Container runtimes make the same paths read-only.
+"""Kernel files that an agent could write if its runner is root, although the sandbox has no capabilities: a process
+that writes ``core_pattern`` leaves the sandbox. Container runtimes make the same paths read-only.
 """
 USER_ID = 1000
 ACCOUNTS = f"agent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/bash\n"
@@ -45,11 +45,13 @@ HOSTS = "127.0.0.1 localhost\n"
 TAIL_BYTES = 4000
 """Bytes from the end of the agent's output that are kept."""
 NOBODY = 65534
-"""User and group of root's agents, because the kernel does not limit the number of root's processes."""
+"""Id of the user and group of an agent whose runner is root, because the kernel does not limit the number of root's
+processes.
+"""
 CHECK_SECONDS = 30.0
 """Time limit for an empty command in a sandbox."""
 END_SECONDS = 30.0
-"""Seconds from the kill of a sandbox to the end of its last process."""
+"""Maximum seconds from the kill of a sandbox to the end of its last process."""
 
 
 def interpreter() -> str:
@@ -64,7 +66,7 @@ class Ended:
     code: int | None
     """Exit code. None: it was killed at its time limit."""
     output: str
-    """End of its output and errors."""
+    """The last :data:`TAIL_BYTES` of the agent's output and errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,13 @@ class Sandbox:
     async def run(self, command: Sequence[str], env: Mapping[str, str], port: int, seconds: float) -> Ended:
         """Run an agent until it ends or its time is over. All its processes are gone afterwards.
 
-        Root's agents run as nobody. Where nobody can make no sandbox, they run as root, with a warning.
+        If the runner is root, the agent runs as the user nobody, or as root with a warning if nobody cannot make a
+        sandbox.
 
         Args:
             command: The agent and its arguments.
-            env: All environment variables of the agent except ``HOME`` and, unless it is set here, ``PATH``.
+            env: Environment variables of the agent. ``HOME`` is always the sandbox's; ``PATH`` and ``LANG`` have
+                defaults.
             port: Port of the gateway. The agent reaches it at ``127.0.0.1`` as on the host.
             seconds: Time limit.
 
@@ -173,7 +177,9 @@ class Sandbox:
         return await self._run_as(user, command, env, port, seconds)
 
     async def _refused(self, user: int) -> str:
-        """Give the folders to a user. Return why the user can make no sandbox of them. Empty: it can."""
+        """Give the folders to ``user``. Return the reason if this user cannot make a sandbox with them, else an empty
+        text.
+        """
         try:
             await asyncio.to_thread(self._give_to, user)
             checked = await self._run_as(user, ["true"], {}, 0, CHECK_SECONDS)

@@ -38,12 +38,14 @@ class SandboxedAgentArguments(RecordedArguments):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the agent. It gets none of the runner's variables."""
     seconds: float = Field(default=600.0, gt=0)
-    """Time limit of the agent. What it has done until then is judged."""
+    """Time limit of the agent. At the limit the agent is killed, and its files are judged."""
     file_bytes: int = Field(default=1 << 28, gt=0)
     """Maximum size of each file that the agent writes."""
 
     def missing(self) -> list[str]:
-        """Paths in the sandbox's own folders are not compared."""
+        """Return a sentence for each program or file that this machine lacks. Paths in the sandbox's own folders are
+        not checked.
+        """
         reasons = missing_paths(self.visible)
         name = self.command[0]
         if "/" not in name or (name.startswith("/") and not name.startswith(f"{Path(WORK).parent}/")):
@@ -60,13 +62,13 @@ class Judged(BaseModel):
 
 class SandboxedAgentWorkflow(ProgramWorkflow):
     """Runs an agent in a sandbox with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and
-    ``ANTHROPIC_API_KEY`` set, and judges the files that it leaves. Subclasses give the judge.
+    ``ANTHROPIC_API_KEY`` set, and judges the files that it leaves. Subclasses define :meth:`judge`.
     """
 
     arguments_kind: ClassVar[type[RecordedArguments]] = SandboxedAgentArguments
 
     def prompt(self) -> str:
-        """Return the text for the agent, its last argument."""
+        """Return the text for the agent, which is the last argument of its command."""
         return str(self.task.task_desc or "")
 
     def files(self, session: LocalSession) -> Mapping[str, str]:

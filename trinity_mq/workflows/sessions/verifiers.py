@@ -41,8 +41,8 @@ class VerifiersArguments(SessionArguments):
 
 
 class VerifiersWorkflow(ProgramWorkflow):
-    """Runs a task of `verifiers`; the reward is the trace's reward. Failures of sandboxes, providers and harnesses are
-    reported with these kinds and retried.
+    """Runs a task of `verifiers`; the reward is the trace's reward. Failures of sandboxes, providers, tools and
+    harnesses are not the task's fault, so the run is retried.
     """
 
     arguments_kind = VerifiersArguments

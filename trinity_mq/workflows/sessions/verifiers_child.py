@@ -70,7 +70,7 @@ async def rollout(request: dict[str, Any], make_task: Any, harness: str) -> dict
 
 
 async def answer(request: dict[str, Any], make_task: Any, harness: str, out: Any, free: asyncio.Semaphore) -> None:
-    """Answer one request, also after an error, once a slot is free."""
+    """Run the rollout of a request when a slot is free; write its result, or its error, as the answer."""
     try:
         async with free:
             result = await rollout(request, make_task, harness)
