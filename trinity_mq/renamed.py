@@ -1,4 +1,5 @@
-"""Old names of modules, classes, functions and methods: they give the new ones and warn. docs/renamed.md lists them.
+"""Old names of modules, classes, functions and methods. They still work: they refer to the new objects, and most warn.
+docs/renamed.md lists them.
 
 The aliases stay until release 0.3. :data:`CHANGED_NAMES` lists names in configurations that mean something else now.
 """
@@ -420,7 +421,7 @@ NAMES = {
     "trinity_mq.workflows.sync_async": "completed=run_to_completion compute=run_in_thread_if_async",
     "trinity_mq.workflows.workflow": ".own_copy=copy_for_run .sample_from=inherit_sampling",
 }
-"""Old and new names by module, as it is named now: ``old=new`` at the top level, ``.old=new`` for methods."""
+"""Old and new names, by the present name of their module: ``old=new`` at the top level, ``.old=new`` for methods."""
 
 
 CHANGED_NAMES: dict[str, dict[str, str]] = {
@@ -447,9 +448,9 @@ CHANGED_NAMES: dict[str, dict[str, str]] = {
         "math_reward": "math_equal_format",
     },
 }
-"""Names that mean the workflows and rewards of Trinity-RFT since 0.3, and the names that the project's own ones of this
-name have now, by the key of a taskset. Workflows also have these names behind ``async_``.
-"""
+"""Present names of the project's own workflows and rewards, by the key of a taskset and by their name in release 0.2.
+Since 0.3, that earlier name means the workflow or reward of Trinity-RFT. Names of workflows may also begin with
+``async_``."""
 
 
 def own_name(key: str, name: str) -> str | None:

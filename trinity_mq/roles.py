@@ -27,15 +27,15 @@ class RoleRow(NamedTuple):
     threads: str = ""
     """Setting with the CPU threads of an agent. Empty: 1."""
     env: str = ""
-    """Setting with environment variables of the agents. If there are any, each agent starts as a new process, because
+    """Setting with environment variables of the agents. If any are set, each agent starts as a new process, because
     some variables are read when libraries are loaded."""
     hears: tuple[Role, ...] | None = None
     """Roles whose heartbeats the role receives; None: all. If all agents received all heartbeats, N agents would cause
     N²/2 deliveries a second. Operators and trainers hear their own role, so that they can wait for the active agent of
     that role."""
     takes_work: bool = False
-    """Whether it takes messages which an agent of another run could take as well. If the run folder names the run, such
-    an agent belongs to it before it hears an explorer."""
+    """Whether its agents take messages that an agent of another run could take as well. Such an agent reads the id of
+    its run from the run folder, if possible, before it hears an explorer."""
     told_of_end: bool = False
     """Whether its agents must receive the end of the run before the explorer ends."""
     allocates_much: bool = False

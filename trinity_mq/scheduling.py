@@ -1,6 +1,6 @@
 """Re-exports the public names around scheduling.
 
-Names load on first use, so that importing this module costs no torch.
+Names load on first use, so that importing this module does not import torch.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class EscapingStream:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """Return the stream behind the guard. Use it to write terminal colours around text that is already
-    :func:`escape_unsafe`.
+    """Return the stream behind the guard. Use it to write terminal colours around text that :func:`escape_unsafe` has
+    already escaped.
     """
     if isinstance(stream, EscapingStream):
         stream.is_silent = False
@@ -128,7 +128,7 @@ def _show_error(*error: Any) -> None:
 
 
 def open_console(out: TextIO | None = None, *, width: int | None = None) -> Console:
-    """Return a rich console that does not interpret markup and writes only :func:`escape_unsafe` text.
+    """Return a rich console that does not interpret markup and escapes all text with :func:`escape_unsafe`.
 
     Args:
         out: The stream. None: standard output.

@@ -23,7 +23,7 @@ FORM = "amqp://user:password@host:port/vhost"
 
 _BETWEEN = re.compile(r"[,\s]\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)|\s+")
 _OF_THE_CLIENT = {"cafile", "capath", "cadata", "certfile", "keyfile", "no_verify_ssl"}
-"""TLS settings that the AMQP client would read from a URL. The last one disables verification."""
+"""TLS settings that the AMQP client would read from a URL. ``no_verify_ssl`` disables verification."""
 
 
 class AddressError(BusError):

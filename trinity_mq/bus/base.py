@@ -187,7 +187,7 @@ class Lock:
         self._lost = asyncio.Event()
 
     async def wait_lost(self) -> None:
-        """Return if another connection took the lock during a disconnect. The holder must then stop acting."""
+        """Return once another connection has taken the lock during a disconnect. The holder must then stop acting."""
         await self._lost.wait()
 
     async def release(self) -> None:

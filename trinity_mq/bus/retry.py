@@ -1,5 +1,5 @@
-"""Retries and their pauses: with jitter, based on tenacity, so that agents do not all reconnect to a broker at the same
-moment, and without.
+"""Retries and their pauses, based on tenacity. Random pauses prevent all agents from reconnecting to a broker at the
+same moment. :func:`exponential_pause` is not random.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from tenacity.wait import wait_base
 
 
 def backoff(first: float = 0.1, maximum: float = 10.0) -> wait_base:
-    """Return a wait drawn between 0 and a bound that doubles from ``first`` to ``maximum`` seconds ("full jitter")."""
+    """Return a wait policy: each pause is drawn between 0 and a bound that doubles from ``first`` to ``maximum``
+    seconds ("full jitter").
+    """
     return wait_random_exponential(multiplier=first, max=maximum)
 
 

@@ -14,10 +14,10 @@ from trinity_mq.config.vllm import VllmConfig
 REVIEW_SECONDS = 300.0
 """Default wait of the operator ``human_review``, in seconds; its argument ``seconds`` overrides it."""
 REVIEW_MARGIN = 15.0
-"""Seconds that a review takes beyond its wait, to publish the verdicts that count."""
+"""Seconds that a review takes after its wait, in which the operator publishes the verdicts that count."""
 
 AUTO_TOKENS = 16384
-"""``trainer.max_tokens_per_micro_batch: auto`` on a CPU."""
+"""Number of tokens that ``trainer.max_tokens_per_micro_batch: auto`` means on a CPU."""
 
 ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 
@@ -39,8 +39,8 @@ class RolloutModelConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts. Values below 1 need ``algorithm.allow_truncated_sampling``."""
     min_response_tokens: int = Field(default=0, ge=0)
-    """Number of tokens before which an answer does not end. ``rollout_args.min_tokens`` of a taskset overrides it. The
-    logprobs do not take this limit into account."""
+    """Minimum number of tokens of an answer. ``rollout_args.min_tokens`` of a taskset overrides it. The logprobs do not
+    take this limit into account."""
     ignore_eos: bool = False
     """Continue answers after the tokens that end an answer, up to ``model.max_response_tokens``.
     ``rollout_args.ignore_eos`` of a taskset overrides it."""
@@ -77,7 +77,7 @@ class RolloutModelConfig(Section):
 
     @property
     def ending(self) -> dict[str, Any]:
-        """Sampling parameters that decide where an answer may end, without those that have no effect."""
+        """Sampling parameters that decide where an answer may end. Parameters without an effect are left out."""
         parameters = {"min_tokens": self.min_response_tokens, "ignore_eos": self.ignore_eos}
         return {name: value for name, value in parameters.items() if value}
 
@@ -119,18 +119,20 @@ class ExplorerConfig(Section):
     eval_on_startup: bool = True
     """Evaluate before the first batch."""
     max_timeout: float = Field(default=360.0, gt=0)
-    """Seconds for one attempt of one run. It may be hours if ``batch_timeout`` and ``stall_timeout`` allow it."""
+    """Seconds for one attempt of one run. The value may be several hours if ``batch_timeout`` and ``stall_timeout``
+    allow it."""
     max_retry_times: int = Field(default=2, ge=0)
-    """Number of further attempts of a failed run."""
+    """Number of further attempts after a run has failed."""
     max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
     """Maximum number of runs in one slice. None: all runs of a task, sampled with a single request."""
     batch_timeout: float = Field(default=3600.0, gt=0)
-    """Seconds for a batch. The clock runs only while at least one runner and one engine are alive."""
+    """Maximum seconds that a batch stays open. The clock runs only while at least one runner and one engine are alive.
+    """
     eval_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds for an evaluation."""
+    """Maximum seconds for an evaluation."""
     operator_deadline: float = Field(default=60.0, gt=0)
     """Seconds for which an operator may be idle while a closed batch waits; then the batch's manifest is published
-    again. After three times the batch is reported as failed. Without an operator, or while all operators are busy,
+    again. After three such waits the batch is reported as failed. Without an operator, or while all operators are busy,
     batches wait."""
     max_open_batches: int = Field(default=8, ge=1)
     """Maximum number of batches open at a time."""
@@ -176,8 +178,8 @@ class ExplorerConfig(Section):
 class CircuitBreakerConfig(Section):
     """Pauses a lane (training or evaluation) while infrastructure that its slices need is unavailable: a sandbox, a
     tool, a provider or the environment, but not the model. A slice without a finished run that failed for such a reason
-    is returned to its queue and retried by any runner. It fails for good once other slices have succeeded between its
-    tries two times, or after 16 tries.
+    is returned to its queue and retried by any runner. It fails for good after 16 tries, or once it has happened twice
+    that other slices succeeded between two of its tries.
 
     The first pause takes 5 seconds. Then the runner tries one slice: if one of its runs finishes, the pause ends; if
     the slice fails for such a reason again, the next pause is twice as long, up to 300 seconds. While all runners pause
@@ -343,7 +345,7 @@ class TrainerConfig(Section):
     """Limits beyond which an optimizer step is skipped."""
 
     def recomputes(self, device: str) -> bool:
-        """Return whether ``gradient_checkpointing`` is on, on a device of the kind ``cpu`` or ``cuda``."""
+        """Return whether gradient checkpointing is enabled on ``device``, which is ``cpu`` or ``cuda``."""
         return device == "cuda" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     @property
@@ -424,7 +426,7 @@ class MonitorConfig(Section):
 
     @property
     def sample(self) -> float:
-        """Share of the batches whose traces are exported. It is 1 if nothing is exported."""
+        """Share of the batches that are sampled for the export: ``otlp.sample``, or 1 without an export."""
         return 1.0 if self.otlp is None else self.otlp.sample
 
     @model_validator(mode="after")
@@ -443,7 +445,7 @@ class SupervisorConfig(Section):
     restart_window: float = Field(default=600.0, gt=0)
     """Seconds over which restarts are counted."""
     grace: float = Field(default=30.0, gt=0)
-    """Seconds in which a process drains before it is killed."""
+    """Seconds that a process has to drain before it is killed."""
     fork: bool = True
     """Fork agents and engines from one process that has already imported their modules (Linux): a run starts sooner and
     takes less memory. ``false``: start each with its command line, for libraries that do not work after a fork."""

@@ -36,7 +36,7 @@ class NameIn:
 
 
 def _finite(value: Any, where: str = "args") -> Any:
-    """Return a value whose numbers are finite at any depth. Others raise ValueError."""
+    """Return ``value``; raise ValueError if a number in it, at any depth, is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}, wanted a finite number")
     if isinstance(value, Mapping | list | tuple):
@@ -60,7 +60,7 @@ def expand_user(path: str) -> Path:
 UserFile = Annotated[str | None, AfterValidator(lambda value: str(expand_user(value)) if value else None)]
 """Path of a file of the user, or None."""
 FiniteArgs = Annotated[dict[str, Any], AfterValidator(_finite)]
-"""Keyword arguments for code of the user."""
+"""Keyword arguments for code of the user. Their numbers are finite."""
 
 
 class Section(BaseModel):

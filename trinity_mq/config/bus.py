@@ -10,9 +10,9 @@ from pydantic import Field, field_validator, model_validator
 from trinity_mq.config.base import Section, UserFile, expand_user
 
 PUBLISH_TIMEOUT = 300.0
-"""Seconds after which an unconfirmed publish is an error: longer than a broker restarts or is short of disk for, and
-short enough that a slice and a batch fit into the half hour for which a broker lets a message be held by default.
-"""
+"""Seconds after which an unconfirmed publish is an error. The value is longer than the restart of a broker or a short
+lack of disk space takes. It is short enough that a slice or a batch fits into the 30 minutes for which a broker lets an
+agent hold a message by default."""
 SLICE_RESERVE_BYTES = 8 * 1024
 """Bytes of a slice's message that are reserved for everything except its task."""
 

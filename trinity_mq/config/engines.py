@@ -37,7 +37,8 @@ class EngineRow:
     settings: str = ""
     """Key of its own section under ``explorer.rollout_model``, which has a ``start_timeout``."""
     packages: tuple[str, ...] = ()
-    """Alternative distributions. The engine needs one, which the extra of the engine's name installs."""
+    """Alternative distributions, any of which is sufficient for the engine. The extra with the engine's name installs
+    it."""
 
 
 ENGINES: Mapping[str, EngineRow] = MappingProxyType(
@@ -96,7 +97,7 @@ class AuxiliaryModelConfig(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
     """Name by which workflows, operators and ``rollout_args.model`` refer to the model."""
     engine: AuxiliaryEngine = "transformers"
-    """Kind of the engine. A dotted path names your own, a subclass of ``trinity_mq.engines.Engine``."""
+    """Kind of the engine. A dotted path names your own class, a subclass of ``trinity_mq.engines.Engine``."""
     engine_num: int = Field(default=1, ge=1, le=4096)
     """transformers, vllm: number of engines that serve the model."""
     tensor_parallel_size: int = Field(default=1, ge=1, le=4096)

@@ -95,8 +95,8 @@ class GroupEstimator(EstimatorBase):
     nonzero_scale: bool = False
     """Multiply the advantages by the number of runs divided by the number of runs with a nonzero reward."""
     step_norm: bool = False
-    """Divide by the number of the run's experiences, so that a run of many steps weighs as much as a run of few steps.
-    """
+    """Divide the advantages of a run by the number of its experiences, so that a run of many steps weighs as much as a
+    run of few steps."""
     min_group_runs: int | None = Field(default=None, ge=1)
     """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 
@@ -158,7 +158,7 @@ class GigpoEstimator(EstimatorBase):
 
 
 class DotsEstimator(EstimatorBase):
-    """Comparison of what each task and each hint of a pack earns in the rest of the pack (Connect the Dots)."""
+    """Comparison of the rewards that follow each task and each hint of a pack within the pack (Connect the Dots)."""
 
     kind: Literal["cod"] = "cod"
     returns: Literal["mean", "sliding_window_mean", "discounted"] = "mean"
@@ -169,14 +169,14 @@ class DotsEstimator(EstimatorBase):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """discounted: discount for each task."""
     temperature: float | None = Field(default=None, gt=0)
-    """Weigh a distance d from the mean by exp(d / temperature). None: no weight."""
+    """Temperature of the weight exp(d / temperature) of a value at the distance d from the mean. None: no weights."""
     adaptive: bool = False
-    """Search the temperature, from 0.8 to 100, that gives all tokens a mean of 0, where their mean would be below 0;
-    no weight elsewhere."""
+    """If the mean advantage of all tokens would be below 0, use the temperature from 0.8 to 100 that makes this mean 0.
+    Otherwise use no weights."""
     center: bool = False
-    """Add to all values the amount by which the mean of all tokens is below 0."""
+    """If the mean advantage of all tokens, before weights, is below 0, raise all values by its amount."""
     level: Literal["batch", "task"] = "batch"
-    """Experiences that have one temperature and one mean."""
+    """Set of experiences that share a temperature and a mean: the whole ``batch``, or the runs of each ``task``."""
     min_group_runs: int | None = Field(default=None, ge=1)
     """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 

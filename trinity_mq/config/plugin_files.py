@@ -34,7 +34,7 @@ def plugin_files(folder: Path) -> Iterator[Path]:
 
 
 def module_tree(file: Path) -> ast.Module:
-    """Return a module; an empty one if it is not valid Python, importing it gives the reason."""
+    """Return the syntax tree of a module. It is empty if the file cannot be read or is not valid Python."""
     try:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

@@ -14,7 +14,7 @@ from trinity_mq.config.base import expand_user
 from trinity_mq.config.plugin_files import Registration, find_registered
 
 ALGORITHM_DEFAULTS = {"policy_loss_fn": "ppo", "advantage_fn": "ppo", "kl_loss_fn": "k2"}
-"""Functions of a registered algorithm whose ``default_config`` names none, as in Trinity-RFT."""
+"""Functions that a registered algorithm has if its ``default_config`` does not name them, as in Trinity-RFT."""
 KEPT_PIECES = ("weights", "ce_schedule")
 """Pieces of a preset that stay with a registered loss: they decide which experiences are trained on."""
 FUNCTIONS = {

@@ -148,7 +148,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_sections(self, info: ValidationInfo) -> Config:
-        """Run all checks between sections. If the context has a list ``problems``, it takes them and none is raised."""
+        """Run all checks between sections. If the validation has a context, append the problems to its list
+        ``problems`` instead of raising an error.
+        """
         problems = [problem for check in _SECTION_CHECKS for problem in check(self)]
         if problems and info.context is None:
             raise ValueError("\n".join(problems))

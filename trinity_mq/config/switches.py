@@ -44,7 +44,7 @@ def checked_switches(switches: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``switches`` if they are few, plain JSON, and named like template variables that rendering does not set.
 
     Raises:
-        SwitchError: They are not.
+        SwitchError: The switches are too many, too long, not plain JSON, or have a reserved name or a wrong value.
     """
     if len(switches) > MAX_SWITCHES:
         raise SwitchError(f"{SWITCHES} holds {len(switches)} names, wanted at most {MAX_SWITCHES}")
@@ -80,7 +80,7 @@ def check_switch_fields(fields: Mapping[str, Any]) -> None:
     """Check the switches among the fields of a request or of ``rollout_args``.
 
     Raises:
-        SwitchError: A field has another form.
+        SwitchError: A field has the wrong type, or a switch is refused.
     """
     if not isinstance(switches := fields.get(SWITCHES) or {}, Mapping):
         raise SwitchError(f"{SWITCHES} is {switches!r:.80}, wanted an object with names and values")

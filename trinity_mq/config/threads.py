@@ -47,7 +47,7 @@ def _limit(cgroup: Path) -> float:
 
 
 def computing_processes(config: Config) -> int:
-    """Return the number of trainer processes, and of devices of engines, of the run."""
+    """Return the number of trainer processes plus the number of devices of all engines, except external engines."""
     explorer = config.explorer
     rollout, auxiliary = explorer.rollout_model, explorer.auxiliary_models
     here = [model for model in auxiliary if engine_row(model.engine).computes_here]

@@ -14,9 +14,10 @@ from trinity_mq.config.trinity_names import table_rows
 TRINITY = "trinity"
 """Top-level package of Trinity-RFT."""
 PLUGINS = "trinity.plugins."
-"""Modules of plug-ins there. Here the modules of a folder in ``plugin_dirs`` are imported by their own names."""
+"""Prefix of the names of plug-in modules there. Here the modules of a folder in ``plugin_dirs`` are imported by their
+own names."""
 ANY = "*"
-"""Name of a row that holds for all names of a module, and of the modules in it, that have no row of their own."""
+"""Name in a row that applies to all names of a module and of its submodules without a row of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ def _tables() -> tuple[dict[tuple[str, str], OldImport], dict[str, set[tuple[str
 
 
 def counterpart(module: str, name: str) -> OldImport:
-    """Return the row of a name: its own, else the only import here of a name that is spelled so, since modules there
-    also hold the names that they import, else the row of its module or of a package above. A name without any row has
-    no counterpart.
+    """Return the row of a name. If the name does not have its own row, return the only import here of the same name,
+    since modules there also export the names that they import; else the row of its module or of a package above.
+    Without any row, the result says that the name does not have a counterpart.
     """
     rows, imports = _tables()
     if module.startswith(PLUGINS):
@@ -89,8 +90,8 @@ def old_imports(tree: ast.AST) -> Iterator[ast.ImportFrom | ast.Import]:
 
 
 def required_imports(tree: ast.AST) -> Iterator[ast.ImportFrom | ast.Import]:
-    """Yield the import statements of Trinity-RFT without which a module cannot be used: all but those in a ``try``
-    statement or below ``TYPE_CHECKING``, which may be absent.
+    """Yield the import statements of Trinity-RFT without which a module cannot be used: all except imports in a ``try``
+    statement or below ``TYPE_CHECKING``, which may fail.
     """
     waiting = list(ast.iter_child_nodes(tree))[::-1]
     while waiting:
@@ -123,12 +124,14 @@ def rewritten(node: ast.ImportFrom | ast.Import) -> Rewritten:
 
 
 def is_old_line(line: str) -> bool:
-    """Return whether an import statement is one of Trinity-RFT."""
+    """Return whether an import statement imports from Trinity-RFT."""
     return any(True for _ in old_imports(ast.parse(line)))
 
 
 def _rewritten_modules(node: ast.Import) -> Rewritten:
-    """Return an ``import`` statement, whose modules of Trinity-RFT have no counterparts as a whole."""
+    """Rewrite an ``import`` statement. A whole module of Trinity-RFT does not have a counterpart, except a plug-in
+    module with an alias.
+    """
     kept, missing = [], []
     for alias in node.names:
         module = alias.name

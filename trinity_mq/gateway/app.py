@@ -121,9 +121,10 @@ class GatewayApp:
         self._draw = random.Random()
         self._reader = BodyReader(LARGE_BODY)
         self.counts: Counter[str] = Counter()
-        """Numbers of ``calls``, ``unrecorded`` calls, ``lineages`` and ``ties``, and of prefix breaks by cause."""
+        """Numbers of ``calls``, ``unrecorded`` calls, ``lineages``, ``ties`` and ``malformed_calls``, and of prefix
+        breaks by cause."""
         self.asking = 0
-        """Number of calls that currently wait for an engine."""
+        """Number of calls whose request to an engine is in progress."""
 
     def application(self) -> web.Application:
         """Return the aiohttp application with all routes."""
@@ -364,8 +365,8 @@ class GatewayApp:
     async def _with_earlier(
         self, session: Session, conversation: Conversation, request: EngineRequest
     ) -> EngineRequest:
-        """Return the request with the conversation of the response that it continues. It is looked up in this session
-        only: ids of other sessions are as unknown as ids of no session.
+        """Return the request with the conversation of the response that it continues. The response is looked up in this
+        session only; the id of a response of another session counts as unknown.
         """
         name = request.previous
         if not name:
@@ -390,9 +391,7 @@ class GatewayApp:
         return replace(request, body=body, unstored=head + len(earlier), size=size)
 
     async def chain_of(self, request: EngineRequest) -> Chain | None:
-        """Return the digests of a chat. Large requests are read in a thread: calls, tools and many messages take time
-        as text does.
-        """
+        """Return the digests of a chat. Large requests are read in a thread, because this takes time."""
         return await self._reader.run(request.size, lambda: read_chain(request.body))
 
     async def _stream(
@@ -759,13 +758,15 @@ class _Recording:
 
 
 def _retry_of(request: web.Request) -> int:
-    """Return how often the client has sent the request before, as stated by its retry header."""
+    """Return the number of earlier attempts of the request, from the client's retry header. A header that is not a
+    number counts as 1.
+    """
     text = request.headers.get(RETRIED_HEADER, "")
     return min(int(text), MOST_RETRIES) if text.isascii() and text.isdecimal() and len(text) < 10 else int(bool(text))
 
 
 def _temperature(body: Mapping[str, Any]) -> float:
-    """Return the temperature of a request. Engines refuse a value that is not a number."""
+    """Return the temperature of a request, by default 1. Engines refuse a value that is not a number."""
     temperature = body.get("temperature")
     return float(temperature) if isinstance(temperature, int | float) else 1.0
 

@@ -27,7 +27,7 @@ class Body(BaseModel):
 
 
 class OpenBody(Body):
-    """``POST /sessions``."""
+    """Request body of ``POST /sessions``."""
 
     task: dict[str, Any] = Field(default_factory=dict)
     group: str = Field(default="", max_length=LONGEST_LABEL)
@@ -41,7 +41,7 @@ class OpenBody(Body):
 
 
 class RewardBody(Body):
-    """``POST /s/<id>/reward``."""
+    """Request body of ``POST /s/<id>/reward``."""
 
     reward: Reward
     call: Text | Annotated[int, Field(ge=-MAX_MESSAGES, le=MAX_MESSAGES)] | None = None
@@ -56,7 +56,7 @@ class RewardBody(Body):
 
 
 class EndBody(Body):
-    """``POST /s/<id>/end``."""
+    """Request body of ``POST /s/<id>/end``."""
 
     outcome: Literal["done", "failed", "discard"] = "done"
     reward: Reward | None = None
@@ -66,7 +66,7 @@ class EndBody(Body):
 
 
 class FeedbackBody(Body):
-    """``POST /feedback``, in the format of Trinity-RFT."""
+    """Request body of ``POST /feedback``, in the format of Trinity-RFT."""
 
     reward: Reward
     msg_ids: list[Text] = Field(min_length=1, max_length=MAX_MESSAGES)

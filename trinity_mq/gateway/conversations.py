@@ -16,9 +16,8 @@ from trinity_mq.messages import SessionCall
 from trinity_mq.messages.sessions import StoredResponse
 
 MOST_BYTES = 64 * 1024**2
-"""Estimated bytes of all conversations above which those without recent calls are removed. They are rebuilt from the
-session's events at the next call.
-"""
+"""Estimated bytes of all conversations above which conversations without recent calls are removed. They are rebuilt
+from the session's events at the next call."""
 CONVERSATION_BYTES = 2048
 """Estimated bytes of a conversation without calls."""
 MINUTE = 60.0
@@ -137,7 +136,7 @@ class Conversation:
 
     @property
     def bytes(self) -> int:
-        """Estimated size."""
+        """Estimated bytes of the conversation."""
         return CONVERSATION_BYTES + SEQUENCE_BYTES * self.lineages.count + self.responses.local_bytes
 
     def seconds_until_allowed(self, now: float, per_minute: int) -> float:
@@ -164,8 +163,8 @@ class Conversation:
             del self.under_way[call]
 
     def repeated_by(self, attempt: Try, calls: Collection[SessionCall]) -> str:
-        """Return the id of the call whose answer this retry supersedes, and mark the call as retried. Empty: it
-        supersedes none.
+        """Return the id of the call whose answer this retry supersedes, and mark the call as retried. Empty: the
+        request supersedes no answer.
 
         A retry matches an equal request that failed here; recorded requests come first. If the client numbers its
         attempts, the match is the previous attempt. If the previous attempt has no recorded answer, the match is the
@@ -236,7 +235,9 @@ class Conversations:
         return conversation
 
     def weigh(self, conversation: Conversation) -> None:
-        """Count the size of a conversation that has changed, and remove others if all take too much."""
+        """Count the size of a conversation that has changed, and remove other conversations if all together take too
+        many bytes.
+        """
         size = conversation.bytes
         self.bytes += size - conversation.counted_bytes
         conversation.counted_bytes = size
@@ -249,7 +250,7 @@ class Conversations:
                 self.forget(name)
 
     def forget(self, session: str) -> None:
-        """Remove the conversation of a session that has ended."""
+        """Remove the conversation of a session."""
         conversation = self._known.pop(session, None)
         if conversation is not None:
             self.bytes -= conversation.counted_bytes

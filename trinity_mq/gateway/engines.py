@@ -26,9 +26,8 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 NEW_FIELDS = frozenset({"continue_messages"})
 """Request fields that engines of release 0.2.0 refuse, and without which an engine can serve the request too."""
 OLD_ENGINE_SECONDS = 60.0
-"""Seconds for which a request to an engine is sent without a field that the engine has refused. Afterwards an engine of
-another release may have its address.
-"""
+"""Seconds for which a request to an engine is sent without a field that the engine has refused. Afterwards the field is
+tried again, because an engine of another release may have this address."""
 
 T = TypeVar("T")
 
@@ -118,7 +117,7 @@ class EngineCalls:
         Args:
             path: Route on the engine.
             body: Body of the request. Its ``model`` is filled in here.
-            prefer: Id of the engine to use unless another engine is better off.
+            prefer: Id of the preferred engine. The engine selection may choose another engine.
             headers: Headers of this request, in addition to the headers of every request.
 
         Raises:
@@ -180,7 +179,7 @@ class EngineCalls:
         self, model: InferenceModel, body: Mapping[str, Any], send: Callable[[dict[str, Any]], Awaitable[T]]
     ) -> T:
         """Return the result of ``send`` for the body of a request to ``model``. A field of :data:`NEW_FIELDS` that the
-        engine refuses, because it is of an older release, is left out of this request and of later ones.
+        engine refuses, because it is of an older release, is left out of this request and of later requests.
         """
         now = time.monotonic()
         self._refused = {key: at for key, at in self._refused.items() if now - at < OLD_ENGINE_SECONDS}
@@ -201,7 +200,7 @@ class EngineCalls:
 
     @contextmanager
     def _reported(self, model: InferenceModel) -> Iterator[None]:
-        """Report an engine that did not answer to the engine selection."""
+        """Tell the engine selection about an engine that did not answer."""
         try:
             yield
         except EngineLost as error:

@@ -180,7 +180,7 @@ class Ledger:
         return self._decide(event, body)
 
     def _decide(self, event: Event, body: SessionsDecided) -> EventEffect:
-        """Take in a decision about its sessions that are known."""
+        """Apply a decision to its known sessions."""
         sessions = [session for name in body.sessions if (session := self.get(name)) is not None]
         if all(session.decided == body for session in sessions):
             for session in sessions:
@@ -214,8 +214,8 @@ class Ledger:
         return unknown[0] if unknown else None
 
     def finish_reading(self) -> None:
-        """Take in decisions of which some sessions have lost their beginning to retention. Only settled sessions lose
-        it, and the sessions of a decision are settled together. Call this once everything on the stream was read.
+        """Apply decisions that name sessions whose opened event was removed by retention. Only settled sessions lose
+        events, and the sessions of a decision are settled together. Call this once everything on the stream was read.
         """
         decisions = {
             event.origin: event
@@ -295,7 +295,7 @@ class Ledger:
             self._agenda.touch(session)
 
     def apply_refused(self, refused: SessionRefused) -> None:
-        """Remove an event that was refused before."""
+        """Remove the event of an unknown session that ``refused`` names, because it was refused before."""
         for name, unknown in list(self._unknown.items()):
             unknown.events = [event for event in unknown.events if event.origin != refused.offset]
             if not unknown.events:

@@ -23,7 +23,8 @@ from trinity_mq.messages import SessionCall
 from trinity_mq.models.recording.beginnings import TOKEN_BYTES, Beginnings, new_state, token_bytes
 
 SEQUENCE_BYTES = 2048
-"""More bytes than the index takes for a sequence, apart from tokens that the session's record holds anyway."""
+"""Upper estimate of the bytes that the index takes for a sequence, without tokens that the session's record holds
+anyway."""
 OPTIONS_IN_PROMPT = ("chat_template_kwargs", "reasoning_effort")
 """Options of a chat that can change how earlier messages are written."""
 BREAK_CAUSES = ("template", "retoken", "temperature")
@@ -69,7 +70,7 @@ def read_chain(body: Mapping[str, Any]) -> Chain | None:
         return None
     try:
         read = [message if _is_plain(message) else read_messages([message])[0] for message in messages]
-        # without the choice of tools, the template does not write them
+        # with the choice none, the template does not write the tools
         tools = [] if body.get("tool_choice") == "none" else without_nulls(body.get("tools")) or []
         options = {name: body[name] for name in OPTIONS_IN_PROMPT if body.get(name) is not None}
         digests = [_digest(json.dumps([tools, options], sort_keys=True) if tools or options else "")]
@@ -81,8 +82,8 @@ def read_chain(body: Mapping[str, Any]) -> Chain | None:
 
 
 def identity_of(message: Message) -> str:
-    """Return what tells an answer apart from an equal answer: a digest of the ids of its calls, or else of its
-    thoughts. Empty: the message has neither.
+    """Return the identity that distinguishes an answer from an equal answer: a digest of the ids of its calls, or else
+    of its thoughts. Empty: the message has neither.
     """
     if len(message) == 2:
         return ""
@@ -195,8 +196,8 @@ class Place:
     continued: TokenSequence | None
     """Longest sequence that the prompt begins with. None: the prompt begins a new lineage."""
     break_cause: str
-    """Why the prompt does not begin with the sequence whose answer the client continued; empty: it does, or the client
-    continued none."""
+    """Reason, from :data:`BREAK_CAUSES`, why the prompt does not begin with the sequence of the answer that the client
+    continued. Empty: it does, or the client continued no answer."""
     is_tied: bool = False
 
 
@@ -313,7 +314,8 @@ class Lineages:
         return call in self._beginning
 
     def match(self, chat: Chain, temperature: float) -> Match | None:
-        """Return the recorded answer that a conversation continues: the answer with the longest beginning.
+        """Return the recorded answer that a conversation continues: the answer that follows the longest known beginning
+        of the conversation.
 
         Among equal answers, the ids of calls or the thoughts decide. If these are equal too, an answer without a
         continuation comes first, then the latest answer. Parallel branches with equal answers then stay apart.
@@ -383,7 +385,7 @@ class SessionLineage:
     calls: list[str]
     """Call ids, in order. The first is the id of the lineage."""
     parent: str | None
-    """The call of another lineage that the first call continues. None: it continues none."""
+    """The call of another lineage that the first call continues. None: it continues no call."""
     tokens: int
     """Number of tokens of its longest sequence, with the shared prefix."""
 
@@ -420,7 +422,7 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
 def lineages_of(calls: Sequence[SessionCall], superseded: Collection[str] = ()) -> list[SessionLineage]:
     """Return the lineages of a session in the order of their first calls. Each call belongs to one lineage.
 
-    The first call that continues a call extends its lineage. A later one begins a lineage of its own, whose parent is
+    The first call that continues a call extends its lineage. A later call begins a lineage of its own, whose parent is
     the continued call. A call that its client repeated extends nothing. This division names lineages;
     ``gateway.shared_prefix`` does not change it, although it may credit a shared prefix to a later branch.
 

@@ -52,9 +52,9 @@ class LocalSession:
 
     id: str
     url: str
-    """Base URL for clients of Anthropic."""
+    """Base URL for clients of Anthropic's API."""
     base_url: str
-    """Base URL for clients of OpenAI: ``url`` plus ``/v1``."""
+    """Base URL for clients of OpenAI's API: ``url`` plus ``/v1``."""
     port: int
     key: str
     store: MemorySessionStore

@@ -30,7 +30,7 @@ def recorded_call(
         answer: Answer of the engine, in the format of a chat or text completion made with ``return_token_ids``.
         body: Body of the request as the engine received it.
         lineages: Earlier calls of the session.
-        chain: Digests of the messages of the request. None: it has none.
+        chain: Digests of the messages of the request. None: they cannot be read.
         match: The recorded answer that its messages continue.
         temperature: Sampling temperature of the answer.
         fields: Further fields of the event, which do not depend on the answer.

@@ -70,7 +70,7 @@ class Session:
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
     """Rewards by (call id, choice index). Index None covers every choice of the call."""
     lineage_rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards of lineages, by the id of the call that was the first of each when it was rewarded."""
+    """Rewards of lineages, by the id that each lineage had when it was rewarded: the id of its first call."""
     metrics: dict[str, float] = field(default_factory=dict)
     end: SessionEnd | None = None
     ended_at: float = 0.0
@@ -145,7 +145,9 @@ class Session:
         return self._lineages
 
     def reward_of(self, lineage: SessionLineage) -> float | None:
-        """Return the reward of a lineage. None: it has none. A repeated request may have changed its first call."""
+        """Return the reward of a lineage. None: it was not rewarded. All calls are looked up, since a repeated request
+        may have changed the first call.
+        """
         rewards = [self.lineage_rewards[call] for call in lineage.calls if call in self.lineage_rewards]
         return rewards[-1] if rewards else None
 

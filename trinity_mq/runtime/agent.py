@@ -176,7 +176,7 @@ class Agent(ABC):
 
     async def _serve_once(self, subscribed: asyncio.Event) -> None:
         await subscribed.wait()
-        if self.compatibility.writes > 1:  # release 0.1.0, and maybe others, could not read it
+        if self.compatibility.writes > 1:  # an agent of release 0.1.0, if any runs, cannot read our messages
             await self.woken.until(lambda: self.draining.is_set() or self._met.is_set())
         self.serving.set()
         # checked after subscribing, so that an earlier mark is seen
@@ -342,7 +342,8 @@ class Agent(ABC):
         raise RestartRequested(TAKEN_OVER.format(self))
 
     async def ensure_lock(self) -> None:
-        """Return if the lock is held, after waiting for a lost connection to return. Without a lock, return at once.
+        """Check that this agent still holds its lock. If the connection is lost, wait for it first. An agent without a
+        lock passes.
 
         Raises:
             RestartRequested: Another agent took the lock, so that only that agent may write.

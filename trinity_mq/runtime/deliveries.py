@@ -49,7 +49,7 @@ MAX_FAILURE = 240
 MAX_DEATHS = 3
 """Number of process deaths with the same message in hand after which the message is set aside unhandled."""
 SLOTS, SLOT = 64, 512
-"""Number of queues that a process reads from, and bytes that name the message in hand of each queue."""
+"""Maximum number of queues for which the message in hand is noted, and bytes of each note."""
 
 
 def envelope(
@@ -94,8 +94,8 @@ async def dead_letter(
 ) -> None:
     """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
-    A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` are
-    its deliveries so far, by default the deliveries before this one.
+    A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` is
+    the history of the message, by default its deliveries before this delivery.
     """
     past = past or DeliveryHistory.of(incoming)
     log.warning(

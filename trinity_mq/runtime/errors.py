@@ -57,8 +57,8 @@ def describe_error(error: BaseException) -> str:
 
 @contextmanager
 def custom_code(kind: type[Exception], what: str) -> Iterator[None]:
-    """Run the user's own code in the ``with`` block. Any error of it becomes an error ``kind``. Its message is
-    ``what``, followed by the error and its place.
+    """Run the user's own code in the ``with`` block. Any exception in it is replaced by an exception of class ``kind``,
+    whose message is ``what``, followed by the original error and its place.
     """
     try:
         yield

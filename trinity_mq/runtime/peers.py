@@ -41,12 +41,12 @@ REMEMBERED_LEASES = 6
 SILENT_AFTER = 3 * HEARTBEAT_INTERVAL
 """Seconds without a heartbeat after which an agent is reported as silent, before its lease ends."""
 UNHEARD = 8
-"""Maximum number of silent agents that are reported and, once forgotten, remembered."""
+"""Maximum number of agents in :meth:`Peers.silent`, and of forgotten agents that are kept for it."""
 CHANGE_GAP = 0.5
 """Minimum seconds between two heartbeats for a change that no agent waits for. In a run with many short steps each
 agent changes several times a step, and every heartbeat is delivered to all listeners."""
 MEETING_SECONDS = 2 * HEARTBEAT_INTERVAL
-"""Seconds after its subscription in which an agent hears from every live agent, even an unpunctual one."""
+"""Seconds after an agent's subscription within which it hears from every live agent, even if heartbeats are late."""
 MIN_HEARTBEAT_GAP = 0.05
 """Minimum seconds between two heartbeats for a change that another agent may be waiting for: a burst of changes makes
 one heartbeat."""
@@ -130,7 +130,7 @@ class Peers:
         if beat.has_ended:
             return
         reason = incompatibility_reason(self.own, beat.id, theirs)
-        # not younger than this agent, as far as known
+        # the other agent is not younger than this agent, as far as known
         if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:
             raise FatalError(reason)
         if (beat.id, beat.incarnation) not in self._misfits:

@@ -38,7 +38,7 @@ class PlacementError(FatalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """A process that computes on GPUs. The processes of a trainer count as one."""
+    """A process that computes on GPUs. The processes of a trainer count as a single process."""
 
     name: str
     kind: Literal["trainer", "engine", "auxiliary"]
@@ -389,7 +389,7 @@ def _check(
 
 
 def _misfit(load: _Load, gpus: Sequence[Gpu], usable: Sequence[int], unnamed: Sequence[int], *, nccl: bool) -> str:
-    """Return why processes do not fit, and what fits."""
+    """Return the reason why the processes do not fit, and settings with which they fit."""
     taken = [str(position) for position in range(len(gpus)) if position not in usable]
     others = f", besides GPU {', '.join(taken)}, which other processes fill" if taken else ""
     left, are_all = len(unnamed), len(unnamed) == len(usable)

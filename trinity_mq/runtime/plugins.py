@@ -168,13 +168,14 @@ class Registry(Mapping[str, str]):
         force: bool = False,
         lazy: bool = False,
     ) -> Any:
-        """Return the decorator that registers a class or function under ``name``; with ``module_cls``, register that.
+        """Return the decorator that registers a class or function under ``name``. With ``module_cls``, register it and
+        return it.
 
         Args:
             name: Registered name. None: ``module_name``, or the name of the class or function.
             module_cls: Class or function to register.
             module_name: Another name of ``name``, as in Trinity-RFT.
-            force: Whether another class may have the name, which it then loses.
+            force: Whether to replace another class that is registered under the name.
             lazy: Without effect, as in Trinity-RFT.
 
         Raises:
@@ -195,7 +196,7 @@ class Registry(Mapping[str, str]):
         return register if module_cls is None else register(module_cls)
 
     def find(self, kind: str, name: str) -> Any | None:
-        """Return the object registered under ``name``, in this process or in a plug-in folder; None if no object is.
+        """Return the object registered under ``name``, in this process or in a plug-in folder; None if there is none.
 
         Raises:
             UnknownNameError: Several plug-ins register the name, or its plug-in cannot be imported.
@@ -332,7 +333,7 @@ def _check_imports(kind: str, name: str, module: str) -> None:
     """Refuse a module in a plug-in folder that imports names of Trinity-RFT.
 
     Raises:
-        UnknownNameError: It does; the message has the line, and the line to write.
+        UnknownNameError: The module imports such names. The message quotes the line and gives the line to write.
     """
     if module in sys.modules:
         return

@@ -249,7 +249,7 @@ def read_trainer_id(folder: Path) -> str:
 
 
 def ensure_trainer_id(folder: Path) -> str:
-    """Return :func:`read_trainer_id` of the folder of a trainer with the run's lock; create the id if missing.
+    """Return the id of :func:`read_trainer_id`, and create it if missing; for a trainer that holds the run's lock.
 
     Raises:
         OSError: The file cannot be written.

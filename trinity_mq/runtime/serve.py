@@ -88,9 +88,9 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     """Run the agent made by ``build`` until its work is done or it was asked to drain.
 
     Returns:
-        0 when done; ``EXIT_FATAL`` if a restart would fail in the same way; ``EXIT_DISK_FULL`` if it would until there
-            is space; ``EXIT_RESTART`` if a new process can continue; ``EXIT_RECYCLE`` if a new process should replace
-            this one; 1 for an unexpected error (its traceback is in the log).
+        0 when done; ``EXIT_FATAL`` if a restart would fail in the same way; ``EXIT_DISK_FULL`` if the disk is full;
+            ``EXIT_RESTART`` if a new process can continue; ``EXIT_RECYCLE`` if a new process should replace this one; 1
+            for an unexpected error (its traceback is in the log).
     """
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
@@ -205,7 +205,7 @@ class ServiceManager:
         self._warned = False
 
     def send(self, *lines: str) -> bool:
-        """Send assignments such as ``READY=1``; return False if the manager accepts none at the moment."""
+        """Send assignments such as ``READY=1``; return False if they cannot be sent at the moment."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
@@ -288,7 +288,7 @@ class LivenessReporter:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """Report the end on exit."""
+        """Report the end of the agent when the ``with`` block ends."""
         try:
             yield
         finally:

@@ -10,8 +10,8 @@ from trinity_mq.release import VERSION
 from trinity_mq.runtime.errors import FatalError
 
 FORMAT, RELEASE = "format", "release"
-"""Keys of JSON files: the format, and the release that wrote the file. Release 0.1.0 wrote neither key, and format 1.
-"""
+"""Keys of JSON files: the format, and the release that wrote the file. Release 0.1.0 wrote neither key; its files have
+format 1."""
 
 
 class NewerStateError(FatalError):

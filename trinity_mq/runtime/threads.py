@@ -120,7 +120,7 @@ def _start_call(call: Callable[[], None], name: str) -> _Worker:
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 """The event loop of :func:`await_in_thread`, by process id."""
 SHARED_LOOP = "coroutines"
-"""Name of that event loop's thread."""
+"""Name of the thread that runs the event loop of :func:`await_in_thread`."""
 CHECK = 0.5
 """Maximum seconds until a thread that waits for a coroutine notices an interruption."""
 
@@ -192,7 +192,9 @@ def interrupt(thread: int) -> None:
 
 
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
-    """Run ``work`` in ``executor``. If cancelled, drop it if it has not started, otherwise wait for its end first."""
+    """Run ``work`` in ``executor``. If the caller is cancelled, drop ``work`` if it has not started, otherwise wait for
+    its end.
+    """
     running = executor.submit(work)
     waiting = asyncio.wrap_future(running)
     cancelled: asyncio.CancelledError | None = None

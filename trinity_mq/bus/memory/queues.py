@@ -20,7 +20,7 @@ class Stored(Incoming):
     """A message stored in a queue."""
 
     order: int = 0
-    """Sequence number in its queue. A message that is requeued returns to its old position by it."""
+    """Sequence number in its queue. A requeued message returns to the position of this number."""
 
 
 class MemoryQueue(ABC):
@@ -171,7 +171,7 @@ class MemoryConsumer(BufferedConsumer[Stored]):
     """Consumer that is attached to a queue, and again after each reconnect.
 
     Args:
-        queue: See :class:`BufferedConsumer`, also for ``prefetch`` and ``offset``.
+        queue: Queue to consume from; ``prefetch`` and ``offset`` as in :class:`BufferedConsumer`.
         dead_letter: Called to dead-letter a rejected message.
         on_close: Called when the consumer is closed.
     """

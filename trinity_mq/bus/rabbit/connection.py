@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trinity_mq.config.bus import TlsConfig
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds per attempt. A host that drops packets never refuses a connection."""
+"""Seconds for one attempt to connect. A host that drops packets never refuses a connection."""
 CLOSE_TIMEOUT = 5.0
 
 for _name in ("aiormq", "aio_pika"):
@@ -163,7 +163,7 @@ class _BufferedConnection(Connection):
     """AMQP connection whose buffer holds the frames of many publishes.
 
     A publish that waits for buffer space holds the lock of the channel, which serialises the other publishes. This
-    class reads messages with properties that the client cannot decode.
+    class also reads messages with properties that the client cannot decode.
     """
 
     FRAME_BUFFER_SIZE = 1024
@@ -236,7 +236,7 @@ class BrokerConnection:
 
         The prefetch of the consumer bounds the frames of the channel, not the client. The client would stop reading the
         whole connection while ten frames of a channel wait. If nobody reads that channel any more, as between closing
-        it and the broker's answer, it would never resume.
+        it and the broker's answer, the client would never resume.
         """
         with amqp_errors():
             if self._connection.is_closed:

@@ -56,7 +56,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
     """Consumer of a queue, attached again after each reconnect.
 
     Args:
-        queue: See :class:`BufferedConsumer`, also for ``prefetch`` and ``offset``.
+        queue: Queue to consume from; ``prefetch`` and ``offset`` as in :class:`BufferedConsumer`.
         on_lost: Called when the consumer needs :meth:`attach` again.
         on_close: Called when the consumer is closed.
     """

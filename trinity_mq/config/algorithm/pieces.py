@@ -178,7 +178,7 @@ class Linear(Piece):
 
     kind: Literal["linear"] = "linear"
     cap: float | None = Field(default=None, gt=0)
-    """A ratio above this value counts as this value, a constant weight on the logprob. Null: no limit."""
+    """A ratio above this value is replaced by this value, as a constant weight of the logprob. Null: no limit."""
 
 
 class LogLinear(Piece):
@@ -212,7 +212,7 @@ class LogRatio(Piece):
 
     kind: Literal["log_ratio"] = "log_ratio"
     epsilon: float = Field(default=0.3, gt=0)
-    """Maximum deviation of the ratio from 1, as a factor."""
+    """Width of the range of the ratio, from ``1 / (1 + epsilon)`` to ``1 + epsilon``."""
 
 
 class Quadratic(Piece):
@@ -224,7 +224,9 @@ class Quadratic(Piece):
 
 
 class Vespo(Piece):
-    """``-A sg[w] log pi`` with ``w = e^l r^k e^(-l r)`` of the sequence's ratio (VESPO, arXiv 2602.10693)."""
+    """``-A sg[w] log pi`` with ``w = e^l r^k e^(-l r)``, where ``r`` is the ratio of the sequence (VESPO, arXiv
+    2602.10693).
+    """
 
     kind: Literal["vespo"] = "vespo"
     positive_power: float = Field(default=2.0, gt=0)
@@ -258,7 +260,7 @@ class Distill(Piece):
     bound: float = Field(default=0.2, gt=0, le=1)
     """Maximum fall of a probability."""
     square: float = Field(default=0.001, ge=0)
-    """Weight of ``log(pi / mu)^2``."""
+    """Weight of the term ``log(pi / mu)^2``."""
 
 
 class Pair(Piece):
@@ -292,7 +294,8 @@ Surrogate = Annotated[
 
 
 class ImportanceWeight(Piece):
-    """The bounded ratio of the old policy to the sampler. If the anchor is the sampler, the ratio of the policy itself.
+    """The bounded ratio of the old policy to the sampler. If the anchor is the sampler, it is the ratio of the trained
+    policy to the sampler.
 
     With ``beyond: truncate`` it is truncated importance sampling. With ``beyond: mask`` it is IcePop (arXiv 2510.18855)
     by token, and masked importance sampling by sequence.
@@ -320,8 +323,9 @@ class ImportanceWeight(Piece):
 class Reject(Piece):
     """Leaves out tokens or sequences on which the policies disagree, by the k1, k2 or k3 estimate of their divergence.
 
-    With ``x`` the log of the ratio: k1 is ``-x``, with bounds on the ratio, ``low <= exp(-x) <= high``; k2 ``x^2 / 2``
-    and k3 ``e^x - 1 - x`` must be at most ``high`` (http://joschu.net/blog/kl-approx.html).
+    Let ``x`` be the log of the ratio, as in ``ImportanceWeight``. k1 is ``-x``; its bounds apply to the inverse ratio,
+    ``low <= exp(-x) <= high``. k2, ``x^2 / 2``, and k3, ``e^x - 1 - x``, must be at most ``high``
+    (http://joschu.net/blog/kl-approx.html).
     """
 
     kind: Literal["reject"] = "reject"
@@ -330,9 +334,9 @@ class Reject(Piece):
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """Unit that is judged: the token, or the sequence by the sum, the mean or the maximum over its tokens."""
     low: float = Field(default=0.5, gt=0)
-    """k1: minimum ratio that is kept."""
+    """k1: minimum inverse ratio that is kept."""
     high: float = Field(default=2.0, gt=0)
-    """Maximum ratio (k1) or estimate (k2, k3) that is kept."""
+    """Maximum inverse ratio (k1) or estimate (k2, k3) that is kept."""
 
 
 class Divergence(Piece):

@@ -418,4 +418,4 @@ PRESETS: dict[str, Preset] = {
 """Presets by the name in ``algorithm.algorithm_type``."""
 
 ALIASES = {"grpo_verl": "grpo"}
-"""Names from other libraries for the same algorithm."""
+"""Names of presets, by the name that another library gives the same algorithm."""

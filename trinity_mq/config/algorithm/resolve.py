@@ -30,7 +30,7 @@ def preset_of(name: Any) -> Preset:
 
 
 def canonical_name(name: Any) -> str:
-    """Return our name of an algorithm."""
+    """Return the preset's name for ``name``, which may be the name that another library uses."""
     return ALIASES.get(str(name), str(name))
 
 

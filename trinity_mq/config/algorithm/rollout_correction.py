@@ -1,4 +1,4 @@
-"""``rollout_correction`` of Trinity-RFT and verl: which anchor and corrections it is here."""
+"""Translates ``rollout_correction`` of Trinity-RFT and verl into an anchor and corrections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = (
 LEVELS = ("token", "sequence")
 """Values of ``rollout_is``, which are the levels of ``kind: weight``."""
 OLDER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Names of ``rollout_rs`` in verl 0.6."""
+"""Current names in ``rollout_rs``, by their names in verl 0.6."""
 UNITS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 """Levels of ``kind: reject`` by the beginning of a name in ``rollout_rs``."""
 _RULE = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
@@ -24,8 +24,8 @@ def correction_pieces(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pieces ``anchor``, ``correction`` and, for the loss ``reinforce``, ``surrogate``.
 
     The weights compare the policy at the start of the train step with the sampler, and with ``bypass_mode`` the trained
-    policy. There the clipped loss has no weights, since its ratio is the weight. Tokens that are left out count in
-    the denominators here, and not in verl (verl 0.9.1, ``rollout_corr_helper``).
+    policy. With ``bypass_mode`` the clipped loss gets no weights, since its ratio is the weight. Tokens that are left
+    out count in the denominators here, and not in verl (verl 0.9.1, ``rollout_corr_helper``).
 
     Args:
         settings: The section ``rollout_correction``.

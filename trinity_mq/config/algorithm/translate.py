@@ -22,11 +22,11 @@ from trinity_mq.config.estimators import FIELDS
 from trinity_mq.config.trinity_names import trinity_names
 
 CRITIC, CONFIG = "algorithm.critic.", "trainer.trainer_config."
-"""The section of the critic here, and veRL's own configuration in Trinity-RFT."""
+"""Key prefixes of the critic's section here, and of veRL's configuration in Trinity-RFT."""
 
 
 def _same(*names: str) -> dict[str, str]:
-    """Return names that are the same here."""
+    """Return a table of names that are the same here: each name by itself."""
     return {name: name for name in names}
 
 
@@ -59,7 +59,8 @@ FIXED = {
     "temperature": (1.0, "the logprobs of teacher and student are those of their distributions"),
     "chunk_size": (None, ""),
 }
-"""Settings of advantage functions that have one value here, and what holds."""
+"""Settings of advantage functions without a counterpart, each with its only accepted value and the reason. None: every
+value is accepted and ignored."""
 
 ADVANTAGES = _same(
     "ppo", "grpo", "rloo", "reinforceplusplus", "remax", "opmd", "asymre", "rec", "gigpo", "on_policy_distill", "jsd"
@@ -68,7 +69,7 @@ ADVANTAGES = _same(
     "asymre_verl": "asymre", "clipb": "clip_b", "clipv": "clip_v",
     "cod": "multi_step_grpo",
 }  # fmt: skip
-"""Preset with the same estimator by ``advantage_fn`` of Trinity-RFT."""
+"""Names of presets with the same estimator, by ``advantage_fn`` of Trinity-RFT."""
 
 DOTS_KEYS = {
     "e2e_causal_returns_style": "returns",
@@ -81,22 +82,24 @@ DOTS_KEYS = {
 }
 """Settings of the advantage function ``cod``, and the corresponding fields of its estimator."""
 DOTS_FIXED = {"e2e_causal_baseline": "group-mean", "red_weight_adaptive_version": "bisection"}
-"""Settings of the advantage function ``cod`` that have one value here."""
+"""Settings of the advantage function ``cod`` that must have this value or be unset."""
 DOTS_UNUSED = frozenset({"epsilon", "enable_step_norm", "std_cal_level", "std_threshold", "mask_format_issue_exp"})
 """Settings of the advantage function ``cod`` without an effect where it compares the parts of packs."""
 
 KL_KINDS = _same("k1", "k2", "k3", "abs") | {"low_var_kl": "k3_clamped", "corrected_k3": "k3_weighted"}
 """Kinds of ``kl`` by ``kl_loss_fn`` of Trinity-RFT."""
 KL_ARGUMENTS = ("kl_coef", "adaptive", "target_kl", "horizon")
-"""Names in ``kl_loss_fn_args``. Only the weight of a term in the rewards ever adapts."""
+"""Accepted names in ``kl_loss_fn_args``. Only ``kl_coef`` has an effect: the weight of a KL in the loss never adapts.
+"""
 WITHOUT_KL = frozenset({"sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "dpo", "m2po"})
 """Algorithms that have no KL in the loss unless ``kl_loss_fn`` names one; all others have ``k2``."""
 ENTROPY_LOSSES = ("none", "default", "mix")
-"""Values of ``entropy_loss_fn``. The bonus belongs to sampled answers alone, which is ``mix``."""
+"""Accepted values of ``entropy_loss_fn``. Here the bonus always applies to sampled answers alone, as with ``mix``."""
 
 
 REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
-"""Kinds of ``reward_kl``, which has no ratio for a correction, by ``kl_penalty_fn`` of Trinity-RFT."""
+"""Kinds of ``reward_kl``, by ``kl_penalty_fn`` of Trinity-RFT. In a reward there is no ratio with which to correct k3.
+"""
 REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
 """Fields of ``reward_kl`` by ``kl_penalty_fn_args`` except ``adaptive``."""
 
@@ -172,7 +175,7 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Seque
 
     Args:
         user_settings: The section; the names are removed from it.
-        preset: The preset, whose estimator holds without an advantage function.
+        preset: The preset. Its estimator is used if no advantage function is named.
         loss_rules: Corrections of the loss. The corrections of the advantage function follow them.
     """
     result: dict[str, Any] = {}
@@ -201,8 +204,8 @@ def _advantages(user_settings: dict[str, Any], preset: Preset, loss_rules: Seque
 
 
 def _dots(settings: Mapping[str, Any], estimator: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the estimator of the advantage function ``cod``, and its settings that are left: without
-    ``iterative_hint_e2e_causal`` it compares runs as ``step_wise_grpo`` does.
+    """Return the estimator of the advantage function ``cod``, and the settings that are still to be translated. Without
+    ``iterative_hint_e2e_causal``, ``cod`` compares runs as ``step_wise_grpo`` does.
 
     Args:
         settings: Settings of the advantage function.
@@ -217,7 +220,7 @@ def _dots(settings: Mapping[str, Any], estimator: dict[str, Any]) -> tuple[dict[
     refuse_unknown("advantage_fn_args", settings.keys() - DOTS_UNUSED, names)
     fields = {DOTS_KEYS[name]: value for name, value in settings.items() if name in DOTS_KEYS and value is not None}
     if fields.get("returns") != "sliding_window_mean":
-        fields.pop("window", None)  # -1 where it has no effect
+        fields.pop("window", None)  # may be -1, since it has no effect here
     return {"kind": "cod", **fields}, {}
 
 
@@ -279,7 +282,9 @@ def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
-    """Return settings of an advantage function as fields of the estimator; with a ``kind`` for another estimator."""
+    """Return settings of an advantage function as fields of the estimator. The result has a ``kind`` if it is for
+    another estimator.
+    """
     kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
     result: dict[str, Any] = {}
     refuse_unknown("advantage_fn_args", settings.keys() - FIXED.keys() - {"std_normalize"}, [*ESTIMATOR_KEYS])
@@ -311,7 +316,7 @@ def _arguments(user_settings: dict[str, Any], name: str) -> dict[str, Any]:
     """Remove the arguments called ``name`` from ``user_settings`` and return them.
 
     Raises:
-        ValueError: They are not a mapping of names to values.
+        ValueError: The arguments are not a mapping of names to values.
     """
     value = user_settings.pop(name, None) or {}
     if not isinstance(value, Mapping):

@@ -37,9 +37,8 @@ SIZES = (
     "train_batch_size_expert", "train_batch_size_usual", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu",
     "ngpus_trainer", "use_dynamic_bsz", "read_batch_size_expert", "read_batch_size_usual", "repeat_times",
 )  # fmt: skip
-"""Arguments of ``mix`` and ``mix_chord`` that weigh micro-batches. Here a step has the counts of all its tokens, and
-each part is the mean over its own.
-"""
+"""Arguments of ``mix`` and ``mix_chord`` that weight micro-batches. They have no effect here, since each part of the
+loss is the mean over its own tokens of the whole step."""
 
 Arguments = dict[str, Any]
 Pieces = dict[str, Any]
@@ -80,7 +79,7 @@ def refuse_unknown(section: str, names: Iterable[str], accepted: Sequence[str], 
     """Refuse arguments that are not known.
 
     Raises:
-        ValueError: Names the first one.
+        ValueError: An argument is unknown; the message names the first.
     """
     if unknown := sorted(set(names) - set(accepted), key=str):
         raise ValueError(f"{section}.{unknown[0]} is not known{of}, wanted one of {', '.join(accepted) or 'none'}")
@@ -145,7 +144,7 @@ def _rec(arguments: Arguments) -> Pieces:
 
 
 def _opmd(arguments: Arguments) -> Pieces:
-    """Return ``-A log pi / (1 + tau)`` (arXiv 2505.17826)."""
+    """Return the pieces of ``-A log pi / (1 + tau)`` (arXiv 2505.17826)."""
     tau = _taken(arguments, "tau")
     return {} if tau is None else {"surrogate": {"divisor": 1 + tau}}
 
@@ -160,13 +159,13 @@ def _cispo(arguments: Arguments) -> Pieces:
     has_mask = arguments.pop("enable_mask_clip", False)
     low, high = _taken(arguments, "mask_clip_range_low"), _taken(arguments, "mask_clip_range_high", 0.28)
     if has_mask:
-        is_bound = low is not None and low < 1  # no ratio is below 1 - 1
+        is_bound = low is not None and low < 1  # a ratio is never below 0
         surrogate |= {"mask_low": low if is_bound else None, "mask_high": high}
     return {"surrogate": surrogate}
 
 
 def _ppo(arguments: Arguments) -> Pieces:
-    """Return the sequence mask (arXiv 2512.02556) and the gradient without a ratio."""
+    """Return the pieces of a gradient without a ratio, or of the sequence mask (arXiv 2512.02556), if requested."""
     masks, bound = arguments.pop("enable_sequence_masking", False), _taken(arguments, "delta_sequence_masking", 0.1)
     if arguments.pop("fallback_to_policy_gradient", False):
         return {"ratio": {"kind": "self"}}  # a ratio of 1 has no divergence to mask
@@ -174,7 +173,9 @@ def _ppo(arguments: Arguments) -> Pieces:
 
 
 def _mixed_reductions(arguments: Arguments) -> Pieces:
-    """Take the reductions of the two parts of a mixture, which are one here."""
+    """Remove the reductions of both parts of a mixture, and return the piece of the reduction that both must have
+    here.
+    """
     names = ("loss_agg_mode", "grpo_loss_agg_mode", "sft_loss_agg_mode")
     common, *parts = (arguments.pop(name, None) for name in names)
     if arguments.pop("use_token_level_loss_in_sft", None) is False:
@@ -191,7 +192,7 @@ def _mixed_reductions(arguments: Arguments) -> Pieces:
 
 
 def _mix(arguments: Arguments) -> Pieces:
-    """Return ``(1 - mu) loss of sampled answers + mu loss of expert answers`` (arXiv 2505.17826)."""
+    """Return the pieces of ``(1 - mu) loss of sampled answers + mu loss of expert answers`` (arXiv 2505.17826)."""
     pieces = _mixed_reductions(arguments)
     if (share := _taken(arguments, "mu")) is not None:
         pieces["weights"] = {"rl": 1 - share, "ce": share}
@@ -199,8 +200,9 @@ def _mix(arguments: Arguments) -> Pieces:
 
 
 def _mix_chord(arguments: Arguments) -> Pieces:
-    """Return the schedule of imitation (arXiv 2508.11408). With ``mu_decay_steps`` 0 it is at the valley as soon as the
-    warm-up ends; the schedule here then stays at its peak, or falls within one step.
+    """Return the schedule of imitation (arXiv 2508.11408). If ``mu_decay_steps`` is 0, Trinity-RFT's weight is at the
+    valley as soon as the warm-up ends. The schedule here then falls within one step or, without a warm-up, has the
+    valley as its peak.
     """
     pieces = _mixed_reductions(arguments)
     if (weighs := arguments.pop("enable_phi_function", None)) is not None:
@@ -241,7 +243,7 @@ class PolicyLoss:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Fields of pieces by argument, such as ``surrogate.low``."""
     special: Callable[[Arguments], Pieces] = _no_special_arguments
-    """Takes the arguments that need more than a field, and returns their pieces."""
+    """Removes the arguments that do not correspond to a single field, and returns their pieces."""
     arguments: tuple[str, ...] = ()
     """Names of the arguments that ``special`` takes."""
     ignored: tuple[str, ...] = ()
@@ -334,14 +336,15 @@ def policy_loss_of(name: str) -> str:
 
 
 def argument_pieces(name: str, arguments: Mapping[str, Any]) -> Pieces:
-    """Return the pieces that arguments of a policy loss set; pieces without a kind are fields of the loss's own.
+    """Return the pieces that arguments of a policy loss set; a piece without a kind only changes fields of the loss's
+    own piece.
 
     Args:
         name: A key of :data:`POLICY_LOSSES`.
-        arguments: Its arguments by name; those with the value None count as missing.
+        arguments: Its arguments by name. Arguments with the value None count as missing.
 
     Raises:
-        ValueError: The loss has no such argument, or not with this value.
+        ValueError: The loss does not have an argument, or does not accept its value.
     """
     loss, rest = POLICY_LOSSES[name], {key: value for key, value in arguments.items() if value is not None}
     refuse_unknown("policy_loss_fn_args", rest, loss.known_arguments, f" for the loss {name}")

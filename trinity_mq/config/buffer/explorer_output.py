@@ -17,7 +17,7 @@ class ExplorerOutputConfig(Section):
     """
 
     storage_type: OutputStorage = "body"
-    """Kind of the output. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
+    """Kind of the output. A dotted path names your own class, a subclass of ``trinity_mq.data.Storage``."""
     path: str = ""
     """Folder, created if missing, or URL of a database, such as ``sqlite:///experiences.db``. Empty: ``experiences`` in
     the run's folder; ``sql`` needs a URL."""

@@ -39,9 +39,9 @@ class ReplayConfig(Section):
     priority_fn: str | None = None
     """Priority of your own: the dotted path of a class in Trinity-RFT's form (``PriorityFunction``), or the name under
     which a module in ``plugin_dirs`` registers it with ``PRIORITY_FUNC``. It replaces ``decay``; ``sigma`` and the
-    limits hold for it too. None: the priority above."""
+    limits apply to it too. None: the priority above."""
     priority_fn_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor, over its ``default_config``."""
+    """Arguments of the constructor of ``priority_fn``, which override its ``default_config``."""
     capacity: int = Field(default=10_000, ge=1)
     """Maximum number of groups to choose from. The groups with the lowest priority are removed. 256 MiB of groups are
     kept in memory; the others are read again from the broker's stream, whose retention (``broker.ready_max_bytes``)

@@ -139,7 +139,7 @@ class SelectorPlugin(SelectorBase):
     selector_type: str = Field(pattern=r"^\w+(\.\w+)+$")
     """Dotted path of the class, or the name under which a module in ``plugin_dirs`` registers it with ``SELECTORS``."""
     feature_keys: tuple[str, ...] = ()
-    """Passed to the class if not empty."""
+    """Keys in each record, passed to the class if not empty."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the class."""
 

@@ -21,7 +21,8 @@ class StorageRow:
     target: str
     """``module:attribute`` of its class, a :class:`trinity_mq.data.storage.Storage`."""
     uses: tuple[Use, ...]
-    """``tasks``: in tasksets. ``training``: as data of the trainer. ``output``: for processed experiences."""
+    """Uses of the storage. ``tasks``: in tasksets. ``training``: as data of the trainer. ``output``: for processed
+    experiences."""
     holds_records: bool = True
     """Whether it holds records at ``path``. Otherwise messages bring the content."""
     holds_experiences: bool = False
@@ -33,7 +34,7 @@ class StorageRow:
     splits: tuple[str, ...] = ()
     """Names of its splits. Empty: any."""
     reward_fn: str = ""
-    """Reward function of tasksets that name none. The records need no answer then."""
+    """Default reward function of tasksets with this storage. Their records need no answer. Empty: no default."""
 
 
 STORAGES: Mapping[str, StorageRow] = MappingProxyType(
@@ -80,7 +81,7 @@ def storage_row(name: str) -> StorageRow:
 
 
 def check_source(kind: str, name: str, storage_type: str, path: str, query: str) -> None:
-    """Check that a source has what its storage needs: a path, and a database a query.
+    """Check that a source has what its storage needs: a path, and for a database also a query.
 
     Raises:
         ValueError: A path or a query is missing, or a query is not allowed.

@@ -14,7 +14,7 @@ from trinity_mq.config.buffer.storages import StorageRow, TaskStorage, check_sou
 from trinity_mq.config.switches import ENABLE_THINKING, check_switch_fields, says_thinking
 
 RELEASED_KEYS = {"prompt_key", "response_key", "system_prompt"}
-"""Keys of ``format_args`` that all released peers read."""
+"""Keys of ``format_args`` that the agents of all releases read."""
 PROMPTED_WORKFLOWS = frozenset(
     f"{name}_workflow"
     for name in (
@@ -24,11 +24,12 @@ PROMPTED_WORKFLOWS = frozenset(
         *("distill", "math_distill", "tool_choice"),
     )
 )
-"""Built-in workflows, each also with the prefix ``async_``, that ask the prompt of a record and judge by its answer."""
+"""Built-in workflows, each also with the prefix ``async_``, that send the prompt of a record to the model and judge by
+the record's answer."""
 MIN_TOKENS, MIN_RESPONSE_TOKENS = "min_tokens", "min_response_tokens"
 """A sampling parameter of engines, and Trinity-RFT's name for it."""
 _REGISTERED = re.compile(r"[A-Za-z0-9_-]{1,128}")
-"""A name of a table. Paths of modules and files have other characters."""
+"""Pattern of registered names. Paths of modules and files contain other characters."""
 
 
 def sampling_parameters(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,24 +81,24 @@ class FormatConfig(Section):
     """Key at which a record names its workflow: the taskset's ``workflow``, or a name in ``allowed_workflows``. Records
     without a name run ``workflow``. Empty: all records run ``workflow``."""
     reward_fn_key: str = ""
-    """Key of the name of a record's own reward function: the taskset's ``reward_fn``, or a name in
-    ``allowed_reward_fns``. Records without a name have ``reward_fn``. Empty: all records do."""
+    """Key at which a record names its reward function: the taskset's ``reward_fn``, or a name in
+    ``allowed_reward_fns``. Records without a name use ``reward_fn``. Empty: all records use ``reward_fn``."""
     enable_thinking: bool | None = None
     """Whether the model thinks before its answer, as ``rollout_args.enable_thinking``. None: ``rollout_args`` and
     ``model.chat_template_kwargs`` decide."""
 
     def as_args(self) -> dict[str, Any]:
-        """Return the keys as ``format_args`` of a task. Keys that are not set and that released peers do not know are
-        left out.
+        """Return the keys as ``format_args`` of a task. Keys that agents of earlier releases do not know are left out
+        unless they are set.
         """
         return self.model_dump(include=RELEASED_KEYS) | self.model_dump(exclude=RELEASED_KEYS, exclude_defaults=True)
 
 
 def system_prompt_of(record: Mapping[str, Any], key: str | None) -> str | None:
-    """Return a record's own system prompt, None if it has none.
+    """Return a record's own system prompt, or None.
 
     Raises:
-        ValueError: It is not a text.
+        ValueError: The value at ``key`` is not a text.
     """
     text = record.get(key) if key else None
     if text is not None and not isinstance(text, str):
@@ -132,7 +133,7 @@ class TasksetConfig(Section):
     name: str = "train"
     """Name in metrics and messages."""
     storage_type: TaskStorage = "file"
-    """Kind of the source. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
+    """Kind of the source. A dotted path names your own class, a subclass of ``trinity_mq.data.Storage``."""
     path: str = ""
     """File, dataset, database or generator, by ``storage_type``."""
     query: str = ""
@@ -248,7 +249,7 @@ class TasksetConfig(Section):
 
     @property
     def task_rollout_args(self) -> dict[str, Any]:
-        """``rollout_args`` of the tasks, with the switch of ``format``."""
+        """``rollout_args`` of the tasks, including ``format.enable_thinking`` if it is set."""
         thinking = self.format.enable_thinking
         return self.rollout_args if thinking is None else {**self.rollout_args, ENABLE_THINKING: thinking}
 

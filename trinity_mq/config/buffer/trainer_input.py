@@ -12,7 +12,7 @@ from trinity_mq.config.buffer.storages import StorageRow, TrainingStorage, check
 from trinity_mq.config.switches import ENABLE_THINKING
 
 SCHEMAS = ("experience", "sft", "dpo", "cpt")
-"""Kinds of records with a formatter here."""
+"""Built-in kinds of records."""
 Schema = Annotated[str, AfterValidator(NameIn("schema_type", SCHEMAS, "trinity_mq.formatters"))]
 
 
@@ -64,7 +64,7 @@ class ExperienceBufferConfig(Section):
     name: str = "train"
     """Name in metrics and errors."""
     storage_type: TrainingStorage = "stream"
-    """Kind of the source. A dotted path names your own, a subclass of ``trinity_mq.data.Storage``."""
+    """Kind of the source. A dotted path names your own class, a subclass of ``trinity_mq.data.Storage``."""
     schema_type: Schema = "experience"
     """Kind of record. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
     ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages. The dotted path of a class in

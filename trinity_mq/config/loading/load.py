@@ -41,7 +41,7 @@ class ConfigError(ValueError):
     problems: Sequence[Problem] = ()
     """The problems of keys and between keys that the message lists."""
     within: Location = ()
-    """Location of these keys in the file, such as ``("stages", 1)``."""
+    """Location in the file of the settings with these problems, such as ``("stages", 1)``."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -224,7 +224,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {_TOO_LARGE}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or an impossible date
-        detail = " ".join(str(error).split())  # it quotes the line, which may hold a URL or a key
+        detail = " ".join(str(error).split())  # the error quotes the line, which may hold a URL or a key
         detail = Secrets(detail).hide(detail)
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):

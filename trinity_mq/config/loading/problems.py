@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     """Known keys that an unknown key is similar to. The user may have meant one of them."""
 
     def may_cause(self, location: Location, text: str) -> bool:
-        """Return whether another problem may be there only because the key of this problem is left out.
+        """Return whether another problem may exist only because the key of this problem is left out.
 
         Args:
             location: Location of the other problem.
@@ -85,7 +85,7 @@ class KeyLines:
             self._root = None  # the problem of such a file is explained where it is read
         self._line_ends = [match.start() for match in re.finditer("\n", text)]
         self._children: dict[int, dict[str, tuple[yaml.Mark, yaml.Node]]] = {}
-        """Where each key of a mapping begins, and its value, by the id of the mapping's node."""
+        """Start and value of each key of a mapping, by the id of the mapping's node."""
 
     def of(self, problem: Problem, within: Location = ()) -> int | None:
         """Return the line of a problem: of its key, of the section that lacks the key, or of the first key that the
@@ -121,7 +121,7 @@ class KeyLines:
         return line
 
     def _child(self, node: yaml.Node | None, part: int | str) -> tuple[yaml.Mark | None, yaml.Node | None]:
-        """Return where a key of a mapping, or an item of a list, begins, and its value."""
+        """Return the start and the value of a mapping's key or a list's item; (None, None) if it is missing."""
         if isinstance(node, yaml.MappingNode):
             if id(node) not in self._children:
                 pairs = reversed(list(_pairs(node)))
@@ -253,7 +253,7 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
 
 
 def _kind(section: type[BaseModel]) -> Any:
-    """Return the name of one of several kinds of a section."""
+    """Return the kind that a section class stands for, such as ``group``; None for a section of a single kind."""
     kinds = [field.default for name, field in section.model_fields.items() if name in {"kind", "selector_type"}]
     return kinds[0] if kinds else None
 

@@ -53,8 +53,8 @@ class GatewayConfig(Section):
     merged in the same way, but each prompt is rendered as a whole, so that a turn is lost where the same text is
     tokenized differently. ``per_call``: each answer is an experience."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """Reward of an answer without a reward of its own: this factor times the reward of the next answer in its
-    lineage."""
+    """Discount for earlier turns: an answer without a reward of its own gets this factor times the reward of the next
+    answer in its lineage."""
     shared_prefix: SharedPrefix = "first"
     """Credit of answers that several branches of a conversation share: parallel branches, several choices, or a
     conversation that was resumed at an earlier turn. The shared answers are trained on once; the other branches hold

@@ -44,7 +44,7 @@ THINKING_TYPES: Mapping[str, bool | None] = {"adaptive": None, "enabled": True, 
 
 
 class AnthropicProtocol(Protocol):
-    """``/v1/messages``."""
+    """Translation of the route ``/v1/messages``."""
 
     prefix = "msg_"
     field_names = MappingProxyType({"reasoning_effort": "output_config.effort", "max_completion_tokens": "max_tokens"})
@@ -244,7 +244,7 @@ def _result_text(content: Any, where: str, deferred: Mapping[str, Any]) -> str:
     """Return the text of a tool result. References to tools, which a search found, become the tools' definitions.
 
     Raises:
-        BadRequest: It holds another part than text and references, or a reference to an unknown tool.
+        BadRequest: The result contains a part that is neither text nor a reference, or a reference to an unknown tool.
     """
     parts = content if isinstance(content, list) else []
     names = [part.get("tool_name") for part in parts if isinstance(part, dict) and part.get("type") == "tool_reference"]
@@ -261,7 +261,7 @@ def _result_text(content: Any, where: str, deferred: Mapping[str, Any]) -> str:
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the offered tools, and by name all tools that a search may refer to. A tool with ``defer_loading`` is not
-    offered until then.
+    offered.
     """
     offered, functions = [], {}
     for number, tool in enumerate(as_list(body.get("tools"), "tools")):
@@ -300,7 +300,9 @@ def _omits_thoughts(body: Mapping[str, Any]) -> bool:
 
 
 def _thinking(thoughts: str, body: Mapping[str, Any]) -> dict[str, str]:
-    """Return a block of thoughts. If the client omits them, its signature holds them, so that they come back."""
+    """Return a block of thoughts. If the client omits thoughts, the signature holds them, so that the client sends them
+    back.
+    """
     if _omits_thoughts(body):
         return {"type": "thinking", "thinking": "", "signature": seal_thoughts(thoughts)}
     # clients drop a block without a signature

@@ -72,7 +72,7 @@ class Protocol(ABC):
     prefix: str
     """Prefix of the ids of its answers."""
     field_names: Mapping[str, str] = MappingProxyType({})
-    """Names of the API for fields of chat completions, as the errors of engines name them."""
+    """The API's names of request fields, by the names in chat completions, which the errors of engines contain."""
 
     def new_id(self) -> str:
         """Return a new id for an answer."""
@@ -187,7 +187,7 @@ def check_neutral(name: str, value: Any, neutral: Sequence[Any]) -> None:
     """Check that an option without a counterpart here has no value, or a value that changes nothing.
 
     Raises:
-        BadRequest: It has another value.
+        BadRequest: The option has another value.
     """
     if value is not None and value not in neutral:
         otherwise = f" (or send {' or '.join(map(json.dumps, neutral))})" if neutral else ""
@@ -224,7 +224,7 @@ def named_event(content: Mapping[str, Any]) -> bytes:
 
 
 SEALED = "tmq1."
-"""Beginning of thoughts in the form of a signature or of encrypted content, which clients send back unread."""
+"""Prefix of sealed thoughts. Clients return them unread, as a signature or as encrypted content."""
 
 
 def seal_thoughts(thoughts: str) -> str:

@@ -15,9 +15,8 @@ from trinity_mq.gateway.protocols.base import BadRequest, as_list, as_object, de
 Json = dict[str, Any]
 
 WEB_SEARCH = ("web_search", "web_search_preview")
-"""Types of the search that OpenAI's servers run, with any date after them. Clients offer it without being told to. No
-engine has it, and a model may always answer without a search, so it is left out.
-"""
+"""Types of the web search that OpenAI's servers run; a date may follow. Clients offer the search by default. The
+engines here cannot search, and a model may always answer without a search, so it is left out."""
 SERVERS = ("code_interpreter", "computer", "file_search", "image_generation", "mcp")
 """Beginnings of the types of other tools that OpenAI's servers run."""
 LOCAL_SHELL = "local_shell"
@@ -33,7 +32,7 @@ SHELL_PARAMETERS: Json = {
 }
 TAKEN_NAMES = ("name", "description", "parameters", "strict")
 NAMESPACE_ENDS = "__"
-"""Stands between the name of a namespace and the name of its function."""
+"""Separator between the name of a namespace and the name of its function."""
 TOOL_SEARCH = "tool_search"
 CALLS = ("function_call", "custom_tool_call", "local_shell_call", "tool_search_call")
 """Types of items that are calls of tools that the client runs."""
@@ -74,7 +73,7 @@ class ResponseTools:
         """Return ``tool_choice`` in the form of chat completions.
 
         Raises:
-            BadRequest: It names a tool that the model is not offered.
+            BadRequest: The choice is not a function, a custom tool or the local shell, or its name is missing.
         """
         if not isinstance(choice, dict):
             return choice
@@ -89,8 +88,8 @@ class ResponseTools:
         return {"type": "function", "function": {"name": name}}
 
     def item(self, call: Mapping[str, Any]) -> Json:
-        """Return the output item of a call of the model. A call of an unknown tool becomes a function call: the client
-        tells the model.
+        """Return the output item of a call of the model. A call of an unknown tool becomes a function call, so that the
+        client reports the error to the model.
         """
         function = call.get("function") or {}
         name, arguments = str(function.get("name")), function.get("arguments") or "{}"
@@ -108,7 +107,9 @@ class ResponseTools:
                 return {**item, "id": f"fc_{call_id}", "arguments": arguments}
 
     def found_tools(self, item: Mapping[str, Any], where: str) -> str:
-        """Return the text for the model about the tools that a search of the client found. They can be called."""
+        """Return the text that shows the model the tools that a search of the client found. From now on, :meth:`item`
+        accepts calls of these tools.
+        """
         tools = as_list(item.get("tools"), f"{where}.tools")
         functions = [
             function
@@ -212,7 +213,7 @@ def _is_web_search(kind: Any) -> bool:
 
 
 def _in_namespace(names: Mapping[str, Any]) -> Any:
-    """Return the name of a function for the model: its namespace, if it has one, is in front."""
+    """Return the name of a function for the model: the function's own name after its namespace, if any."""
     namespace = names.get("namespace")
     return f"{namespace}{NAMESPACE_ENDS}{names.get('name')}" if namespace else names.get("name")
 

@@ -72,7 +72,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesProtocol(Protocol):
-    """``/v1/responses``."""
+    """Translation of the route ``/v1/responses``."""
 
     prefix = "resp_"
     field_names = MappingProxyType(
@@ -269,7 +269,7 @@ def _result(item: Mapping[str, Any], tools: ResponseTools, where: str) -> str:
 
 
 def _answered(text: str | None, thoughts: list[str]) -> dict[str, Any]:
-    """Return a message of the assistant with the thoughts before it, which are then used up."""
+    """Return a message of the assistant with the ``thoughts`` before it, and clear the list of thoughts."""
     message = assistant_message(text, thoughts)
     thoughts.clear()
     return message
@@ -297,7 +297,7 @@ def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _item_id(kind: str, call: str, place: int = 0) -> str:
-    """Return the id of an item of a response. The first items of each kind have ids without a number."""
+    """Return the id of an item of a response. An item at place 0 or 1 has an id without a number."""
     number = f"_{place}" if place > 1 else ""
     return f"{kind}_{call.removeprefix('resp_')}{number}"
 

@@ -1,8 +1,8 @@
 """Marked points inside an agent, at which ``trinity-mq chaos`` can stop its process: between the confirm of a publish
 and the acknowledgement of the delivery that caused it, and after a checkpoint is written.
 
-Without the environment variable :data:`POINTS_VARIABLE` nothing is wrapped, and :func:`pass_point` only checks a
-name. No message or request can set the variable.
+Without the environment variable :data:`POINTS_VARIABLE` nothing is wrapped, and :func:`pass_point` does nothing. No
+message or request can set the variable.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _points: list[MarkedPoints] = []
 
 
 def pass_point(name: str) -> None:
-    """Pass a point that no message marks."""
+    """Stop this process here if the point ``name`` is armed; for a point that does not belong to a message."""
     for points in _points:
         points.passed(name)
 
@@ -73,7 +73,7 @@ def marked(bus: Bus, role: str, agent_id: str) -> None:
 
 
 def mark_bus(bus: Bus, points: MarkedPoints) -> None:
-    """Let the messages of a bus pass the points ``confirmed KIND`` and ``acknowledging KIND``."""
+    """Make each publish on a bus pass the point ``confirmed KIND``, and each acknowledgement ``acknowledging KIND``."""
     publish, consume = bus.publish, bus.consume
 
     async def publish_marked(exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:

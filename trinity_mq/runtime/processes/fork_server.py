@@ -54,8 +54,8 @@ class ForkRequest:
     fds: Sequence[int]
     """Descriptor numbers in the process for the file descriptors sent with the request."""
     adopted: bool
-    """Whether the parent is the process above the server that adopts orphans. Otherwise the parent is the server, and
-    no exit status is reported."""
+    """Whether the process that started the server becomes the parent, as it adopts orphans. Otherwise the parent is the
+    server, and no exit status is reported."""
 
     def encode(self) -> bytes:
         """Return the request as a packet."""
@@ -203,7 +203,9 @@ def _serve_waiting(
 
 
 def _forked(connection: socket.socket, packet: bytes) -> ForkRequest | None:
-    """Fork as a packet requests and answer it; return the request in the new process, None in the server."""
+    """Fork as ``packet`` requests, and answer the request; return the request in the new process, None in the
+    server.
+    """
     try:
         request = ForkRequest(**json.loads(packet))
         if (threads := len(os.listdir("/proc/self/task"))) > 1:

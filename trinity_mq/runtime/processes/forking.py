@@ -95,7 +95,7 @@ Raises:
 
 
 async def start_command(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:
-    """Start a program; a :data:`Starter`."""
+    """Start a program with its command line. This function is a :data:`Starter`."""
     return await asyncio.create_subprocess_exec(
         *command,
         env=env,

@@ -27,13 +27,14 @@ CatchUpSource = tuple[Version, dict[str, Any], Manifest]
 """Offered version, its location (the rendezvous of ``prepare``), and its manifest."""
 
 SLOWEST_RATE = 50 * 10**6
-"""Slowest acceptable rate of a transfer in bytes per second: two fifths of a link of 1 Gbit/s, and an eighth of a disk.
-Deadlines of transfers allow for this rate in addition to ``synchronizer.sync_timeout``.
+"""Slowest acceptable rate of a transfer in bytes per second: two fifths of the rate of a link of 1 Gbit/s, and an
+eighth of the rate of a disk. Deadlines of transfers allow for this rate in addition to ``synchronizer.sync_timeout``.
 """
 FETCH_TRIES = 3
 """Maximum attempts to fetch one file or bucket."""
 STAGING_TRIES = 10
-"""Factor on the limit of a phase for staging weights while the engines serve, because a disk may be slow."""
+"""Factor by which the limit of a phase is multiplied for staging weights while the engines serve, because a disk may be
+slow."""
 
 
 _BITS = re.compile(r"[0-9]+")
@@ -51,7 +52,7 @@ def manifest_bytes(manifest: Iterable[ManifestEntry]) -> int:
 
 
 def source_copies(method: str, members: int) -> int:
-    """Return how many times the source sends the weights to ``members`` engines.
+    """Return the number of times that the source sends the weights for ``members`` engines.
 
     A broadcast is a binomial tree, whose root sends to one engine per level. Otherwise every engine fetches from the
     same server or disk.
@@ -71,7 +72,9 @@ class ChannelError(Exception):
 
 
 class Channel(Protocol):
-    """The trainer's end. The members' end is :class:`trinity_mq.sync.channels.receiver.WeightReceiver`."""
+    """The trainer's end of a weight channel. The members' end is
+    :class:`trinity_mq.sync.channels.receiver.WeightReceiver`.
+    """
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Prepare ``version`` for the transfer while the engines keep serving. Called before each attempt's
@@ -97,8 +100,8 @@ class Channel(Protocol):
         """
 
     async def catch_up_source(self) -> CatchUpSource | None:
-        """Return where a single member can fetch the last committed version at any time; None before the first
-        commit.
+        """Return the source from which a single member can fetch the last committed version at any time; None before
+        the first commit.
         """
 
     def abandon(self) -> None:
@@ -126,8 +129,8 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
 
 
 def fetch_tries(*errors: type[Exception]) -> Retrying:
-    """Return the retry policy for one file or bucket, which a network may show late or lose. Raises the last of
-    ``errors``.
+    """Return the retry policy for one file or bucket, which may appear late or be lost on a network. It retries on
+    ``errors``, and raises the error of the last attempt.
     """
     return Retrying(
         retry=retry_if_exception_type(errors),

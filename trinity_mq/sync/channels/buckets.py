@@ -98,7 +98,7 @@ def count(shape: Sequence[int]) -> int:
 
 
 def entries_of(raw: Iterable[Sequence[object]]) -> list[ManifestEntry]:
-    """Return a manifest parsed from JSON."""
+    """Return a manifest from its parsed JSON form."""
     return [(str(name), str(dtype), list(shape)) for name, dtype, shape in raw]  # type: ignore[call-overload]
 
 
@@ -138,7 +138,7 @@ def packed(
     Every rank with shards of the tensors runs this, in the same order. Ranks above 0 discard the results.
 
     Raises:
-        ChannelError: The tensors differ from the buckets', or come in another order.
+        ChannelError: The tensors are not the tensors of the buckets, or come in another order.
     """
     source = iter(tensors)
     for bucket in buckets:

@@ -22,13 +22,15 @@ ALIGNMENT = 64
 
 
 class Workers(Protocol):
-    """The workers of one engine, as seen by one of them. All run on one machine, and call the methods in step."""
+    """The workers of one engine, from the view of a single worker. All run on one machine, and call the methods in the
+    same order.
+    """
 
     number: int
     """Number of this worker, from 0."""
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value that worker 0 gave."""
+        """Return the ``value`` that worker 0 passed."""
 
     def barrier(self) -> None:
         """Return when all workers have called this."""
@@ -91,7 +93,7 @@ def receive_shared(
         spec: Describes the transfer: manifest, bucket_bytes.
         workers: The workers of the engine, which all call this.
         receive: Receives all tensors into buffers taken from its argument.
-        all_join: Whether every worker takes part in the transfer. What the others than worker 0 return is not used.
+        all_join: Whether every worker takes part in the transfer. Only the tensors that worker 0 receives are used.
 
     Raises:
         ChannelError: Worker 0 received no weights.

@@ -71,8 +71,8 @@ class Canary:
         """Process id, logprobs and trainer logprobs at the last sound check, by engine."""
 
     def problem(self, member: str, life: str, theirs: object, ours: Sequence[float]) -> str | None:
-        """Return why the logprobs ``theirs`` of ``member`` do not match the weights behind ``ours``; None if they
-        match.
+        """Return the reason why the logprobs ``theirs`` of ``member`` do not match the weights behind ``ours``; None if
+        they match.
 
         Args:
             member: Id of the engine.
@@ -110,7 +110,7 @@ def arrived_share(
         moved: ``a``, from the engine; see the module docstring.
         expected: ``b``, from the trainer.
         unsteady: Minimum deviation ``d`` of the rounding error.
-        most_unsteady: Maximum ``d``. Below ``unsteady`` the residuals have no effect.
+        most_unsteady: Maximum ``d``. Below half of ``unsteady`` the residuals have no effect.
     """
     square = math.fsum(b * b for b in expected)
     # root mean square of b at least 8 d / sqrt(k), with both sides multiplied by sqrt(k)

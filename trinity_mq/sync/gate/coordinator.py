@@ -62,9 +62,7 @@ class CatchUpFetches:
     _not_before: dict[str, float] = field(default_factory=dict)
 
     def begin(self, member: str, prepare: SyncEvent, now: float) -> SyncEvent:
-        """Start a member's fetch; return the event to send to it. Pause and fetch each have the deadline in
-        ``prepare``.
-        """
+        """Start a member's fetch; return the event to send to it. Pause and fetch may each take ``prepare.seconds``."""
         limit = max(self.timeout, 2 * (prepare.seconds or 0.0))
         self.under_way[member] = CatchUp(prepare, now + limit, now + self.resend_interval)
         return prepare
@@ -289,8 +287,8 @@ class Coordinator:
     def start(
         self, version: Version, progress: int, prepare: SyncEvent, now: float, *, held: float = 0.0
     ) -> list[Command]:
-        """Begin an attempt with the present members, after a delay of ``held`` seconds. ``prepare`` carries manifest,
-        rendezvous and canary. The other fields are set here.
+        """Begin an attempt with the present members. ``prepare`` carries manifest, rendezvous and canary; its other
+        fields are set here. ``held``: seconds for which the attempt was already delayed.
 
         Raises:
             RuntimeError: An attempt is in progress, or the gate has no members.

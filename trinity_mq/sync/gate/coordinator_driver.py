@@ -45,7 +45,7 @@ class Weights(Protocol):
         """Return name, dtype and shape of every tensor, in order."""
 
     async def weights(self) -> Any:
-        """Return the tensors by name, in the same order."""
+        """Return the tensors by name, in the order of the manifest."""
 
     async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the policy's own logprobs of the canary prompt."""

@@ -110,7 +110,7 @@ class Member:
         return [*commands, Pause(key_of(event), event.seconds or 60.0)]
 
     def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
-        """Handle the engine's standstill, which took ``seconds`` to reach."""
+        """Handle the engine's report that it has paused, ``seconds`` after the command."""
         if self.stage is not MemberStage.PAUSING or key != self.key or self._prepare is None:
             return []
         self._pause_seconds = seconds

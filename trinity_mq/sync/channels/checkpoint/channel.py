@@ -82,7 +82,9 @@ class CheckpointChannel:
         return self._committed
 
     def abandon(self) -> None:
-        """Write the version again for the next attempt, because its files may be the cause of the failure."""
+        """Forget the offered files, so that the next attempt writes the version again: the files may be the cause of
+        the failure.
+        """
         self._offered = None
 
     async def close(self) -> None:

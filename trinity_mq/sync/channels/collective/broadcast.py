@@ -35,8 +35,7 @@ from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, entries_of, p
 Backend = Literal["gloo", "nccl"]
 UNDER_WAY = 2
 """Number of concurrent bucket broadcasts: the next broadcast starts before the slowest rank has finished the previous
-one.
-"""
+broadcast."""
 ROOM_ON_DEVICE = 1.25
 """Minimum ratio of free device memory to the size of the weights for keeping tensors received by NCCL on the device
 until all have arrived. With less memory they are copied to the host, bucket by bucket.
@@ -44,7 +43,7 @@ until all have arrived. With less memory they are copied to the host, bucket by 
 
 
 def nccl_missing() -> str | None:
-    """Return why this process cannot use NCCL, None if it can."""
+    """Return the reason why this process cannot use NCCL, None if it can."""
     if dist.is_nccl_available() and torch.cuda.is_available():
         return None
     return (
@@ -108,7 +107,7 @@ class Group:
         self._key: str | None = None
         """Key of this rank at the last barrier."""
         self.is_abandoned = False
-        """Whether no further broadcast may begin. An abandoned thread may still wait for an earlier one."""
+        """Whether no further broadcast may begin. An abandoned thread may still wait for an earlier broadcast."""
 
     @property
     def device(self) -> torch.device:
@@ -277,7 +276,7 @@ class Receiver:
     ) -> dict[str, Tensor]:
         """Receive in this thread, for a process without an event loop; see :meth:`receive`. Raises torch's errors.
 
-        Without ``keep`` it only takes part: it drops each bucket, and returns nothing.
+        Without ``keep`` the call only takes part in the broadcast: it drops each bucket and returns an empty dict.
         """
         self._group, tensors, _ = _received(self._take_group(spec), spec, spare or SpareBuffers(), keep=keep)
         return tensors

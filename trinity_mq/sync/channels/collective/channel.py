@@ -50,7 +50,7 @@ class CollectiveChannel:
             tensors = self._copy.tensors()
         elif self._pulls is self._memory:
             copy = self._memory.begin(version, tensors, manifest, digests=False)
-            # with NCCL the live weights need no way over the host
+            # with NCCL the live weights are broadcast, not the host copy
             self._copy = copy if self._sender.backend == "gloo" else None
         if isinstance(self._pulls, CheckpointChannel):
             await self._pulls.offer(version, tensors, manifest)

@@ -91,7 +91,7 @@ class MemoryChannel:
     async def _wait_until_whole(self, copy: HostCopy) -> None:
         """Return once the copy is filled; errors as in :meth:`Channel.offer`."""
         if copy is self._offered and self._filling is not None:
-            await asyncio.shield(self._filling)  # a cancelled caller leaves it to the next attempt
+            await asyncio.shield(self._filling)  # if the caller is cancelled, the task continues for the next attempt
         copy.check()
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
@@ -109,7 +109,9 @@ class MemoryChannel:
         return None if copy is None else (copy.version, await self._location(copy), copy.manifest)
 
     def abandon(self) -> None:
-        """Copy the version again for the next attempt, because its copy may be the cause of the failure."""
+        """Forget the offered copy, so that the next attempt copies the weights again: the copy may be the cause of the
+        failure.
+        """
         self._replace(self._committed, None)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ class HostCopy:
     is_whole: bool = False
     """Whether all buckets are filled."""
     _problem: ChannelError | None = None
-    """Why the copy will never be complete; None as long as it can be."""
+    """Reason why the copy will never be complete; None while it may still become complete."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _digests: list[str] = field(default_factory=list)
 
