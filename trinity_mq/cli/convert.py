@@ -66,7 +66,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _one(source: Path, target: Path, arguments: argparse.Namespace) -> Iterator[tuple[Path, Outcome]]:
-    """Convert one file."""
+    """Convert one file, and yield its target with the outcome."""
     yield target, convert_file(source, target, arguments.compression, strict=arguments.strict)
 
 

@@ -139,7 +139,7 @@ text). Each module has ``add_arguments(parser)``, which also sets ``function`` i
 """
 COMMANDS = tuple(row for _, rows in COMMAND_GROUPS for row in rows)
 FIRST_LINE_SECONDS = 1.5
-"""Time after which a command that has printed nothing says that it is loading."""
+"""Seconds after which a command that has printed nothing says that it is loading."""
 HELP_COLUMN = 22
 """Column of the help texts in the list of commands."""
 FIRST_STEPS = """\
@@ -208,7 +208,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _show_hint(line: str) -> None:
-    """Print a line on stderr. Nothing fails if it cannot be written."""
+    """Print a line on stderr. A failed write is ignored."""
     if "://" in line:
         from trinity_mq.telemetry import mask_passwords
 

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def migrate_file(arguments: argparse.Namespace) -> int:
-    """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
+    """Write the converted configuration, or the converted plug-in. Print on stderr the settings or names without a
+    counterpart, and for a configuration whether it is valid.
+    """
     source, out = arguments.source, arguments.out
     if missing := [folder for folder in arguments.plugin_dir if not Path(folder).is_dir()]:
         raise CommandError(f"--plugin-dir: there is no folder {missing[0]!r}; relative folders start here")
@@ -88,7 +90,9 @@ def _check_free(out: Path | None, *, force: bool) -> None:
 
 
 def _waits_for_other_half(source: Path, settings: dict[str, Any]) -> bool:
-    """Return whether a configuration is nothing without another file. Print where to put that file."""
+    """Return whether a configuration, of only the explorer or only the trainer of a run, is useless without the file of
+    the other process. Print where to put that file.
+    """
     mode = half_mode(settings)
     if not mode:
         return False
@@ -145,11 +149,12 @@ def _migrate_plugin(source: Path, out: Path | None, *, force: bool) -> int:
 
 
 class _Report:
-    """The migrated file, and the lines on what needs attention. Only the values of settings may show secrets.
+    """The migrated file, and the messages about settings that need attention. Secrets are hidden in both, except in the
+    values of the migrated settings.
 
     Args:
         files: Settings of the files of Trinity-RFT by path.
-        settings: The settings of the run of these files.
+        settings: Settings of the whole run, joined from these files.
         migration: The migrated settings.
     """
 
@@ -232,8 +237,8 @@ class _Report:
         return f"{text} [from {named}]" if named else text
 
     def _origin_of(self, location: Location, within: Location) -> str:
-        """Return the old key, with its file and line, that a setting or the section around it was made of. Empty: a
-        default of Trinity-RFT.
+        """Return the key of Trinity-RFT, with its file and line, from which a setting or the section around it was
+        converted. Empty: the setting comes from a default of Trinity-RFT.
         """
         for place in dict.fromkeys([(*within, *location), location]):
             for length in range(len(place), 0, -1):
@@ -246,8 +251,8 @@ class _Report:
         return ""
 
     def _place_of(self, key: str, value: Any = None) -> str:
-        """Return an old key with its file and line; of the file that gives the run its value, if several have the key.
-        Empty: no file has it.
+        """Return a key of Trinity-RFT with its file and line. If several files have the key, prefer a file with the
+        value that the run uses. Empty: no file has the key.
         """
         wanted = value_at(self._settings, key) if value is None else value
         places = [

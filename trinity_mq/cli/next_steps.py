@@ -1,4 +1,4 @@
-"""The line at the end of a command's output: what a user types next."""
+"""The line at the end of a command's output that suggests the next command."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ NEXT: Mapping[str, str] = {
     "convert-experiences": "trinity-mq inspect FILE",
     "clean": "trinity-mq list: what is still there",
 }
-"""Next steps by command and action. Commands without a row print it themselves, or run until they are stopped."""
+"""Next steps by command and action. Commands without a row print their next step themselves, or run until they are
+stopped."""
 EXAMPLE_TARGET = "example:arithmetic"
 
 
 def next_step(arguments: argparse.Namespace) -> str | None:
-    """Return the line about the next step, or None. Output for programs has none, nor has an empty list: a command sets
-    ``arguments.is_empty`` for it.
+    """Return the line about the next step, or None if there is no such line, for example after output for programs, or
+    after an empty list, for which a command sets ``arguments.is_empty``.
     """
     words = [arguments.command, getattr(arguments, "action", None)]
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)

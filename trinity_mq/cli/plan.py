@@ -20,7 +20,8 @@ from trinity_mq.targets.target import load_target_configuration, load_target_sta
 
 Number = TypeVar("Number", int, float)
 PARTS: Mapping[str, Callable[[Config, Sequence[Gpu]], Placement]] = {"trainer": place_trainer, "engines": place_engines}
-"""Parts of a run that a machine of ``trinity-mq node`` can have alone, and their placement there."""
+"""Parts of a run that a machine of ``trinity-mq node`` can run alone, each with the function that places it on the
+machine's GPUs."""
 SINGLE_GIB, SEVERAL_GIB = 24.0, 80.0
 """Memory of a pretended GPU in GiB: of a single GPU, and of each of several GPUs."""
 MOST_GIB = 2.0**20
@@ -94,7 +95,7 @@ def _pretended(count: int, gib: float | None) -> list[Gpu]:
 
 def _above_zero(number: Callable[[str], Number], most: Number) -> Callable[[str], Number]:
     def parsed(word: str) -> Number:
-        if not 0 < (value := number(word)) <= most:  # not so for nan
+        if not 0 < (value := number(word)) <= most:  # also refuses nan
             raise argparse.ArgumentTypeError(f"{word} is given, wanted a number above 0 and at most {most:.0f}")
         return value
 

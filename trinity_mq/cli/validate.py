@@ -43,7 +43,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def _describe_model(config: Config) -> list[str]:
-    """Return lines that need the model's tokenizer."""
+    """Return lines on the renderer of conversations and on too long prompts. Both need the model's tokenizer."""
     return [*describe_rendering(config), *count_long_prompts(config, tasksets(config))]
 
 
@@ -67,7 +67,9 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _decides_checks(problem: Problem) -> bool:
-    """Return whether the checks of tasksets and of user code would check something else without a wrong key."""
+    """Return whether a problem is in a section of :data:`DECIDING`. Without the wrong key, the further checks would
+    then check other tasksets or other user code than the user wants.
+    """
     sections = [problem.location[0], *problem.similar] if len(problem.location) == 1 else problem.location[:1]
     return not DECIDING.isdisjoint(sections)
 

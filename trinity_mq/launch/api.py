@@ -1,7 +1,7 @@
-"""Runs from Python: starts a run from a notebook or a script, follows its metrics, stops it.
+"""Control of runs from Python: starts a run from a notebook or a script, follows its metrics and stops it.
 
-The run is a ``trinity-mq run`` process with all its agents, and behaves in the same way. It drains when the interpreter
-that started it ends, whatever the cause, because the pipe to its standard input then closes.
+The run is a ``trinity-mq run`` process with all its agents, and behaves as on the command line. It drains when the
+interpreter that started it ends, whatever the cause, because the pipe to its standard input then closes.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class RunHandle:
         """Make the run finish its current work and end. :func:`run` with the same configuration resumes it.
 
         Args:
-            timeout: Seconds after which its processes are killed. The interrupted work is repeated after a resume.
+            timeout: Seconds after which the run's processes are killed. The interrupted work is repeated after a
+                resume.
         """
         if self.running:
             self.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Starts of a run with an earlier start: extend a finished run by more batches, return to a checkpoint, or start
+"""Starts a run that was started before: extends a finished run by more batches, returns to a checkpoint, or starts
 over.
 """
 

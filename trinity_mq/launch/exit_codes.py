@@ -26,7 +26,7 @@ def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
 
 
 def closing_line(code: int, command: str, *, finished: bool, curable: bool = True) -> str | None:
-    """Return a line on what to do after a run that ended with ``code``, or None after success.
+    """Return a line that says what to do after a run that ended with ``code``, or None after success.
 
     Args:
         code: Exit code of the run.

@@ -25,12 +25,14 @@ class NodeLayout:
     """Hosts of the trainer's processes, ``trainer.nproc`` on each. Rank 0 runs on the first."""
     engines: tuple[str, ...] = ()
     """Hosts with ``explorer.rollout_model.engine_num`` engines each. The first also runs explorer, runners and
-    operators. Empty: all of them are started in another way."""
+    operators. Empty: engines, explorer, runners and operators are started in another way."""
     port: int = 29400
     """Port of torchrun's rendezvous on the first trainer host."""
 
     def problem(self, host: str) -> str:
-        """Return why ``host`` has no part in this layout; empty if it has a part."""
+        """Return the problem with this layout on ``host``: a repeated host, engine hosts with the same agent name, or
+        that ``host`` is not in the layout. Empty: no problem.
+        """
         for name, hosts in (("--trainers", self.trainers), ("--engines", self.engines)):
             if repeated := [entry for entry in hosts if hosts.count(entry) > 1]:
                 return f"{name} names {repeated[0]!r} twice: name each host once"
@@ -109,7 +111,7 @@ async def run_node(
 
     Args:
         config: Configuration of the run.
-        target: See :func:`node_processes`.
+        target: Words that name the configuration and its overrides, as for :func:`node_processes`.
         layout: The hosts of the run.
         host: Address of this host.
         report: Called with lines for a person.

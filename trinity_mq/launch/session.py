@@ -144,7 +144,7 @@ class RunSession:
                 loop.remove_reader(sys.stdin.fileno())
 
     async def _tell_broker_trouble(self, bus: Bus, topology: Topology) -> None:
-        """Report a broker that refuses messages before the agents start. The agents wait until it accepts messages."""
+        """Before the agents start, report a broker that refuses messages. The agents wait until it accepts messages."""
         if trouble := await broker_problem(bus, topology):
             finding = diagnose(Observation(broker=trouble))
             self._add_news(f"{finding.sentence}; what to do: {finding.lever}")

@@ -85,7 +85,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
     The command ends after a stage that does not finish, because the model for the next stage does not exist.
 
     Raises:
-        CommandError: A started stage does not match the current models.
+        CommandError: A started stage does not match the current models, or ``--from`` was given.
     """
     if arguments.start:
         folders = ", ".join(str(stage.config.path) for stage in stages)

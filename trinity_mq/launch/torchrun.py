@@ -1,7 +1,7 @@
 """Torchrun as a child of the supervisor: ``python -m trinity_mq.launch.torchrun FOLDER OPTIONS -m MODULE WORDS``.
 
-Torchrun ends with the supervisor, and its ranks end with torchrun. If the ranks of this machine were ended by rank 0
-before the end of the run, the exit code asks for a restart: torchrun itself calls this a success.
+Torchrun ends with the supervisor, and its ranks end with torchrun. If torchrun succeeds although the run is not over,
+for example because rank 0 ended the ranks of this machine, the exit code asks for a restart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARK_SECONDS = 10.0
 
 
 def main() -> int:
-    """Run torchrun in this process, as the parent that its ranks expect; return the exit code."""
+    """Run torchrun in this process, so that its ranks end with this process; return the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     if parent := os.environ.get(PARENT_VARIABLE):

@@ -145,7 +145,9 @@ class LocalNode(ABC):
         """
 
     async def launch(self) -> None:
-        """Start and wait until ready. If this fails, all processes are killed. Raises NodeError."""
+        """Start the server and wait until it is ready. If this fails, all its processes are killed.
+        Raises NodeError.
+        """
         await self.start()
         try:
             await self.wait_ready()

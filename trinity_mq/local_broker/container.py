@@ -48,8 +48,8 @@ if sys.stdin.read() != "released":
     container.remove(force=True, v=True)
 os._exit(0)
 """
-"""Program of the guard process. It ends with the container. If the owner's end of the pipe closes, it removes the
-container."""
+"""Program of the guard process. It ends with the container. If the owner's end of the pipe closes without the text
+``released``, the guard removes the container."""
 
 
 async def is_docker_available() -> bool:
@@ -96,7 +96,7 @@ class DockerNode(LocalNode):
         state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
         state.save(state_file)
         self._state = state
-        await self._remove()  # a container left by a killed start: this process holds the folder's lock
+        await self._remove()  # a container here is left by a killed start, because this process holds the lock
         await self._request("create", self._create)
         await self._request("start", lambda engine: self._container_of(engine).start())
         self._process = _start_guard(self.container)

@@ -141,7 +141,9 @@ class FolderLock:
         self._fd = fd
 
     def note(self, pid: int | None) -> None:
-        """Write the server's process id into the file, for the error message of a later :meth:`take`."""
+        """Write the server's process id into the file, for the error message of a later :meth:`take`. None: write the
+        id of this process.
+        """
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, f"{pid or os.getpid()}\n".encode(), 0)
 
@@ -196,8 +198,8 @@ def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
 
 
 def server_user(state: NodeState) -> str:
-    """Return ``advanced.config`` with the broker's user. ``rabbitmq.conf`` of 4.0 would treat text before a colon as a
-    tag.
+    """Return ``advanced.config`` with the broker's user and password. In ``rabbitmq.conf``, RabbitMQ 4.0 would treat
+    text before a colon in a value as a tag.
     """
     values = {"default_user": state.user, "default_pass": state.password}
     terms = [f"{{{name},<<{','.join(map(str, value.encode()))}>>}}" for name, value in values.items()]

@@ -17,11 +17,11 @@ AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD_FRAME = b"\x01"
 FIRST_CANDIDATE = 20_000
 MOST_HELD = 64
-"""Maximum number of ports held at a time. By then the user of an older port listens on it."""
+"""Maximum number of ports held at a time. An older port can be released, because its server listens by then."""
 _reserved: set[int] = set()
-"""Ports assigned in this process. Their users may not listen yet."""
+"""Ports assigned in this process. Their servers possibly do not listen yet."""
 _held: deque[socket.socket] = deque()
-"""Sockets bound to the newest assigned ports, so that another process cannot get such a port before its user
+"""Sockets bound to the newest assigned ports, so that another process cannot get such a port before its server
 listens."""
 
 
@@ -38,7 +38,7 @@ def is_free(port: int) -> bool:
 
 def free_ports(count: int) -> list[int]:
     """Return ``count`` free ports. They are below the ephemeral range, so that outgoing connections do not take them.
-    On Linux other processes that call this function do not get the same ports, even if the users listen late.
+    On Linux other processes that call this function do not get the same ports, even if the servers listen late.
     """
     end = _ephemeral_start()
     candidate = FIRST_CANDIDATE + secrets.randbelow(max(1, end - FIRST_CANDIDATE - 2000))
@@ -64,7 +64,7 @@ def _bound_alone(port: int) -> socket.socket | None:
 
 
 def _hold(holder: socket.socket) -> None:
-    """Keep a socket bound, and let the port's user bind to it as well. Linux allows this if both sockets set
+    """Keep a socket bound, and let the server bind to its port as well. Linux allows this if both sockets set
     ``SO_REUSEADDR``, as servers do, and neither listens. On other systems the socket is closed.
     """
     if sys.platform != "linux":

@@ -205,7 +205,7 @@ def _depths(state: RunState) -> Sequence[tuple[str, str]]:
 
 
 def _gauges_hold(state: RunState, now: float) -> bool:
-    """Return whether rates, staleness and queue depths are current. They are not once every agent has ended."""
+    """Return whether rates, staleness and queue depths are current. They are outdated once every agent has ended."""
     agents = state.agents(now)
     return not agents or any(agent.alive for agent in agents)
 

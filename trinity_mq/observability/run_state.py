@@ -125,7 +125,7 @@ class RunState:
         self.metrics: dict[str, float] = {}
         """The latest value of each metric."""
         self.results: dict[str, tuple[int, float]] = {}
-        """Latest evaluation result of each taskset: (step, accuracy)."""
+        """Latest evaluation result of each taskset: (step, accuracy, or the reward if no accuracy is reported)."""
         self.depths: Mapping[str, int | None] = {}
         """Number of messages in queues, by display name."""
         self.failures: list[FailureStatus] = []
@@ -133,7 +133,7 @@ class RunState:
         self.reviews = 0
         """Number of runs that wait for a person's verdict."""
         self.news: collections.deque[tuple[float | None, str]] = collections.deque(maxlen=MOST_NEWS)
-        """News lines, each with its time. None: the event precedes the first message about it."""
+        """News lines, each with the time of its event. None: the time is unknown."""
         self.problems: collections.deque[str] = collections.deque(maxlen=20)
         """Messages about data that could not be read."""
         self.finding: RunFinding | None = None
@@ -422,7 +422,9 @@ class Trends:
 
     def __init__(self) -> None:
         self.began = self.moved_at = math.inf
-        """Time of the last progress. Both times are infinite before the first heartbeat."""
+        """``began`` is the time from which heartbeats are received, ``moved_at`` the time of the last progress. Both
+        are infinite before the first heartbeat, unless :meth:`begin` was called.
+        """
         self.moves = 0
         """Number of progress changes seen."""
         self._progress: dict[str, tuple[Any, ...]] = {}
@@ -436,7 +438,7 @@ class Trends:
         self.began = self.moved_at = now
 
     def add_metrics(self, values: Mapping[str, float], now: float) -> None:
-        """Add the metrics of a step. Metrics before the beginning are ignored."""
+        """Add those metrics of a step that are in :data:`STAGE_METRICS`. Metrics before the beginning are ignored."""
         for name in STAGE_METRICS & values.keys() if self.began < math.inf else ():
             _add_sample(self._metrics, name, values[name], now)
 

@@ -105,7 +105,7 @@ class SampleStore:
 
     Args:
         workflows: Workflow name by taskset name.
-        max_rows: Maximum rows of the table, beyond the rows of one batch.
+        max_rows: Maximum rows of the table. The newest batch is kept whole even if it has more rows.
         max_bytes: Maximum size of the decoded bodies, and of the pending bodies, in bytes.
     """
 
@@ -131,8 +131,8 @@ class SampleStore:
         return len(self._rows)
 
     def put(self, body: bytes, step: int | None) -> None:
-        """Add an encoded batch of experiences that train step ``step`` used. The oldest undecoded batches are dropped
-        first.
+        """Add an encoded batch of experiences that train step ``step`` used. If the batches that are not decoded yet
+        exceed a limit, the oldest batches are dropped.
         """
         self.seen += 1
         self._pending.append((body, step))

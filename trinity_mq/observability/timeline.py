@@ -26,7 +26,8 @@ DURATIONS: Mapping[tuple[str, str], Activity] = {
     ("trainer", "time/sync_weight"): "sync",  # names of earlier releases
     ("trainer", "time/save_checkpoint"): "save",
 }
-"""Activity by role and metric. The metric holds its seconds. The activity ended when the metric was written."""
+"""Activity by role and metric. The metric's value is the activity's duration in seconds. The activity ended when the
+metric was written."""
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
 """Phases of a sync, given as ``sync/<phase>_ms`` in the same line."""
 SLACK = 0.002
@@ -66,7 +67,7 @@ def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def chrome_trace(every: Iterable[Span]) -> str:
-    """Return the spans as a Chrome trace in JSON. Each agent is a process, with enough threads that no span covers
+    """Return the spans as a Chrome trace in JSON. Each agent is a process, with enough threads that no span hides
     another span.
 
     A sync is also shown for each explorer, because its engines take the weights.

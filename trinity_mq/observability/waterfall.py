@@ -86,7 +86,7 @@ class Waterfall:
     worked: Mapping[str, float]
     """Milliseconds of work on the batch by at least one agent of the role, by role."""
     worked_elsewhere: Mapping[str, float]
-    """The same for other batches, between the first and last span of the batch."""
+    """Milliseconds of work on other batches, by role, between the first and the last span of the batch."""
     idle: float
     """Milliseconds without work on the batch by any agent."""
 
@@ -265,7 +265,7 @@ def _gaps(batch_spans: Sequence[TraceSpan], concurrent: Sequence[TraceSpan], beg
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same times as sorted intervals that do not touch.
+    """Return sorted intervals that cover the same times and do not touch each other.
 
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]

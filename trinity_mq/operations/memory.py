@@ -22,7 +22,7 @@ from trinity_mq.training.memory.estimate import (
 )
 
 SECONDS = 120.0
-"""Seconds for the start of the measuring process, and for the measurement of each model."""
+"""Maximum seconds for the start of the measuring process, and for the measurement of each model."""
 
 
 def estimate_memory(config: Config, device: Device | None = None) -> MemoryEstimate:

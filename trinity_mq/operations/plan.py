@@ -14,7 +14,8 @@ from trinity_mq.terminal import align_columns
 from trinity_mq.training.memory.estimate import MemoryEstimate, Parts, total
 
 UPPER_BOUNDS = ("cache", "logits")
-"""Parts of the engine ``transformers`` that are upper bounds: it takes as much as its requests need."""
+"""Parts of the estimate for the engine ``transformers`` that are upper bounds, because the engine takes only the memory
+that its requests need."""
 TABLE_HEAD = ("process", "GPU", "estimated memory", "left on the GPU", "parts")
 
 
@@ -56,12 +57,12 @@ class PlannedGpu:
 
     @property
     def room(self) -> int | None:
-        """Bytes that other processes leave. None: unknown."""
+        """Bytes of the GPU that other runs and programs leave free; if unknown, its size. None: both are unknown."""
         return self.gpu.total if self.gpu.free is None else self.gpu.free
 
     @property
     def left(self) -> int | None:
-        """Bytes that are left, below 0 if they do not suffice. None: unknown."""
+        """Bytes of the room that the run leaves, below 0 if the room does not suffice. None: unknown."""
         sizes = [(process.kind, process.bytes) for process in self.processes if process.bytes is not None]
         return None if self.room is None or len(sizes) < len(self.processes) else self.room - self._at_once(sizes)
 
@@ -85,7 +86,7 @@ class RunPlan:
     config: Config
     placement: Placement
     estimate: MemoryEstimate | None = None
-    """None: the memory of the GPUs is unknown, or no GPU is visible."""
+    """Estimated memory of the run. None: the memory of the GPUs is unknown, or no GPU is visible."""
 
     @property
     def processes(self) -> list[PlannedProcess]:
@@ -138,7 +139,7 @@ class RunPlan:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons why the run does not fit, each with what helps."""
+        """The reasons why the run does not fit, each with possible remedies."""
         small = [process for process in self.processes if process.lacks_share]
         problems = [
             f"{process.name} gets {size(process.share)} of GPU {process.gpu} by gpu_memory_utilization, and needs an "

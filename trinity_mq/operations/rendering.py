@@ -27,8 +27,8 @@ class Rendering:
 
 
 def rendering_of(config: Config) -> Rendering | None:
-    """Return what renders the conversations of the policy. None: the model has no chat template, or its tokenizer is
-    not on this machine.
+    """Return the renderer of the policy's conversations. None: the model does not have a chat template, or its
+    tokenizer is not on this machine or cannot be loaded.
 
     Raises:
         UnknownNameError: ``model.family`` does not exist.
@@ -48,7 +48,7 @@ def rendering_of(config: Config) -> Rendering | None:
 
 
 def describe_rendering(config: Config) -> list[str]:
-    """Return lines on what renders the conversations of the policy; errors as :func:`rendering_of`."""
+    """Return lines that describe the renderer of the policy's conversations; errors as for :func:`rendering_of`."""
     rendering = rendering_of(config)
     if rendering is None:
         return []

@@ -128,7 +128,11 @@ def read_task(text: str) -> TaskBody:
 
 
 async def submit_task(target: Target, submission: TaskSubmission, wait: float | None) -> SubmissionReplies | None:
-    """Publish a task. Return the replies that arrive within ``wait`` seconds, None if ``wait`` is None."""
+    """Publish a task. Return the replies that arrive within ``wait`` seconds. If ``wait`` is None, return None at once.
+
+    Raises:
+        CommandError: The broker does not take the task, or its outcome does not arrive in time.
+    """
     async with connect_bus(target.run, target.broker, "submit") as (bus, topology):
         if wait is None:
             await _publish(bus, topology, submission, None)

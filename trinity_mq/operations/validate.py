@@ -48,17 +48,18 @@ from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow", "math_answer_workflow"})
-"""Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
+"""Built-in workflows that need neither arguments nor recorded calls. The same names with the prefix ``async_`` count
+too."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workflow", "tool_choice_workflow"}
 """Built-in workflows that can make a greedy run."""
 RECORDS = "buffer.trainer_input"
-"""Key of the training data among the names of models, which have no dots."""
+"""Key of the training data in maps by model name. It differs from all names of models, because it contains dots."""
 WARNING = ": warning: "
-"""Part of the lines about something that a run may need and this machine does not have."""
+"""Text in each line that warns about a program that a run may need and that this machine lacks."""
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
-    """Run all checks that are possible on this machine before a run starts, and return lines about its parts.
+    """Run all checks that are possible on this machine before a run starts, and return lines that describe its parts.
 
     Args:
         config: The configuration.
@@ -111,8 +112,8 @@ def _errors_of(place: str, subject: str = "code of your own", *explained: type[E
 
     Args:
         place: Place in the configuration, which begins the message.
-        subject: The user's code. The message of an error that does not explain itself names it and the line.
-        explained: Classes of further errors that explain themselves.
+        subject: Description of the user's code. The message of an unexpected error contains it and the failing line.
+        explained: Classes of further expected errors. Their messages are kept, after ``place``.
     """
     expected: tuple[type[Exception], ...] = (FatalError, *explained)
     try:
@@ -226,7 +227,7 @@ def _check_records(data: ExperienceBufferConfig) -> str:
 
 
 def check_names(config: Config) -> list[str]:
-    """Return a line for each workflow and reward whose name meant another in release 0.2."""
+    """Return a line for each workflow and reward function whose name had another meaning in release 0.2."""
     return changed_meanings(config.model_dump(mode="json", include={"buffer"}))
 
 
@@ -299,7 +300,9 @@ def _check_workflow(config: Config, taskset: TasksetConfig, name: str) -> list[s
 
 
 def _missing(taskset: TasksetConfig, takes: type[BaseModel] | None) -> list[str]:
-    """Return a line for each program that this machine does not have. Runners may be on other machines."""
+    """Return a warning for each program that the workflow needs and this machine lacks. It is not an error, because
+    runners may be on other machines.
+    """
     from trinity_mq.workflows import Arguments
 
     if takes is None or not issubclass(takes, Arguments):
@@ -541,7 +544,7 @@ def check_router_replay(config: Config) -> list[str]:
     """Check that the model has routers whose choices can be replayed.
 
     Raises:
-        ModelError: It has none.
+        ModelError: The model does not have such routers.
     """
     if config.model.router_replay:
         from trinity_mq.models.model_folder import empty_model  # imports torch
@@ -571,7 +574,7 @@ def check_blob_store(config: Config) -> list[str]:
 
 
 def check_checkpoints(config: Config) -> list[str]:
-    """Look for the checkpoints that mode ``bench`` evaluates; return a line on them.
+    """Look for the checkpoints that mode ``bench`` evaluates; return a line that lists them.
 
     Raises:
         CheckpointError: No checkpoint exists.

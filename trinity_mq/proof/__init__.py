@@ -1,1 +1,1 @@
-"""Proof that a run loses nothing: faults in a running run and the invariants that hold all the same."""
+"""Proof that a run loses nothing: injects faults into a running run, and checks the invariants that must still hold."""

@@ -94,7 +94,7 @@ def one_outcome(record: Record, expected: Expected) -> InvariantVerdict:
 
 
 def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
-    """Return, by ticket, the deciding result of each slice (task and first run): its first result."""
+    """Return, by ticket, the deciding result of each slice (task and first run): its first result that is not late."""
     first: defaultdict[str, dict[tuple[int, int], TaskResult]] = defaultdict(dict)
     for result in results:
         if result.outcome != "late":
@@ -137,8 +137,8 @@ def _batch_violations(
 
 
 def trained_once(record: Record) -> InvariantVerdict:
-    """Check that each experience is trained on at most once in a lineage, and that no batch of it is missing or
-    repeated.
+    """Check that each experience is trained on at most once in the lineage of the last weights, and that no batch of
+    this lineage is missing or repeated.
     """
     name = "each experience trained on once"
     line = lineage(record.progress[: record.settled])
@@ -179,7 +179,9 @@ def _skipped_batches(line: Sequence[Progress]) -> list[int]:
 
 
 def _repeated_steps(processed: ProcessedSet) -> Iterator[str]:
-    """Yield a line for each repeated step of a run in a set, unless runs have several experiences for each step."""
+    """Yield a line for each repeated step of a run in a set. If all steps are repeated, yield nothing, because runs
+    then have several experiences for each step.
+    """
     counted = Counter(processed.runs)
     if counted and counted.most_common()[-1][1] == 1:
         for (_, task, run, step), times in _repeated(counted):
@@ -280,7 +282,9 @@ def _decreases(what: str, sightings: Sequence[VersionSeen]) -> Iterator[str]:
 
 
 def versions_existed(record: Record) -> InvariantVerdict:
-    """Check that each version named by tokens existed in the trainer: as a step of its generation, or as its start."""
+    """Check that each version named by tokens existed in the trainer: as a step of its generation, or as the
+    generation's start.
+    """
     name = "tokens name versions that existed"
     named = {version: processed for processed in record.sets for version in processed.versions}
     if not named:
@@ -331,7 +335,8 @@ class FaultCounts:
 def dead_letters_explained(
     letters: Sequence[Incoming], total: int, struck: FaultCounts, limit: int
 ) -> InvariantVerdict:
-    """Check that the faults explain every dead letter: its slice or batch lost its agents as often as the limit allows.
+    """Check that the faults explain every dead letter. A slice or a closed batch is explained if faults struck its
+    agents, or the broker, at least ``limit`` times; a processed batch, if they struck the trainer or the broker twice.
 
     Args:
         letters: The dead letters that were read.

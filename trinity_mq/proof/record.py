@@ -206,7 +206,9 @@ class Recorder:
         self.record.sets.append(processed)
 
     def _keep(self, batch: ExperienceBatch, place: int, named: set[Version]) -> None:
-        """Keep an experience of a requested version until it has enough samples."""
+        """Keep an experience as a sample if all its tokens name the same requested version, and this version does not
+        have enough samples yet.
+        """
         if len(named) != 1 or not named <= self._versions:
             return
         samples = self.record.samples.setdefault(next(iter(named)), [])

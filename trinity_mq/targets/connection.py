@@ -30,8 +30,9 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 
 
 def find_broker_url(config: Config) -> str | None:
-    """Return the broker's URL from the configuration, else from the environment, else from the run that runs on this
-    machine, else None. Several URLs are separated by commas. A URL file left by a killed run is ignored.
+    """Return the broker's URL from the configuration, else from the environment, else from the run's folder if the run
+    is active on this machine, else None. Several URLs are separated by commas. A URL file left by a killed run is
+    ignored.
 
     Raises:
         AddressError: The file with the URL cannot be read.
@@ -46,7 +47,7 @@ class Target:
 
     run: str
     broker: BrokerConfig
-    """Address of the broker; its URL is None for a private broker that does not run now."""
+    """Settings of the broker, with its address. ``url`` is None for a private broker that does not run now."""
     config: Config | None = None
     """Configuration of the run; None: only the run's name is known."""
 

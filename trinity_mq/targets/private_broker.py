@@ -29,7 +29,7 @@ async def private_broker(folder: Path, config: SupervisorConfig, report: Callabl
     """Run a private broker and yield its URL. If it dies, it is restarted with the same data and port.
 
     Args:
-        folder: Folder with its data, ports and password.
+        folder: Folder with the broker's data, ports and password.
         config: Settings with the maximum restarts in a time window.
         report: Called with a line of text for a person.
 

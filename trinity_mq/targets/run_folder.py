@@ -20,7 +20,7 @@ from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_ov
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
 NAMES_FILE = "names"
-"""File that a run of 0.2 does not have: names of workflows and rewards had other meanings then."""
+"""File that run folders contain since release 0.3. Before, some names of workflows and rewards had other meanings."""
 NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
 """Keys and key prefixes that determine the checkpoint, the schedule and the order of the tasks. A run cannot be resumed
 with other values. All other settings may change between starts.

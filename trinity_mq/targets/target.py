@@ -87,8 +87,8 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
 
 def find_run_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder of the run that TARGET and its settings name. A folder with logs or metrics is enough, because
-    agents started without ``trinity-mq run`` write no configuration there. The folder of a configuration may not exist
-    yet.
+    agents started without ``trinity-mq run`` write no configuration there. If TARGET is a configuration file, the
+    returned folder may not exist yet.
 
     Raises:
         CommandError: No run has left a folder.
@@ -114,7 +114,7 @@ def _configuration_of_folder(folder: Path, overrides: Sequence[str]) -> Config:
     config, keys = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
     if "run_dir" in keys:
         return config
-    # The folder may have been moved. A new name makes this configuration the pattern of another run, without a folder.
+    # The folder may have been moved. With a new name, the configuration describes another run with another folder.
     return config.model_copy(update={"run_dir": "" if "name" in keys else str(folder.absolute())})
 
 
@@ -133,7 +133,7 @@ def run_names() -> list[str]:
 
 
 def name_of_host(host: str) -> str:
-    """Return a host name as a part of an agent's id, in small letters, digits and ``-``.
+    """Return a host name as a part of an agent's id, in lower-case letters, digits and ``-``.
 
     >>> name_of_host("GPU-3.example.org")
     'gpu-3-example-org'

@@ -1,4 +1,6 @@
-"""Logs and metrics of a run. Of the library the package imports only ``file_lock`` and ``terminal``."""
+"""Logs, metrics and traces of a run. From the rest of the library, this package imports only ``file_lock`` and
+``terminal``.
+"""
 
 from trinity_mq.telemetry.aggregate import (
     aggregate_eval_runs,

@@ -12,8 +12,8 @@ from typing import Any
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Return the sum, or nan if no sum exists, for example for infinities of both signs. A metric must never end an
-    agent.
+    """Return the sum, or nan if no sum exists, for example for infinities of both signs. No error is raised, because a
+    metric must never end an agent.
     """
     try:
         return math.fsum(values)
@@ -72,12 +72,12 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
 def aggregate_metrics(
     metric_dicts: Sequence[Mapping[str, Any]], prefix: str = "", default_output_stats: Sequence[str] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of many maps in the form of :func:`aggregate_tasks`; the name and the arguments of
-    Trinity-RFT.
+    """Return the aggregated metrics of many maps, with keys as from :func:`aggregate_tasks`. The function has the name
+    and the arguments of Trinity-RFT's function.
 
     Args:
         metric_dicts: The maps.
-        prefix: Prefix of the keys. Empty: keys have none.
+        prefix: Prefix of the keys. Empty: no prefix.
         default_output_stats: Statistics of a key that is aggregated by its mean: ``mean``, ``max``, ``min``, ``std``
             (population standard deviation). None: the first three. Other names are ignored.
     """
@@ -104,7 +104,8 @@ def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     number of runs that have the key.
 
     An ``accuracy`` of only 0 and 1 also yields ``pass@k``: the probability that at least one of k runs, drawn without
-    replacement, is right. The accuracy of the answer that most runs gave, ``majority``, becomes ``majority@n``.
+    replacement, is right. The metric ``majority``, the accuracy of the answer that most runs gave, yields only
+    ``majority@n``, its mean.
     """
     metrics: dict[str, float] = {}
     for key, values in _columns(runs).items():

@@ -31,7 +31,9 @@ class UsualDuration:
 
 
 class WorkUnderWay:
-    """Current work of an agent that works sequentially, by kind, such as train steps, weight syncs and saves."""
+    """Current work of an agent that does a single thing at a time. Kinds of work are, for example, train steps, weight
+    syncs and saves.
+    """
 
     def __init__(self) -> None:
         self.what = ""
@@ -41,8 +43,8 @@ class WorkUnderWay:
 
     @contextmanager
     def doing(self, kind: str, what: str) -> Iterator[None]:
-        """Report ``what`` as current work during the ``with`` block. Its duration is added to the durations of ``kind``
-        unless the block ends with an exception.
+        """Report ``what`` as current work during the ``with`` block. The block's duration is added to the durations of
+        ``kind``, unless the block ends with an exception.
         """
         outer_work = self.what, self._kind, self._since
         self.what, self._kind, self._since = what, kind, asyncio.get_running_loop().time()

@@ -11,7 +11,8 @@ from typing import Any
 def dump_line(fields: Mapping[str, Any]) -> str:
     """Return ``fields`` as JSON on one line, without a line end.
 
-    NaN and infinities become null, because JSON cannot represent them. Values of other types become their ``repr``.
+    NaN and infinities become null, because JSON cannot represent them. Values of types that JSON lacks become their
+    ``repr``.
     """
     return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False, default=repr)
 

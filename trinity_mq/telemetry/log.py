@@ -220,7 +220,7 @@ class _ShortErrors(logging.Handler):
         problem = _exception(error if error is not None else record.exc_info)
         if problem is not None:
             text += f": {type(problem).__name__}: {problem}"
-        # it may contain text from outside, which must not control the terminal
+        # the line may contain text from outside, which must not control the terminal
         return escape_to_one_line(mask_passwords(f"{self.role}: " + " ".join(text.split())))
 
 

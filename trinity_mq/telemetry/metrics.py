@@ -22,7 +22,7 @@ TENSORBOARD_FLUSH_SECONDS = 5
 
 
 class MetricsWriter:
-    """Appends the metrics of an agent. The agents of a run share the file."""
+    """Appends an agent's metrics to the metrics file, which all agents of a run share, and to TensorBoard files."""
 
     def __init__(self, run_dir: Path, role: str, agent_id: str, tensorboard: bool = True) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 class SampleLogReader:
-    """Reads records as they are appended. An incomplete record is returned by a later call.
+    """Reads records as they are appended. A record that is still incomplete is left to a later call.
 
     Args:
         folder: Folder of the segments. It may not exist yet.

@@ -17,13 +17,13 @@ class Tail:
     Args:
         path: The file.
         offset: Number of bytes that were read before, possibly by another process.
-        inode: The only file that is read at the path. None: any file.
+        inode: Inode of the only file to read; another file at the path is not read. None: any file is read.
     """
 
     def __init__(self, path: Path, offset: int = 0, *, inode: int | None = None) -> None:
         self.path, self.offset, self._inode = path, offset, inode
         self._last_inode: int | None = None
-        """The file of the last read."""
+        """Inode of the file that the last call of :meth:`read` opened."""
         self.caught_up = False
         """Whether the last read reached the end of the file."""
 

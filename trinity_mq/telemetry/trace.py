@@ -41,12 +41,12 @@ TASK_HEADER = "X-TMQ-Task"
 BUFFERED = 512
 """Number of buffered spans at which they are written."""
 FLUSH_SECONDS = 1.0
-"""Seconds after the last write from which on the next span triggers a write of the buffer."""
+"""Seconds since the last write after which the next span triggers a write of the buffer."""
 
 BATCH: ContextVar[int | str | None] = ContextVar("batch", default=None)
-"""Batch of the current task, for processes that work for several batches at a time."""
+"""Batch that the current asyncio task works for, in processes that work for several batches at a time."""
 TASK: ContextVar[tuple[int, int] | None] = ContextVar("task", default=None)
-"""Id and first run of the task slice in that batch that the current task works for."""
+"""Id and first run of the task slice that the current asyncio task works for. The slice is part of ``BATCH``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def works_on(batch: int | str | None) -> None:
 
 
 def current_batch() -> int | str | None:
-    """Return the batch of the current task, or else of this process, whether it is recorded or not."""
+    """Return the batch of the current asyncio task, or else of this process, whether the batch is recorded or not."""
     batch = BATCH.get()
     return _at_work if batch is None else batch
 
@@ -239,7 +239,7 @@ def parent_header(batch: int | str | None = None, task: int | None = None) -> di
 
 
 def works_for(headers: Mapping[str, str]) -> None:
-    """Make the current task work for the batch and the task in the headers of a request."""
+    """Set the batch and the task slice of the current asyncio task from the headers of a request."""
     if _recorder is None:
         return
     BATCH.set(headers.get(BATCH_HEADER))
@@ -263,7 +263,7 @@ def record(
 ) -> None:
     """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, for ``batch`` or the current batch.
     The span is skipped if it has no batch and no ``version``. ``version`` is the weight version that is being synced.
-    ``task`` is the id and first run of its task slice (default: the current slice).
+    ``task`` is the id and first run of the span's task slice (default: the current slice).
     """
     if (recorder := _recorder) is None:
         return
@@ -358,7 +358,7 @@ class span:  # noqa: N801  # used as a function
 @contextmanager
 def shared_span(what: str, shares: Mapping[int | str | None, int]) -> Iterator[None]:
     """Record the block as a span of each batch that it serves, with the batch's share of the processor time of the
-    process. Work without a batch is skipped.
+    process. Work with the key None counts for the current batch, and is skipped if no batch is current.
 
     Args:
         what: A verb and its object.

@@ -18,11 +18,15 @@ TRACEPARENT = "traceparent"
 MOST_KNOWN = 1000
 """Maximum number of batches whose export decision is cached."""
 LINK = "tmq.link"
-"""Attribute of a span with the ``traceparent`` of outside work that the span continues."""
+"""Attribute of a span. Its value is the ``traceparent`` of outside work that the span continues."""
 VERSION = "tmq.version"
-"""Attribute of a span with the weight version, ``generation.step``, that was synced or that its batch produced."""
+"""Attribute of a span. Its value is the weight version, ``generation.step``, that was synced or that the span's batch
+produced.
+"""
 KEY_FILE = "key"
-"""File next to the spans of a run with its trace key. A run that starts again under an old name gets its own traces."""
+"""File with the trace key of a run, next to its spans. A new run under an old name gets another key, so its traces
+differ.
+"""
 
 
 _HEADER = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?\Z")

@@ -1,1 +1,3 @@
-"""The shipped test kit: a virtual clock, and fakes for an engine and a learner, which tests cannot use for real."""
+"""The shipped test kit: virtual time, fakes of engines, learners and runners, a scripted model, whole runs as child
+processes, and network faults.
+"""

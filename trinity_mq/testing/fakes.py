@@ -60,7 +60,9 @@ class FakeEngine:
         self.paused = True
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Receive weights, which have no version until :meth:`commit`; the canary matches :class:`FakeLearner`."""
+        """Receive weights. The engine does not have a version until :meth:`commit`. The returned canary logprobs match
+        :class:`FakeLearner`.
+        """
         self.snapshot = replace(self.snapshot, state="dirty", version=None)
         await asyncio.sleep(self.receive_seconds)
         generation, step = spec["version"]
@@ -80,7 +82,7 @@ class FakeEngine:
         self.served.append(version)
 
     async def resume(self) -> None:
-        """Serve the previous version again."""
+        """End the pause, and forget received weights that were not committed."""
         self.paused, self._received = False, None
 
 
@@ -128,7 +130,7 @@ class FakeLearner:
         """Do nothing."""
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Sleep for the duration of a step."""
+        """Sleep for the duration of a step, and record its number."""
         await asyncio.sleep(self.step_seconds)
         self.steps.append(step_number)
         return {"actor/optimizer_steps": 1.0}
@@ -257,6 +259,6 @@ class FakeRunnerAgent(Agent):
         self._work = work
 
     async def serve(self) -> None:
-        """Work until the explorer has finished."""
+        """Work until the explorer has finished or this agent drains."""
         over = self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
         await self.run_with_background(over, self._work(self.bus, self.topology))

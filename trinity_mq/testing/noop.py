@@ -14,9 +14,9 @@ PROMPT = 16
 
 
 class NoopWorkflow(Workflow):
-    """Returns one experience for each run after ``workflow_args.seconds`` seconds (0).
+    """Returns one experience for each run after ``workflow_args.seconds`` seconds (default 0).
 
-    An experience has ``workflow_args.tokens`` tokens (64), 16 of them prompt.
+    An experience has ``workflow_args.tokens`` tokens (default 64). The first 16 tokens are the prompt.
     """
 
     is_async = True

@@ -109,7 +109,9 @@ class LocalRun:
         await self.until(lambda: any(step >= progress for step, _ in self.values("trainer/step")), seconds)
 
     def pid(self, agent: str) -> int | None:
-        """Return the current process id of an agent (the latest in its log), of ``engine``, or of ``fork server``."""
+        """Return the process id of an agent (the latest in its log), of ``engine`` or of ``fork server``; None if it is
+        not known.
+        """
         if agent == "fork server":
             assert self.process is not None
             for child in psutil.Process(self.process.pid).children():

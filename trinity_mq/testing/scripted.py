@@ -28,7 +28,7 @@ from trinity_mq.models.wrapper import ModelWrapper
 
 Answer = str | Mapping[str, Any]
 """Answer of the model: its text, or an assistant's message in the form of the OpenAI API (``content``,
-``reasoning_content``, ``tool_calls``), which is written as the chat template writes it.
+``reasoning_content``, ``tool_calls``), which is converted to text by the chat template.
 """
 Script = Sequence[Answer] | Callable[[str], Answer]
 """The answers: a list in order, or a function from prompt to answer."""
@@ -56,12 +56,12 @@ _SPECIAL = re.compile(
     r"|<\|[a-z_]{1,30}>|<[a-z_]{1,30}\|>|<(?:start|end)_of_[a-z]{1,30}>"  # Gemma
     r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|s)>|\[/?[A-Z_]{2,30}\]"  # Qwen, GLM, Mistral
 )
-"""Special tokens in the text of a chat template."""
+"""Matches the special tokens in the text of a chat template."""
 _QUESTION, _NEXT = {"role": "user", "content": "question"}, "next"
 
 
 class ScriptEnded(Exception):
-    """The number of requests exceeds the number of texts in the script."""
+    """The script has no further answer for a request."""
 
 
 class ScriptedGenerator:
@@ -87,7 +87,7 @@ class ScriptedGenerator:
         self.sampled: list[list[int]] = []
         """The tokens of each answer."""
         self.forms: list[AnswerForm] = []
-        """The forms that requests demanded, which the script alone can keep."""
+        """The answer forms that requests demanded. They are recorded, but not enforced on the script's answers."""
         self.requests: list[GenerationRequest] = []
         """The requests."""
         self._script = script if callable(script) else None
@@ -140,8 +140,8 @@ def written_answer(codec: TextCodec, message: Mapping[str, Any], prompt: str) ->
     """Return the text that a model samples for an assistant's message, as its chat template writes the message, with
     the end of the turn.
 
-    The template writes the message after a short question. What the end of the prompt has already opened, such as
-    thoughts, is left out.
+    The template writes the message after a short question. The beginning of the turn is left out as far as the prompt
+    already ends with it, for example with the opening of thoughts.
 
     Args:
         codec: Chat template and ends of sequence.
@@ -225,7 +225,7 @@ async def scripted_server(
 async def scripted_model(
     script: Script, *, codec: TextCodec | None = None, version: Version = (1, 0), **options: Any
 ) -> AsyncIterator[ModelWrapper]:
-    """Yield the model wrapper that a workflow receives, for a model that returns ``script``; ``codec`` as
+    """Yield the model wrapper that a workflow receives, for a model that returns ``script``; ``codec`` as for
     :func:`scripted_server`.
 
     History is on; ``options`` are options of :class:`trinity_mq.models.ModelWrapper`. Call synchronous workflows in a
@@ -249,7 +249,7 @@ def byte_codec(
     Args:
         chat_template: Chat template of the family.
         ends: Tokens that end a response; the first is the tokenizer's end of sequence.
-        specials: Special tokens that the template does not contain. Those that it contains are tokens anyway.
+        specials: Further special tokens. The special tokens in the template's text are always included.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -46,7 +46,7 @@ class FaultProxy:
         return tuple(self._pairs)
 
     def cut(self) -> None:
-        """Reset both sides of every connection now."""
+        """Reset both sides of every connection now, and stop holding data."""
         self.cut_clients(self.clients)
         self._replies.set()
         self._requests.set()
@@ -105,7 +105,7 @@ class FaultProxy:
             writer.transport.abort()
             return
         pair = (writer, upstream_writer)
-        if self._is_refused(port):  # it was refused while the upstream connection was opening
+        if self._is_refused(port):  # refusing began while the upstream connection was opening
             for side in pair:
                 side.transport.abort()
             return

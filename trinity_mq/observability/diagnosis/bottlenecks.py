@@ -13,8 +13,8 @@ from trinity_mq.observability.diagnosis.records import Bottleneck, Observation, 
 HIGH = 0.8
 """Busy share, 0 to 1, above which a stage counts as always busy."""
 SYNC_HIGH = 0.3
-"""Share of a step above which weight syncs are the limit. They keep engines and trainer from working at the
-same time."""
+"""Share of the time, 0 to 1, above which weight syncs count as the limit. During a sync, neither engines nor trainer
+work."""
 ENGINE_HIGH = 0.7
 """Share of an engine's heartbeats with sequences to generate, above which engines count as always busy."""
 

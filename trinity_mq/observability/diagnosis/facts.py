@@ -27,7 +27,8 @@ from trinity_mq.runtime.peers import SILENT_AFTER
 S = TypeVar("S", bound=AgentStatus)
 
 YOUNG_BEATS = 30
-"""Heartbeats in an agent's first minute. Other agents of a starting run may not be up yet."""
+"""Number of heartbeats in an agent's first minute. In this time, other agents of a starting run may still be
+missing."""
 
 
 def duration_text(seconds: float) -> str:
@@ -95,7 +96,7 @@ class ObservationIndex:
         ]
 
     def first(self, role: str, status: type[S]) -> tuple[Heartbeat, S] | None:
-        """Return the first living agent of a role."""
+        """Return heartbeat and status of a role's living agent with the first id; None without a living agent."""
         sorted_beats = sorted(self.of_role(role), key=lambda item: item[0].id)
         return next(((beat, beat.detail) for beat, _ in sorted_beats if isinstance(beat.detail, status)), None)
 
@@ -113,7 +114,7 @@ class ObservationIndex:
 
     @property
     def has_unprocessed_batch(self) -> bool:
-        """Return whether the trainer has not received a closed batch yet."""
+        """Return whether a closed batch has not reached the trainer yet."""
         if self.depth("closed"):
             return True
         following = self.explorer[1].following if self.explorer else []
@@ -130,8 +131,8 @@ class ObservationIndex:
         return tuple(sorted(waits, key=lambda edge: (-edge.seconds, edge.waiter)))
 
     def _target_of(self, beat: Heartbeat) -> str | None:
-        """Return the agent or role that a waiting agent waits for. The result is derived from the other agents'
-        statuses, so it does not depend on wording.
+        """Return the agent or role that a waiting agent waits for; None: outside the run or unknown. The result is
+        derived from the agents' statuses, so it does not depend on the wording of ``waits_for``.
         """
         detail = beat.detail
         match beat.role:
@@ -189,11 +190,11 @@ class ObservationIndex:
         )
 
     def _first_id(self, role: str) -> str:
-        """Return the first living agent of a role, else the role."""
+        """Return the first id of a role's living agents, else the role."""
         return min((beat.id for beat, _ in self.of_role(role)), default=role)
 
     def _oldest_holder(self) -> str:
-        """Return the runner with the oldest slice, else the role."""
+        """Return the id of the runner with the oldest slice, else the first id of the living runners, else the role."""
         held = [(held_slice[3], beat.id) for beat, _ in self.of_role("runner") for held_slice in slices_of(beat)]
         return max(held)[1] if held else self._first_id("runner")
 

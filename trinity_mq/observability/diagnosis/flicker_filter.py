@@ -17,7 +17,7 @@ LIMIT_SECONDS = 30.0
 FINDING_SECONDS = 5.0
 """Seconds over which most readings must name the same culprit, or progress, before the finding is shown."""
 MOSTLY = 2 / 3
-"""Share of the readings in that time that must agree. Rarer readings do not change the shown verdict."""
+"""Share of the readings within these seconds that must agree on a new verdict before it is shown."""
 
 
 class FlickerFilter(Generic[T]):

@@ -23,9 +23,9 @@ from trinity_mq.observability.diagnosis.records import BROKER, Bottleneck, Edge,
 MOVING_SECONDS = 4.0
 """Seconds without progress up to which a run counts as moving: two heartbeat intervals."""
 OVERDUE_SECONDS = 8.0
-"""Seconds; shorter work is never blamed."""
+"""Seconds that work must last at least to be blamed."""
 OVERDUE_TIMES = 3.0
-"""Multiple of the usual duration above which work is blamed."""
+"""Multiple of the usual duration that work must last at least to be blamed."""
 UNANSWERED_SECONDS = 5.0
 """Seconds without an answer after which an engine counts as frozen."""
 SUSPECT_SECONDS = 1.0
@@ -300,7 +300,9 @@ RULES: tuple[Callable[[ObservationIndex], Iterator[_Cause]], ...] = (
 
 
 def _longest_wait(facts: ObservationIndex, edges: tuple[Edge, ...]) -> _Cause | None:
-    """Follow the waits from the trainer, or from the longest wait, to an agent that does not wait for another agent."""
+    """Follow the waits from the trainer, or from the longest wait, to an agent that does not wait for another agent,
+    and blame this agent. Return None before :data:`STILL_SECONDS` without progress.
+    """
     if facts.observation.still < STILL_SECONDS:
         return None
     by_waiter = {edge.waiter: edge for edge in edges}
@@ -343,7 +345,7 @@ def _idle_engines_evidence(facts: ObservationIndex) -> tuple[str, ...]:
 
 
 def _has_ended(facts: ObservationIndex, role: str) -> bool:
-    """Return whether an agent of the role has finished normally, as at the end of a run."""
+    """Return whether an agent of the role has finished normally, as at the end of a run. Always False for runners."""
     ended = any(b.role == role and b.state == "finished" for b, _ in facts.observation.heartbeats.values())
     return ended and role != "runner"
 

@@ -133,7 +133,7 @@ def _style() -> contextlib.AbstractContextManager[None]:
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:
-    """Return the number of leading parts that all names share."""
+    """Return the number of leading parts that all names share, without the last part of the shortest name."""
     shortest = min(len(name) for name in names)
     return next((n for n in range(shortest) if len({name[n] for name in names}) > 1), shortest - 1)
 

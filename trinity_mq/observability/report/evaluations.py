@@ -12,7 +12,7 @@ from typing import Any
 from trinity_mq.terminal import align_columns
 
 _FIGURE = re.compile(r"eval/(?P<taskset>.+)/(?P<figure>(?:accuracy|reward)/mean@\d+|pass@\d+|majority@\d+)(?:/mean)?")
-"""With ``monitor.detailed_stats`` the names end in ``/mean``."""
+"""Matches the names of metrics with evaluation figures. With ``monitor.detailed_stats`` they end in ``/mean``."""
 _ORDER = ("accuracy", "pass", "majority", "reward")
 
 

@@ -58,7 +58,7 @@ svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 13px } .scr
 
 
 def page(config: Config) -> str:
-    """Return the report on a run's folder.
+    """Return the report of a run as HTML, made from the run's folder.
 
     Raises:
         CommandError: The run has no metrics, or a library is not installed.

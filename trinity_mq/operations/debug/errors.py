@@ -42,7 +42,9 @@ class ErrorRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record and re-raise exceptions. Engine errors become RunFailedError, because a runner waits after them."""
+        """Record and re-raise exceptions. Engine errors become RunFailedError, because after an engine error the runner
+        would wait for an engine.
+        """
         try:
             yield
         except BaseException as error:

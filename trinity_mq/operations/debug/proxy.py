@@ -23,8 +23,8 @@ MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(
     {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
 ) | {GROUPS_HEADER.lower()}
-"""Headers that are not forwarded: per-connection headers, compression, because the proxy reads the answers, and the
-offer of request groups, because each call is shown by itself.
+"""Headers that are not forwarded: per-connection headers; the offer of compression, because the proxy reads the
+answers; the offer of request groups, because each call is shown by itself.
 """
 
 

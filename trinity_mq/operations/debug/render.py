@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = '[{"role": "user", "content": "1 + 1?"}]'
 PROMPT_END = 1000
-"""Characters at the end of a prompt that show a reader what the prompt opens."""
+"""Number of characters at the end of a prompt that the answer's parser gets, to see whether the prompt opens
+thoughts."""
 _LIMIT = 1 << 30
-"""Tokens that are allowed: all."""
+"""Maximum tokens of a prompt; so large that no prompt is cut."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ConversationInput:
 
 @dataclass(frozen=True)
 class RenderedTurn:
-    """A turn of the assistant, and the answer of an engine that samples this text."""
+    """A turn of the assistant, and the answer that an engine would return if it had sampled the turn's text."""
 
     message: int
     """Number of the message."""
@@ -81,8 +82,8 @@ def read_conversation(text: str, tools: str | None = None, switches: str | None 
     Args:
         text: A list of messages, or an object with ``messages``, as in a request, and possibly ``tools`` and
             ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``.
-        tools: The offered tools, in the same forms, instead of the conversation's.
-        switches: Variables of the chat template, in the same forms, merged over the conversation's.
+        tools: The offered tools, in the same forms. They replace the conversation's tools.
+        switches: Variables of the chat template, in the same forms. They override the conversation's variables.
 
     Raises:
         CommandError: An argument cannot be read, or messages or tools have another form than in the OpenAI API.
@@ -120,7 +121,7 @@ def render_conversation(codec: TextCodec, conversation: ConversationInput) -> Re
     """Return the tokens of a conversation: a prompt, or the whole conversation if it ends with an answer.
 
     Raises:
-        TextError: The model has no chat template, or it does not write this conversation.
+        TextError: The model does not have a chat template, or the template refuses this conversation.
         SwitchError: The chat template has no such variable.
     """
     messages, tools = conversation.messages, conversation.tools
@@ -160,7 +161,7 @@ def _mask(codec: TextCodec, conversation: ConversationInput, ids: Sequence[int])
 
 
 def _prefixes(codec: TextCodec, conversation: ConversationInput) -> list[list[int] | None]:
-    """Return the tokens of the first 1, 2, ... messages; None where the template does not write so few."""
+    """Return the tokens of the first 1, 2, ... messages; None where the template refuses this number of messages."""
     tools, switches = conversation.tools, conversation.switches
     prefixes: list[list[int] | None] = []
     for count in range(1, len(conversation.messages) + 1):
@@ -180,9 +181,9 @@ def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]
     Args:
         ids: Tokens of the conversation.
         prefixes: Tokens of its first 1, 2, ... messages; None: unknown. The tokens of a message begin where the tokens
-            of fewer messages end. Where tokens are unknown, they count with the next message. Where tokens differ
+            of fewer messages end. A message with unknown tokens counts as part of the next message. Where tokens differ
             (the template writes a message in another form once others follow), the end of that message is unknown, and
-            the tokens up to the end of the next message have no number.
+            the tokens up to the end of the next message get None.
 
     >>> message_numbers([7, 1, 2, 3, 4], [[7, 1], [7, 1, 2, 3]])
     [0, 0, 1, 1, None]
@@ -200,7 +201,7 @@ def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]
 
 
 def _turns(codec: TextCodec, conversation: ConversationInput, ids: list[int]) -> Iterator[RenderedTurn]:
-    """Yield the assistant's turns that stand in ``ids`` behind their prompts."""
+    """Yield the assistant's turns whose prompts ``ids`` begins with."""
     tools, switches = conversation.tools, conversation.switches
     for number, message in enumerate(conversation.messages):
         if message["role"] != "assistant" or not number:
@@ -285,7 +286,7 @@ def print_rendered(console: Console, rendered: RenderedConversation) -> None:
 
 
 def model_folder(target: str) -> Path | None:
-    """Return the model folder that a command's TARGET names; None: it names a run."""
+    """Return the model folder that a command's TARGET names; None: TARGET is not a model folder."""
     folder = Path(target).expanduser()
     is_model = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
     return folder if is_model and not (folder / CONFIG_FILE).is_file() else None
@@ -295,7 +296,7 @@ def open_codec(target: str, overrides: Sequence[str], scratch: Path) -> TextCode
     """Return the codec of a model folder or of a run's model.
 
     Args:
-        target: A model folder, or what names a run.
+        target: A model folder, or a run: its configuration file, folder or name.
         overrides: Settings that override the run's configuration.
         scratch: Folder for a tiny model that the run has not made yet.
 

@@ -1,4 +1,4 @@
-"""Reports of ``trinity-mq debug`` and of the calls to the engine in them: text for a person, or JSON lines."""
+"""Reports of ``trinity-mq debug``, including the calls to the engine: text for a person, or JSON lines."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def choices(answer: Any) -> list[AnswerChoice]:
 
 
 def _add(choice: AnswerChoice, part: Mapping[str, Any]) -> None:
-    """Add a choice or a chunk of a choice. Malformed fields are skipped."""
+    """Add ``part``, a choice in a complete answer or in an event of a stream, to ``choice``. Malformed fields are
+    skipped.
+    """
     message, listed = _mapping(part.get("message") or part.get("delta")), _mapping(part.get("logprobs"))
     content = [_mapping(token) for token in _list(listed.get("content"))]
     choice.text += str(part.get("text") or message.get("content") or "")
@@ -222,7 +224,7 @@ def _answered(call: ProxiedCall, texts: TokenTexts) -> Iterator[tuple[str, str]]
 
 
 def _sampled(choice: AnswerChoice, texts: TokenTexts) -> Iterator[str]:
-    """Yield ``9'7':-0.4120`` for each token."""
+    """Yield id, text and logprob of each token as a text, for example ``9'7':-0.4120``."""
     pieces = _texts(choice, texts)
     for place, text in enumerate(pieces):
         token = str(choice.token_ids[place]) if place < len(choice.token_ids) else ""

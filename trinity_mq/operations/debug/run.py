@@ -33,7 +33,9 @@ CRASH_SECONDS = 2.0
 
 
 async def debug_task(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
-    """Run task ``number`` once on an engine of its own, recorded in ``report``. Return the exit code."""
+    """Run task ``number`` once, on the engine of ``--engine`` or a new engine, and record it in ``report``. Return the
+    exit code.
+    """
     from trinity_mq.operations.debug.engine import auxiliary_engine
 
     task = _task(body, number)
@@ -100,7 +102,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
-    """Yield the model's URL behind a proxy that reports each call."""
+    """Yield the engine's model with the URL of a proxy that reports each call."""
     from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
 
     def on_call(call: ProxiedCall) -> None:
@@ -126,7 +128,7 @@ async def _run_until_lost(lost: Callable[[], Awaitable[object]], work: Awaitable
 
 
 def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, TaskBody]:
-    """Return a task and its number. A task in JSON has number 0.
+    """Return the number of a task, and the task. A task in JSON has number 0.
 
     Args:
         config: Configuration of the run.

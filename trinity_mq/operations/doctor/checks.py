@@ -106,7 +106,9 @@ def _judgements(row: DoctorCheck, facts: DoctorFacts, needs: Needs) -> Sequence[
 
 
 def first(seen: str, *rows: tuple[Verdict, object, str]) -> list[Judgement]:
-    """Return verdict and advice of the first row with a true condition, else ``ok``."""
+    """Return one judgement on ``seen``: verdict and advice of the first row (verdict, condition, advice) with a true
+    condition, else ``ok``.
+    """
     return [next(((verdict, seen, do) for verdict, applies, do in rows if applies), ("ok", seen, ""))]
 
 
@@ -247,7 +249,9 @@ def names_of(topology: Topology) -> list[str]:
 
 
 def allows(pattern: str, name: str) -> bool:
-    """Return whether RabbitMQ's pattern matches a name: it may match anywhere, and an empty pattern matches nothing."""
+    """Return whether RabbitMQ's pattern matches a name. It may match anywhere in the name. An empty pattern matches
+    nothing; a pattern that Python cannot parse counts as a match.
+    """
     return bool(pattern) and (not _is_readable(pattern) or re.search(pattern, name) is not None)
 
 

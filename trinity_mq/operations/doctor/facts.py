@@ -125,7 +125,7 @@ class Needs:
 
 
 async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: DoctorFacts) -> None:
-    """Answer ``server`` (its properties), ``depths`` and ``beats`` over an AMQP connection.
+    """Add ``server`` (the broker's properties), ``depths`` and ``beats`` to ``facts``, over an AMQP connection.
 
     ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``beats`` are the last heartbeats
     of the run's working agents by id; missing if no agent works.
@@ -198,7 +198,7 @@ def management_url(broker: str, management: str | None) -> str:
 
 
 async def ask_management(url: str, ssl: SSLContext | None, facts: DoctorFacts) -> None:
-    """Answer the open questions of :data:`API_PATHS`, and ``clock``, through the management API.
+    """Add answers to the open questions of :data:`API_PATHS`, and ``clock``, to ``facts`` through the management API.
 
     Args:
         url: URL of the API, with user and password.
@@ -264,7 +264,9 @@ io:put_chars(rabbit_json:encode(#{
 
 
 async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
-    """Answer ``limits``, ``clock`` and the questions of :data:`API_PATHS` through a private node's ``rabbitmqctl``."""
+    """Add ``limits``, ``clock`` and answers to the questions of :data:`API_PATHS` to ``facts``, through the
+    ``rabbitmqctl`` of a private node.
+    """
     questions = ("limits", *API_PATHS)
     as_bytes = {name: f"<<{','.join(str(byte) for byte in facts[name].encode())}>>" for name in ("vhost", "user")}
     try:

@@ -44,7 +44,9 @@ async def check_all(
 
 
 def check_rendering(needs: Needs) -> list[DoctorFinding]:
-    """Return what renders the conversations of the policy; nothing without a configuration or its tokenizer."""
+    """Return a finding on the renderer of the policy's conversations; empty without a configuration, or if the renderer
+    is unknown, for example because the tokenizer is not on this machine.
+    """
     try:
         rendering = rendering_of(needs.config) if needs.exact else None
     except UnknownNameError as error:
@@ -64,9 +66,9 @@ async def check_broker(
     Args:
         broker: Address of the broker.
         needs: The run's requirements.
-        management: URL of its management API. None: on the broker's host.
+        management: URL of the broker's management API. None: on the broker's host.
         node: Folder of a private node that may be this broker.
-        ctl: Runs its rabbitmqctl. None: the rabbitmqctl of ``node``, if the broker is that node.
+        ctl: Runs the broker's rabbitmqctl. None: the rabbitmqctl of ``node``, if the broker is that node.
     """
 
     def no_broker(verdict: Verdict, seen: str, do: str) -> list[DoctorFinding]:

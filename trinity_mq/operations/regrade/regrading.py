@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXT = 200
-"""Characters kept of the response of each experience."""
+"""Maximum number of characters kept of each experience's response."""
 
 
 class BatchRegrader:

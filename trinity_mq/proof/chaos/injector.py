@@ -22,7 +22,7 @@ FIND_SECONDS = 0.5
 """Seconds between two searches for a living process of a role."""
 POINT_MISSED = "its point was not reached"
 TRIES = 5
-"""Victims that may end before they are struck, until the fault is skipped."""
+"""Maximum number of victims chosen for a fault. If all of them end before they are struck, the fault is skipped."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class InjectedFault:
     is_inside: bool = False
     """True if its victim had stopped itself at the fault's point."""
     known: frozenset[tuple[str, str]] = frozenset()
-    """Agents and lives that were known at the time of the fault."""
+    """Agents and their lives, as ``(agent, life)``, that were known at the time of the fault."""
     back: float | None = None
-    """Time of the next heartbeat of the victim, or of its replacement."""
+    """Time of the first heartbeat that shows that the victim, or its replacement, works again after the fault."""
     recovered: float | None = None
-    """Time at which the trainer consumed a batch after that, or the run was over."""
+    """Time after ``back`` at which the trainer consumed a batch, or time at which the run was over."""
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +62,7 @@ class Injector:
         tell: Called with a line of text for each action.
         budget: Maximum number of ends of a process and the time window in seconds. After more ends its supervisor gives
             up. None: without limit.
-        marks: Arms points inside agents. None: the run was started without them, so such points are never reached.
+        marks: Arms points inside agents. None: the run was started without such points, so they are never reached.
     """
 
     def __init__(
@@ -185,7 +185,9 @@ class Injector:
         return fault.kind in {"freeze", "cut"}
 
     async def _choose(self, fault: Fault, over: Callable[[], bool]) -> Victim | None:
-        """Return the victim that a fault selects among the living processes of its role. Wait until one exists."""
+        """Return the victim that a fault selects among the living processes of its role. Wait for such a process;
+        return None if the run ends or the timeout passes first.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
                 while not over():

@@ -126,7 +126,9 @@ SHOWN_BY: Mapping[type, str] = {
 
 
 class PointWatch:
-    """Names the marked points that messages show. Each occurrence counts once, even if its message is repeated."""
+    """Names the marked points that messages show. A repeated sync event, and a further chunk of the same processing, do
+    not count again.
+    """
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
@@ -142,7 +144,9 @@ class PointWatch:
         return self._counted(self._of(message))
 
     def receive_chunk(self, ticket: object, processing: object) -> list[str]:
-        """Return the points that a chunk of a processed batch passes. Only the headers are used."""
+        """Return the point that the first chunk of a processed batch passes; empty for the other chunks. ``ticket`` and
+        ``processing`` come from the chunk's headers.
+        """
         if (ticket, processing) in self._processings:
             return []
         self._processings.add((ticket, processing))

@@ -21,7 +21,7 @@ def lines(outcome: TrialOutcome, schedule: Path, again: str) -> Iterator[str]:
 
     Args:
         outcome: Outcome of the trial.
-        schedule: File with its schedule.
+        schedule: File with the trial's schedule.
         again: Command that repeats the trial.
     """
     yield from align_columns([HEADS, *(_row(done, outcome.began) for done in outcome.done)])

@@ -38,8 +38,8 @@ from trinity_mq.testing.tcp_proxy import FaultProxy
 from trinity_mq.transport.blobs import open_store
 
 RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
-"""Settings of a run that is started for faults. By default its supervisor would give up after so many restarts, and
-wait longer before each restart."""
+"""Settings of a run that is started for faults. With the defaults, its supervisor would wait longer before each
+restart, and give up after the restarts that the faults cause."""
 OUTPUT_FILE = "chaos-run.out"
 LAUNCH_SECONDS = 120.0
 """Seconds that a run may take to end after a request."""
@@ -71,8 +71,8 @@ class Launched:
 
 
 def settings(overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the run: the command line's overrides, and defaults for the trial if they are not
-    overridden.
+    """Return the settings of the run: the command line's overrides, defaults for the trial if they are not overridden,
+    and a null broker URL, because the run gets the URL from its environment.
     """
     overridden = {word.partition("=")[0] for word in overrides}
     defaults = [word for word in RESTARTS if word.partition("=")[0] not in overridden]
@@ -135,7 +135,8 @@ async def launch_run(
 FOLDER = "chaos"
 """Subfolder of the run's folder for schedule and report."""
 FURTHER_STEPS = 5
-"""Train steps after the last fault if the run was not started for the trial."""
+"""Number of train steps to wait for after the last fault, if the trial did not start the run or the run does not end by
+itself."""
 POINTS_FOLDER = "points"
 """Subfolder for armed points inside agents."""
 INSIDE_SHARE = 0.5
@@ -208,7 +209,9 @@ async def try_new_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialO
 
 
 async def try_local_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialOutcome, Path]:
-    """Inject faults into a running local run, and leave it running. It returns and raises as :func:`try_new_run`."""
+    """Inject faults into a running local run, and leave it running. Return value and errors as for
+    :func:`try_new_run`.
+    """
     config = load_target_configuration(arguments)
     folder = RunFolder(config)
     supervisor = folder.holder()
@@ -231,7 +234,7 @@ async def try_local_run(arguments: argparse.Namespace, tell: Tell) -> tuple[Tria
 
 
 async def elsewhere(arguments: argparse.Namespace, targets: FaultTargets, tell: Tell) -> tuple[TrialOutcome, Path]:
-    """Inject faults into a run in containers or pods, and leave it running. Returns and raises the same as
+    """Inject faults into a run in containers or pods, and leave it running. Return value and errors as for
     :func:`try_new_run`.
     """
     config, target = load_target_configuration(arguments), find_target(arguments)

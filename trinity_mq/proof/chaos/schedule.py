@@ -24,7 +24,8 @@ ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker", "gatew
 WEIGHTS: Mapping[str, int] = {"kill": 5, "freeze": 2, "cut": 2, "restart": 1}
 """Relative frequency of each kind of fault."""
 BROKER_SHARE = 0.4
-"""Relative frequency of the broker; each other role has 1. Each fault of the broker delays all agents."""
+"""Relative frequency of the broker as a victim; every other role has 1. It is lower because each fault of the broker
+delays all agents."""
 MARKED_SHARE = 0.6
 """Share of the faults that wait for a marked point."""
 TOGETHER_SHARE = 0.2
@@ -37,7 +38,7 @@ MOST_OCCURRENCES = 3
 ENDS = ("kill", "restart")
 """Kinds of faults after which a new process replaces the victim."""
 AGENT_BACK = "agent_back"
-"""The point that follows from the previous fault. It is passed once, and only after that fault."""
+"""The point at which the agent that the previous fault ended is back. It is passed once, after that fault."""
 RARE = (AGENT_BACK, "evaluating")
 """Points for which only the first occurrence is used."""
 FORMAT = 1
@@ -82,7 +83,7 @@ def draw(
         seed: Any number.
         count: Number of faults.
         possible: By role, the possible kinds of faults.
-        every: Mean seconds from the recovery of one fault to the next.
+        every: Mean seconds from the recovery from one fault to the next fault.
         inside: Share of the faults at a point inside an agent, for roles with such points.
 
     Raises:
@@ -103,8 +104,8 @@ def draw(
 
 
 def _with_inside_points(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
-    """Return the faults, with some of them moved to points inside agents. Each point of a role is used before one
-    repeats.
+    """Return the faults, with some of them moved to points inside agents. All points of a role are used before a point
+    is repeated.
     """
     # a separate generator, so that the other values stay the same
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")

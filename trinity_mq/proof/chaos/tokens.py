@@ -1,5 +1,5 @@
-"""Compares tokens with the weights that they name: the weights of a version score the tokens that it claims to have
-sampled.
+"""Checks that tokens were sampled by the weight version that they name: the weights of this version score the tokens,
+and the logprobs are compared with the recorded logprobs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}
 """Maximum mean difference, in nats, between recorded logprobs of an experience and logprobs of the same weights. Other
-kernels and batch shapes round differently. Early train steps change logprobs by more, which is also checked."""
+kernels and batch shapes round differently. Early train steps change logprobs by more, which is checked with the weights
+of another version."""
 MOST_KEPT = 8
 NAME = "tokens were sampled by the weights they name"
 

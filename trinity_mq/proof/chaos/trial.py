@@ -36,7 +36,7 @@ START_SECONDS = 300.0
 LOOK_SECONDS = 0.5
 """Seconds between two checks whether the run is still running."""
 AUDITS = 5
-"""Checkpoints that may be deleted during reading before the audit is skipped."""
+"""Maximum number of checkpoints to try. If the trainer deletes each of them while it is read, the audit is skipped."""
 MOST_LETTERS = 1000
 """Maximum number of dead letters to read."""
 
@@ -49,9 +49,9 @@ class Plan:
     timeout: float
     """Maximum seconds for the recovery from a fault, and for each further train step after the last fault."""
     after: int
-    """Train steps before the first fault."""
+    """Number of train steps to wait for before the first fault."""
     further: int | None
-    """Train steps after the last fault; None: until the run's end."""
+    """Number of train steps to wait for after the last fault. None: wait for the run's end."""
     budget: tuple[int, float] | None = None
     marks: ArmedPoints | None = None
     """Arms points inside agents."""
@@ -109,7 +109,7 @@ async def run_trial(
         plan: The plan of the trial.
         ended: Returns whether the run's own process has ended, if known.
         tell: Called with a line of text for each action.
-        weights: Keeps the run's weights during the trial. None: its folder is not on this machine.
+        weights: Keeps the run's weights during the trial. None: the run's folder is not on this machine.
 
     Raises:
         CommandError: The run does not make its first train steps.

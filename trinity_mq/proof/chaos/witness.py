@@ -42,7 +42,7 @@ class RunObserver:
     state: RunState = field(default_factory=lambda: RunState("chaos"))
     """The run's state, from its heartbeats."""
     lives: set[tuple[str, str]] = field(default_factory=set)
-    """Agents and lives that have sent heartbeats."""
+    """Agents and their lives, as ``(agent, life)``, that have sent heartbeats."""
     progress: int = 0
     """Maximum number of batches that the trainer has reported as consumed."""
     steps: list[tuple[float, int]] = field(default_factory=list)

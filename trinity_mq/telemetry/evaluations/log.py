@@ -14,7 +14,7 @@ from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, SampleLogReader
 
 EVALUATIONS_FOLDER = "evaluations"
 MOST_EVALUATIONS = 1000
-"""Maximum number of stored evaluations of any size."""
+"""Maximum number of stored evaluations, whatever their size."""
 
 
 class EvaluationAnswer(BaseModel):
@@ -86,7 +86,7 @@ class EvaluationLog:
 
 
 def bounded(evaluation: Evaluation, most: int) -> Evaluation:
-    """Return an evaluation with its first questions, which together take at most ``most`` bytes."""
+    """Return the evaluation with only its first questions, as many as fit into ``most`` bytes."""
     size = fitting = 0
     for question in evaluation.questions:
         size += len(question.model_dump_json(exclude_none=True).encode()) + 1

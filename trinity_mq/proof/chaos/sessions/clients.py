@@ -91,13 +91,13 @@ class Traffic:
     failures: Counter[str] = field(default_factory=Counter)
     """Failed requests, by status or error."""
     refused: list[str] = field(default_factory=list)
-    """Requests that should not have been refused."""
+    """Requests that a gateway refused, although it had to accept them."""
     settled: bool = False
     """True if every session that must be trained on was settled in time after the last request."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Numbers for the report."""
+        """Numbers of sessions and requests for the report, by description."""
         requests = [request for session in self.sessions for request in session.asked]
         return {
             "sessions": len(self.sessions),
@@ -145,7 +145,9 @@ class Clients:
             await self._settle()
 
     async def finish(self, working: asyncio.Task[None], seconds: float) -> None:
-        """Start no further session, and wait up to ``seconds`` until all are settled."""
+        """Stop opening sessions, wait up to ``seconds`` until all sessions are settled, then stop all requests.
+        ``working`` is the task that runs :meth:`work`.
+        """
         self._stopping.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -300,7 +302,9 @@ class Clients:
 
 
 def clients_of(config: Config, seed: int, at_once: int, tell: Callable[[str], None]) -> Clients | None:
-    """Return the clients of a run; None: the run does not serve sessions, or its port is unknown here."""
+    """Return ``at_once`` clients of a run; None: the run does not serve sessions, its port is unknown here, or
+    ``at_once`` is 0.
+    """
     if config.mode != "serve" or at_once == 0:
         return None
     if config.gateway.port == 0:

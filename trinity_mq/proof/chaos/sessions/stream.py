@@ -14,7 +14,8 @@ from trinity_mq.runtime.deliveries import new_mark
 
 READ_SECONDS = 120.0
 EVENT_KEY = "event"
-"""Routing key of the gateways' own events. A marker with another key would be dead-lettered by a gateway."""
+"""Routing key of the gateways' own events. The marker that ends the reading uses it too, because a gateway would
+dead-letter a marker with another key."""
 
 
 @dataclass

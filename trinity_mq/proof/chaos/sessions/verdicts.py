@@ -19,7 +19,7 @@ LAWFUL_DROPS = {"group not full"}
 
 
 def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]:
-    """Return, by session and ticket, the tokens of its experiences that the last weights were trained on."""
+    """Return, by session and ticket, the tokens of the session's experiences that the last weights were trained on."""
     tokens_by_session: defaultdict[str, defaultdict[str, list[Tokens]]] = defaultdict(lambda: defaultdict(list))
     deciding = record.deciding
     for step in lineage(record.progress[: record.settled]):
@@ -59,7 +59,7 @@ def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: Se
 
 
 def decided_once(sessions: SessionRecord) -> InvariantVerdict:
-    """Check that each session has one decision."""
+    """Check that no session has two different decisions."""
     decisions: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
     for decision in sessions.decisions:
         for name in decision.sessions:

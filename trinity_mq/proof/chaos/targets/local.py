@@ -49,7 +49,8 @@ class LocalTargets:
         mark: Value of :data:`MARK_VARIABLE` in the environment of the run's processes; None: the run was started
             without a mark.
         proxy: Proxy between agents and broker. None: connections cannot be cut.
-        broker_parent: Process id of the starter of the private broker. None: the broker must not be harmed.
+        broker_parent: Id of the process that started the private broker. None: the broker's process gets no faults;
+            only connections through ``proxy`` are cut.
 
     Raises:
         CommandError: The system is not Linux, so processes cannot be identified safely.

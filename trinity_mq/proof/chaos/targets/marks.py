@@ -28,7 +28,7 @@ class ArmedPoints:
     """Arms points inside the agents of a run that was started with the same folder.
 
     Args:
-        folder: Folder that is used only for marks.
+        folder: Folder that is used only for the files of armed points.
     """
 
     def __init__(self, folder: Path) -> None:

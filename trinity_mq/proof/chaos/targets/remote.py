@@ -21,7 +21,8 @@ COMPONENT_LABEL = "app.kubernetes.io/component"
 SELECTORS = ("app.kubernetes.io/part-of=trinity-mq", "app.kubernetes.io/component=rabbitmq")
 """Selectors of the agents' pods and of the pods that RabbitMQ's cluster operator creates."""
 COMPONENTS = {**{role: role for role in COMMAND_ROLES}, "engines": "engine", "rabbitmq": "broker"}
-"""Roles by the component label of a pod. Pods with ``engines`` host engines in addition to the explorer's."""
+"""Roles by the component label of a pod. Pods labelled ``engines`` host engines in addition to the explorer's engines.
+"""
 SIGNAL_ALL = """\
 signalled=
 for folder in /proc/[0-9]*; do
@@ -164,8 +165,8 @@ class ComposeTargets:
 class KubernetesTargets:
     """The pods of a namespace whose label ``app.kubernetes.io/component`` is a role or RabbitMQ.
 
-    A pod is killed by deletion without a grace period, and restarted by deletion with one. Its controller creates a new
-    pod.
+    A pod is killed by deletion without a grace period, and restarted by deletion with a grace period. Its controller
+    creates a new pod.
 
     Args:
         namespace: The pods' namespace.
