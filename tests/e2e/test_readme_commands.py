@@ -60,8 +60,9 @@ async def said(line: str, folder: Path) -> str:
 @pytest.mark.extended
 async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
     """The run is named on the command line, and has finished when the other commands ask for it."""
-    validate, run, listing, status, why, dash, inspect, dead = commands("Your own run")
+    validate, plan, run, listing, status, why, dash, inspect, dead = commands("Your own run")
     assert "is valid" in await said(validate, here)
+    assert "trainer" in await said(plan, here)
     assert "run my-first-run: 40 steps" in await said(run, here)
     assert re.search(r"^my-first-run +finished +40/40 ", await said(listing, here), re.MULTILINE)
     assert "this run has finished" in await said(status, here)
