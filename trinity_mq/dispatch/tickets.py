@@ -88,7 +88,7 @@ class Ticket(BaseModel):
     keep_partial: bool = False
     """True if runners publish the finished runs of slices that they drop on a cut-off."""
     grace: float | None = None
-    """Seconds left after a cut-off, in which finished runs still count. None: the ticket is not cut off. A ticket that
+    """Seconds left after a cut-off for finished runs that still count. None: the ticket is not cut off. A ticket that
     is cut off is no longer listed as open.
     """
     whole_tasks_only: bool = False
