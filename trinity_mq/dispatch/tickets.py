@@ -88,8 +88,8 @@ class Ticket(BaseModel):
     keep_partial: bool = False
     """True if runners publish the finished runs of slices that they drop on a cut-off."""
     grace: float | None = None
-    """Seconds after a cut-off in which finished runs still count. None: the ticket is not cut off. A ticket that is cut
-    off is no longer listed as open.
+    """Seconds left after a cut-off for finished runs that still count. None: the ticket is not cut off. A ticket that
+    is cut off is no longer listed as open.
     """
     whole_tasks_only: bool = False
     """True if finished runs of tasks that were cut off do not count."""

@@ -28,7 +28,7 @@ class RunResults:
     """Called with the number of each run when the run is finished."""
 
     def add_failure(self, failure: RunFailure) -> None:
-        """Store ``failure`` if it is the first."""
+        """Store ``failure``, unless an earlier failure is stored."""
         self.failure = self.failure or failure
 
     def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:

@@ -1,5 +1,5 @@
-"""Blobs of experience parts and chunks. A blob is written before its reference is sent, and removed with its batch
-queue.
+"""Blobs of experience parts and chunks. A blob is written before its reference is sent. The blobs of parts are removed
+with their batch queue, the blobs of chunks once all retained checkpoints have consumed their ticket.
 """
 
 from __future__ import annotations

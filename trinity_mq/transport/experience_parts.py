@@ -207,7 +207,7 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]
                 stored_part = parts[accepted.attempt, part]
                 body = _body_of_attempt(stored_part)
                 if body is None:
-                    continue  # the part is parked when the batch is processed
+                    continue  # the part is dead-lettered when the batch is processed
                 yield (
                     request.reply_to,
                     Envelope(
@@ -254,7 +254,7 @@ def decode_parts(
         incoming = part.incoming
         try:
             if id(incoming) not in bodies and id(incoming) not in bad:
-                # decode everything now: a malformed part from another program can still be parked here
+                # decode everything now: a malformed part from another program can still be reported as bad here
                 whole = ExperienceBatch.decode(resolve_body(store, incoming.body, incoming.content_type)).settle()
                 part.share.check(len(whole))
                 bodies[id(incoming)], first[id(incoming)] = whole, total

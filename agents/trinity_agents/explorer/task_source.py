@@ -166,8 +166,8 @@ class TaskSource:
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody, *, exact_runs: bool = False, by_gateway: bool = False) -> TaskBody:
-        """Return a submitted task in which the configuration of its taskset sets each value that the submitter may not
-        set. A task with ``repeat_times`` 1 gets ``algorithm.repeat_times`` runs, unless it is an evaluation.
+        """Return a submitted task. Each value that the submitter may not set comes from the configuration of the task's
+        taskset. A task with ``repeat_times`` 1 gets ``algorithm.repeat_times`` runs, unless it is an evaluation.
 
         Args:
             task: The submitted task.

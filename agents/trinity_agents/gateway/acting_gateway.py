@@ -48,7 +48,9 @@ TICK = 1.0
 MIN_GAP = 0.05
 """Minimum seconds between two checks: sessions change hundreds of times a second, and a check covers all sessions."""
 LONGEST_STEP = 10.0
-"""Seconds between two readings of the clock above which the process counts as suspended, which pauses time limits."""
+"""Maximum seconds between two readings of the clock. After a longer gap, the process counts as suspended, and the gap
+does not count for time limits.
+"""
 TELL_SECONDS = 30.0
 """Seconds between two published time marks. The time from the latest event on the stream to the start of the next
 acting gateway does not count for session time limits; the marks keep this uncounted time short."""
@@ -133,7 +135,9 @@ class ActingGateway:
                 await self._bus.wait_usable()
 
     async def once(self) -> None:
-        """Publish everything that is due now: time marks, refusals, decisions, carried sessions and submissions."""
+        """Publish all messages that are due now: time marks, refusals, decisions, copies of sessions that retention
+        would remove, and submissions.
+        """
         self._count_time()
         if not (self._store.is_ready() and self._bus.usable):
             return
@@ -264,9 +268,9 @@ def _incoming(event: Event, topology: Topology) -> Incoming:
 class Submissions:
     """The tasks that the acting gateway submits to the explorer's queue.
 
-    A new acting gateway cannot know which of the waiting tasks were submitted. It submits again as many tasks as the
-    number of waiting tasks exceeds the number of messages in the queue. The queue then never holds more messages than
-    tasks wait, including the submissions of other programs.
+    A new acting gateway cannot know which of the waiting tasks were submitted. The number of tasks that it submits
+    again is the number of waiting tasks minus the number of messages in the queue. The queue, which also holds the
+    submissions of other programs, then never holds more messages than tasks wait.
 
     Args:
         config: The run's configuration.
@@ -304,7 +308,7 @@ class Submissions:
             await self._publish_waiting(ledger, now)
 
     async def _resubmit(self, names: Sequence[str], now: float) -> None:
-        """Schedule the first tasks of ``names`` for publication again, as many as messages must have been lost."""
+        """Schedule the first tasks of ``names`` for another publication: as many as messages must have been lost."""
         if not names:
             return
         depth = await self._bus.depth(self._topology.submitted.name) or 0

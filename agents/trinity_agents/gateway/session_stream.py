@@ -118,7 +118,7 @@ class SessionStream(EventLog):
         self.not_taken: list[RefusedMessage] = []
         """Messages for the acting gateway to dead-letter."""
         self.paused = 0.0
-        """Seconds for which session time limits were paused, because agents could not have kept them."""
+        """Seconds for which session time limits were paused, because agents could not have met the limits."""
         self.time = 0.0
         """Time of the latest event in seconds since the epoch, 0 before the first event."""
         self._clock, self._tasks, self._record_timeout = clock, tasks, record_timeout

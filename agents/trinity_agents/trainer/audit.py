@@ -79,7 +79,7 @@ class Auditor:
         self._add("stream", lambda: self._stream(record))
 
     def leave_out(self, name: str, why: str) -> None:
-        """Record a check as not done."""
+        """Record that a check was not done, with the reason ``why``."""
         self.checks.append(Check(name, "not checked", why))
 
     def _add(self, name: str, check: Callable[[], Iterator[Check | str]]) -> None:

@@ -80,7 +80,8 @@ class TrainLoop:
     """
 
     store: CheckpointStore
-    """The checkpoints; opened once this trainer has the lock, which also removes a dead trainer's unfinished files."""
+    """The checkpoints; opened once this trainer has the lock. Opening them removes the unfinished files of a dead
+    trainer."""
     saver: CheckpointSaver
     _attempts: StepAttempts
     _history: History | None = None

@@ -29,7 +29,7 @@ class BatchResult:
     outcome: StepOutcome
     reason: str | None = None
     stale_tasks: list[int] = field(default_factory=list)
-    """Tasks whose groups were too old."""
+    """Ids of the tasks whose groups were too old."""
     dropped: int = 0
     """Number of experiences in the groups that were too old."""
     kills: bool = False
@@ -59,8 +59,8 @@ class TrainBatch:
     announced: int = 0
     """Number of experiences that the BatchReady announces."""
     others: list[TrainBatch] = field(default_factory=list)
-    """The other batches of its train step: first batches (``trainer.batches_per_step``) in order, then repaired
-    batches."""
+    """The other batches of the same train step: first the further batches of ``trainer.batches_per_step`` in order,
+    then repaired batches."""
     replayed: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     """Experiences of earlier groups that are trained on with this batch; emptied if they were not trained on."""
     is_repaired: bool = False
