@@ -49,7 +49,7 @@ class EngineSnapshot:
     id: str
     alive: bool = False
     state: str = "loading"
-    """One of loading, empty, current, paused, dirty, draining, gone."""
+    """One of loading, empty, current, paused, asleep, dirty, draining, gone; unreachable for an external server."""
     url: str = ""
     name: str = ""
     model_path: str = ""

@@ -23,7 +23,7 @@ class GenerationRequest:
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
-    """0: always the most likely token."""
+    """Divisor of the logits. 0: always the most likely token."""
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end a completion. They are kept in its token ids."""
