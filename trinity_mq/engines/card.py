@@ -5,8 +5,9 @@
     trainer:  away ──want──▶ asking ──locked──▶ holding ──done──▶ away
 
 A file lock decides who may use the card: engines hold it shared from before they load a model until they sleep, and the
-trainer holds it alone from before its state comes to the card until that has left. The system releases the lock of a
-process that dies, so no order of deaths leaves the card taken. Requests only ask the holder to release it:
+trainer holds it alone from before its state comes to the card until its state has left the card. The system releases
+the lock of a process that dies, so no order of deaths leaves the card taken. Requests only ask the holder to release
+it:
 
 - The trainer repeats ``sleep`` until it has the lock. Each request also renews the lease of engines that sleep already.
 - An engine drains once: later requests wait, so that the trainer gets the card when the running requests
@@ -101,7 +102,7 @@ class EngineCommand(enum.Enum):
 
 @dataclass(slots=True)
 class EngineTurn:
-    """The engine's side."""
+    """State machine of an engine that shares a card."""
 
     stage: EngineStage = EngineStage.AWAKE
     level: SleepLevel = 1
@@ -123,8 +124,8 @@ class EngineTurn:
         return []
 
     def drained(self) -> bool:
-        """Handle the end of the running batch steps. Return whether the engine frees the memory on the card, as
-        :attr:`level` says, then releases the lock, then reports :meth:`freed`.
+        """Handle the end of the running batch steps. If it returns True, the engine must free its memory on the card by
+        :attr:`level`, then release the lock, then call :meth:`freed`.
         """
         if self.stage is not EngineStage.DRAINING:
             return False
@@ -194,7 +195,7 @@ TrainerCommand = AskEngines | MoveIn | MoveOut
 
 @dataclass(slots=True)
 class TrainerTurn:
-    """The trainer's side."""
+    """State machine of a trainer that shares a card."""
 
     stage: TrainerStage = TrainerStage.AWAY
     level: SleepLevel = 1

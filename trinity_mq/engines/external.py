@@ -1,8 +1,9 @@
 """An engine whose model runs on a third party's server: requests pass to an OpenAI-compatible URL, whose health is
 watched.
 
-Our own process stands in between for three reasons. API keys stay on the machines that need them. Runners find it like
-any other engine. Request fields that only our engines understand do not reach a server that would refuse them.
+Our own process stands in between for three reasons. API keys stay on the machines that need them. Runners find the
+model like any other engine. Request fields that only our engines understand do not reach a server that would refuse
+them.
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class EngineJob:
         return (self.auxiliary or self.config.explorer.rollout_model).tensor_parallel_size
 
     def folder(self) -> Path:
-        """Return the folder of the served model. A small model is generated first."""
+        """Return the folder of the served model. If the configuration asks for a small generated model, create the
+        folder first.
+        """
         name = "model" if self.auxiliary is None else f"model-{self.auxiliary.name}"
         return ensure_model_folder(self.model, self.config.path / name, self.config.seed)
 

@@ -49,7 +49,9 @@ class EngineState:
         self.asleep = False
         """True while a trainer on the same card uses its memory."""
         self.before_resume: Callable[[], bool] = lambda: True
-        """Returns whether the engine may resume now. If not, it wakes first and then resumes by itself."""
+        """Returns whether the engine may resume now. If not, it starts to wake the engine, which then resumes by
+        itself.
+        """
         self.on_resume: Callable[[], None] = lambda: None
         """Called after every end of a pause, for any reason."""
         self._pause_ends: asyncio.TimerHandle | None = None
@@ -131,9 +133,9 @@ class EngineState:
         """Record ``version`` for the applied weights (or for weights held already) and serve them.
 
         Raises:
-            StateError: The engine holds no weights that could be this version. This includes a host that was suspended
-                while another host took over its engine: it may commit an older version after weights of a newer version
-                arrived.
+            StateError: The engine holds no weights that could be this version. This also happens after a host was
+                suspended while another host took over its engine: the first host may commit an older version after
+                weights of a newer version arrived.
         """
         if self.applied and self._arriving not in (None, version):
             raise StateError(

@@ -1,8 +1,7 @@
-"""The bridge: text that continues a finished turn with later messages, without a new rendering of the past.
+"""The bridge: text that continues a finished turn with later messages, without rendering the past again.
 
-The chat template renders a short conversation with a mark in the place of the finished turn. Its text behind the mark
-continues the tokens of that turn. The past is not read: its tokens stay as engines read and sampled
-them.
+The chat template renders a short conversation with a mark in the place of the finished turn. The rendered text behind
+the mark continues the tokens of that turn. The past is not rendered: its tokens stay as engines read and sampled them.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ TURN, THOUGHT = "tmq1turn", "tmq2thought"
 
 
 class Abridged(NamedTuple):
-    """Short conversations that end with the finished turn, and with the later messages."""
+    """Two short conversations: ``ended`` ends with the finished turn, ``continued`` also holds the later messages."""
 
     ended: list[Message]
     continued: list[Message]
 
 
 def abridge(messages: Messages, count: int, *, has_thoughts: bool) -> Iterator[Abridged]:
-    """Yield the short conversations, the likeliest form first; nothing if the messages allow no bridge. Some templates
-    write no text next to calls, so that the mark must stand in a call.
+    """Yield the short conversations, the likeliest form first; nothing if the messages do not allow a bridge. If the
+    turn has calls, a second form has its mark in a call, because some templates write no text next to calls.
 
     Args:
         messages: The conversation.
@@ -54,8 +53,8 @@ def _short(turn: Message, later: Messages) -> Abridged:
 def continuation(
     ended: str, continued: str, thoughts: ThoughtFormat | None, *, has_thoughts: bool
 ) -> tuple[str, str] | None:
-    """Return what the template writes behind the mark: after a turn that ends the conversation, and with the later
-    messages. None: the template would write the past in another form once these messages follow.
+    """Return the texts that the template writes behind the mark: if the turn ends the conversation, and if the later
+    messages follow. None: the template would write the past in another form once these messages follow.
 
     Args:
         ended: Text of :attr:`Abridged.ended`.
@@ -81,7 +80,7 @@ def begins_thoughts(text: str, thoughts: ThoughtFormat) -> bool:
 
 
 def _without_empty(text: str, thoughts: ThoughtFormat | None) -> str:
-    """Return ``text`` without empty thoughts, which templates write or leave out by the place of a turn."""
+    """Return ``text`` without empty thoughts. Whether templates write them depends on the position of a turn."""
     if thoughts is None:
         return text
     return re.sub(rf"{re.escape(thoughts.opening)}\s*{re.escape(thoughts.closing)}\s*", "", text)

@@ -18,10 +18,10 @@ class Division(NamedTuple):
     """The parts of an answer, without the tags between them."""
 
     thoughts: str | None
-    """None: the answer has no thoughts, or empty thoughts."""
+    """Text of the thoughts. None: the answer has no thoughts, or empty thoughts."""
     content: str
     calls: str
-    """Text from the first beginning of a call on."""
+    """Text from the beginning of the first call to the end of the answer."""
 
 
 class Delta(NamedTuple):
@@ -32,17 +32,18 @@ class Delta(NamedTuple):
 
 
 class ReadCalls(NamedTuple):
-    """Calls of an answer."""
+    """Result of a call reader: the tool calls of an answer."""
 
     calls: list[Message]
     malformed: int = 0
     rest: str = ""
-    """Text that belongs to no call. It is shown to the user."""
+    """Text that does not belong to a call. It is shown to the user."""
 
 
 CallReader = Callable[[str, Tools], ReadCalls]
-"""Reads the calls of an answer. Arguments: its text from the first beginning of a call on; the offered tools. If any
-call is malformed, the answer has no calls: the reader returns their number, or raises ValueError for one.
+"""Reads the tool calls of an answer. Arguments: the text from the beginning of the first call on; the offered tools. If
+any call is malformed, the reader returns an empty list of calls and the number of malformed calls. It may instead raise
+ValueError, which counts as a single malformed call.
 """
 
 
@@ -53,15 +54,15 @@ class Marks(NamedTuple):
     calls: tuple[str, ...] = ()
     """Texts that begin calls."""
     headers: tuple[str, ...] = ()
-    """Texts around content. They do not belong to it."""
+    """Texts that the model writes around content, and that are not part of the content."""
 
     def divide(self, text: str) -> bool:
-        """Return whether a text contains any of these marks. An answer without them is its own content."""
+        """Return whether a text contains any of these marks. An answer without marks consists of content only."""
         return any(mark and mark in text for mark in (*(self.thoughts or ()), *self.calls, *self.headers))
 
 
 class _Part:
-    """Text of one kind that is emitted as it grows, without the blanks at its end."""
+    """The thoughts or the content of an answer, emitted while the text grows. Blanks at its end are held back."""
 
     def __init__(self, *, strips: bool) -> None:
         self._strips = strips
@@ -69,8 +70,8 @@ class _Part:
         self._blanks: list[str] = []
 
     def add(self, text: str) -> str:
-        """Add text; return the part that is final: blanks at the end are held back, and blanks at the beginning are
-        left out if the part is stripped.
+        """Add text and return the text that is now final. Blanks at the end are held back. Blanks at the beginning are
+        left out if this part is stripped.
         """
         if not self._pieces and self._strips:
             text = text.lstrip()
@@ -85,21 +86,21 @@ class _Part:
         return emitted
 
     def strip(self) -> None:
-        """Leave out blanks before text that has not begun."""
+        """Leave out blanks at the beginning of this part, if it has no other text yet."""
         if not self._pieces:
             self._strips, self._blanks = True, []
 
     def text(self, *, strips: bool) -> str:
-        """Return the whole text."""
+        """Return the whole text, without the blanks at its end if ``strips``."""
         return "".join(self._pieces) if strips else "".join([*self._pieces, *self._blanks])
 
 
 class AnswerFlow:
     """Divides an answer as its text grows. The time is linear in the length of the text.
 
-    Thoughts begin where the prompt or the answer opens them, and end at the next closing tag that is not quoted. From
-    the first beginning of a call outside thoughts on, everything belongs to the calls. Blanks around thoughts and
-    before calls are left out.
+    Thoughts begin where the prompt or the answer opens them, and end at the next closing tag that is not quoted. All
+    text from the first call outside thoughts on belongs to the calls. Blanks around thoughts and before calls are left
+    out.
     """
 
     def __init__(self, marks: Marks, prompt_end: str | None = None, stops: Sequence[str] = ()) -> None:
@@ -108,16 +109,16 @@ class AnswerFlow:
         Args:
             marks: Marks of the family.
             prompt_end: The prompt, or its last characters. It may open thoughts. None: unknown.
-            stops: Texts at which sampling ends. Text from one of them on is held back.
+            stops: Texts at which sampling ends. Text from the first stop on is not emitted.
         """
         self._marks = marks
         self._is_thinking = opens_thoughts(prompt_end, marks.thoughts)
         self._is_ended = False
-        """Nothing more is emitted: a call or a stop has begun."""
+        """True once a call or a stop has begun: no further text is emitted."""
         self._window = ""
-        """Text whose kind is not decided, behind at most :data:`_CONTEXT` characters before it."""
+        """Text whose kind is undecided, preceded by at most :data:`_CONTEXT` characters that were already read."""
         self._context = 0
-        """Characters at the beginning of the window that were already read."""
+        """Number of characters at the beginning of the window that were already read."""
         self._thoughts, self._content = _Part(strips=True), _Part(strips=False)
         self._held: list[str] = []
         self._outside, self._inside = _scanners(marks, tuple(stops))
@@ -174,7 +175,7 @@ class AnswerFlow:
 
 
 _CONTEXT = 2
-"""Characters before a tag that show whether it is quoted."""
+"""Number of characters before a tag that show whether the tag is quoted."""
 
 
 class _Scanner:
@@ -190,19 +191,19 @@ class _Scanner:
         self._first = frozenset(mark[0] for mark in self._marks)
 
     def first(self, text: str, start: int, *, is_whole: bool) -> tuple[int, int, str]:
-        """Return begin, end and text of the first mark in ``text`` from ``start`` on. Without a mark: the end of the
-        text that is decided, twice, and an empty text.
+        """Return begin, end and text of the first mark in ``text`` from ``start`` on. Without a mark, begin and end are
+        the end of the decided text, and the mark is empty.
         """
         match = self._pattern.search(text, start) if self._pattern else None
         if match is not None and match.start() < len(text) - self._longest:
-            return match.start(), match.end(), match[0]  # no search for the undecided end at each of many marks
+            return match.start(), match.end(), match[0]  # saves the search for the undecided end at each mark
         undecided = len(text) if is_whole or self._pattern is None else self._undecided(text, start)
         if match is None or match.start() >= undecided:
             return undecided, undecided, ""
         return match.start(), match.end(), match[0]
 
     def _undecided(self, text: str, start: int) -> int:
-        """Return the first place where more text could complete a mark, or a longer one, or show that it is quoted."""
+        """Return the first position at which further text could complete a mark, or show that a mark is quoted."""
         for place in range(max(start, len(text) - self._longest), len(text)):
             if text[place] not in self._first:
                 continue

@@ -17,9 +17,9 @@ from trinity_mq.families.thoughts import FORMATS, ThoughtFormat, opens_thoughts
 from trinity_mq.messages.msgpack_scan import repair_surrogates
 
 PARTS = "content"
-"""Templates read thoughts from parts of the content, of the type ``thinking``."""
+"""Value of :attr:`Family.thoughts_key`: templates read thoughts from content parts of the type ``thinking``."""
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
-"""API roles that have another name in most families, each with that name."""
+"""Maps role names of the API to the names that most families use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +42,49 @@ class Family:
 
     name: str
     read_calls: CallReader
-    """Reads the calls of an answer, in time linear in the length of the text."""
+    """Reads the tool calls of an answer, in time linear in the length of the text."""
     calls_begin: tuple[str, ...] = ()
-    """Texts that begin tool calls in a response. A stream holds text back from the first of them."""
+    """Texts that begin tool calls in a response. A stream emits no text from the first call on."""
     _: KW_ONLY
     thoughts: ThoughtFormat | None = FORMATS[0]
     """Tags around thoughts. None: the family has no thoughts."""
     headers: tuple[str, ...] = ()
-    """Texts around the content of an answer. They do not belong to it."""
+    """Texts that the model writes around the content of an answer, and that are not part of the content."""
     thoughts_key: str | None = None
-    """Key of a message from which templates read thoughts. :data:`PARTS`: they read them from parts of the content.
-    Empty: they read them from the content, between the tags. None: the key that the template names.
+    """Key of a message from which templates read thoughts. :data:`PARTS`: templates read thoughts from parts of the
+    content. Empty: templates read thoughts from the content, between the tags. None: the key that the template names.
     """
     marks: tuple[str, ...] = ()
     """Texts that all chat templates of the family contain, and no template outside the family."""
     library: tuple[str, ...] = ()
-    """Names of the family's configurations in the package ``renderers``. The first one whose tokens equal the chat
-    template's is used. Empty: that package does not render this family.
+    """Names of the family's configurations in the package ``renderers``. The first configuration that gives the same
+    tokens as the chat template is used. Empty: that package does not render this family.
     """
     grammar: str = ""
-    """Name of the form of the family's calls in the package ``xgrammar``. Empty: calls cannot be constrained."""
+    """Name that the package ``xgrammar`` has for the form of the family's tool calls. Empty: calls cannot be
+    constrained.
+    """
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
     call_id: Callable[[str], str] | None = None
-    """Returns the id of a call in the form that templates ask for. None: any text is an id."""
+    """Converts the id of a tool call to the form that templates accept. None: templates accept any text as id."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
-    """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
-    name.
+    """Maps role names of the API to the family's names. Messages with the API's names remain the fallback for templates
+    that refuse the family's names.
     """
 
     def marks_of(self, tools: Tools) -> Marks:
-        """Return the texts that divide an answer. Without tools nothing is a call."""
+        """Return the texts that divide an answer. Without offered tools, no text is a call."""
         return Marks(self.thoughts, self.calls_begin if tools else (), self.headers)
 
     def read(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-        """Return the parts of a response. Its thoughts and its content begin with what
-        :class:`~trinity_mq.families.division.AnswerFlow` emits for the marks of this family.
+        """Divide a response into thoughts, content and tool calls. Thoughts and content begin with the text that
+        :class:`~trinity_mq.families.division.AnswerFlow` streams for the marks of this family.
 
         Args:
             text: The response, special tokens included.
             prompt_end: The prompt, or its last characters, which may open thoughts. None: unknown.
-            tools: The offered tools, whose schemas give the types of arguments. Without tools nothing is a call.
+            tools: The offered tools, whose schemas give the types of arguments. Without tools, no text is a call.
         """
         marks = self.marks_of(tools)
         if not marks.divide(text) and not opens_thoughts(prompt_end, self.thoughts):
@@ -100,7 +102,8 @@ class Family:
         return ParsedAnswer(content + ("\n" * bool(content) + rest if rest else ""), thoughts, calls, malformed)
 
     def with_thoughts(self, messages: Messages, template: str) -> list[Message]:
-        """Return messages with the thoughts of assistant messages where this template reads them.
+        """Move the thoughts of assistant messages to the place from which this template reads thoughts; return the
+        messages.
 
         Args:
             messages: Messages with thoughts under ``reasoning_content``.
@@ -121,7 +124,7 @@ class Family:
             texts = [{"type": "text", "text": content}] if content else []
             return {**others, PARTS: [{"type": "thinking", "thinking": thoughts}, *texts]}
         if key:
-            if message.get("tool_calls") and content:  # gpt-oss refuses both next to calls
+            if message.get("tool_calls") and content:  # gpt-oss refuses calls with content and thoughts
                 return {**others, "content": "", key: f"{thoughts}\n\n{content}"}
             return {**others, key: thoughts}
         if self.thoughts is None:
@@ -151,10 +154,10 @@ class Family:
 
 
 def api_call(name: str, arguments: Any, call_id: str | None = None) -> Message:
-    """Return a call in the form of the API. Other text than a JSON object stays text.
+    """Return a tool call in the form of the OpenAI API. Arguments that are text already are kept as they are.
 
     Raises:
-        ValueError: The arguments hold NaN or an infinite number, which JSON has not, or are nested too deeply.
+        ValueError: The arguments hold NaN or an infinite number, which JSON cannot express, or are nested too deeply.
     """
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -174,7 +177,9 @@ def _names(template: str, key: str) -> bool:
 
 
 def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Message]:
-    """Return messages with ids of calls in another form. A call and a result without id get their number as id."""
+    """Convert ids of calls and of tool results with ``call_id``. A call or a result without an id gets its number as
+    id.
+    """
     calls, results = itertools.count(), itertools.count()
 
     def changed(message: Message) -> Message:
@@ -189,9 +194,9 @@ def _with_call_ids(messages: Messages, call_id: Callable[[str], str]) -> list[Me
 
 
 def _strict_forms(messages: Messages) -> Iterator[list[Message]]:
-    """Yield these messages for templates that take a system message only at the beginning, and for templates that take
-    no neighbours of the same role. Coding agents send several system and user messages in a row, and system messages
-    behind tool results.
+    """Yield forms of these messages for stricter templates: first with system messages only at the beginning, then also
+    without two user messages in a row. Coding agents send several system and user messages in a row, and system
+    messages behind tool results.
     """
     if [message["role"] for message in messages[1:]].count("system"):
         messages = _joined(messages, ("system",))
@@ -205,7 +210,7 @@ def _strict_forms(messages: Messages) -> Iterator[list[Message]]:
 
 
 def _joined(messages: Messages, roles: Sequence[str]) -> list[Message]:
-    """Return messages with neighbours of one of these roles joined to one message."""
+    """Join neighbouring messages of the same role, if it is among ``roles``, to one message."""
     joined: list[Message] = []
     for message in messages:
         if joined and message["role"] in roles and joined[-1]["role"] == message["role"]:

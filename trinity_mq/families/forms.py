@@ -1,7 +1,7 @@
-"""Forms that a request demands of an answer, as grammars for constrained sampling.
+"""Forms that a request requires of an answer, as grammars for constrained sampling.
 
-A grammar is a structural tag of the package xgrammar, which engines with constrained sampling bring along. That package
-also knows the calls of most model families. Format: xgrammar, "Structural Tag".
+A grammar is a structural tag of the package xgrammar, which is installed with engines that can constrain sampling. That
+package also knows the forms of the tool calls of most model families. Format: xgrammar, "Structural Tag".
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ MAX_WHITESPACE = 16
 
 
 class FormError(ValueError):
-    """The form cannot be promised. The message gives the reason and the next step."""
+    """The engine cannot guarantee the form. The message gives the reason and the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form that a request demands of the text of a response."""
+    """The form that a request requires of the text of a response."""
 
     option: str
-    """Name of the option of the request, for errors."""
+    """Name of the request option that requires the form, for error messages."""
     schema: Mapping[str, Any] | None = None
-    """JSON schema of the answer after the thoughts. None: the form is about calls of ``tools``."""
+    """JSON schema of the answer after the thoughts. None: the form constrains the calls of ``tools``."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that may be called, in the form of the OpenAI API."""
     must_call: bool = False
     """True if the response has to call a tool."""
     parallel: bool = True
-    """False: at most one call."""
+    """Whether the response may have several calls. False: at most one call."""
 
 
 def grammar_of(form: AnswerForm, family: Family, template: str, prompt_end: str) -> str:
-    """Return the structural tag of a form, as JSON.
+    """Return the structural tag for a form, as JSON text.
 
     Args:
         form: The form.
@@ -88,14 +88,14 @@ def _grammar_of_calls(form: AnswerForm, family: Family, reasoning: str) -> str:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
-    # without parameters xgrammar takes any JSON as the arguments, which readers of calls do not
+    # without parameters xgrammar accepts any JSON as arguments; call readers accept only objects
     parameters = {"type": "object", **(function.get("parameters") or {})}
     return {"type": "function", "function": {"name": function["name"], "parameters": parameters}}
 
 
 def _reasoning(thoughts: ThoughtFormat, template: str, prompt_end: str) -> str:
     """Return whether the response continues thoughts that the prompt opened (``enabled``), may begin with thoughts
-    (``auto``), or holds none.
+    (``auto``), or has no thoughts (``disabled``).
     """
     if opening_tag_of(prompt_end) == thoughts.opening:
         return "enabled"

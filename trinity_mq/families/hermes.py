@@ -16,7 +16,7 @@ from trinity_mq.families.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 _END = re.compile(rf"\s*(?:{CALL_ENDS}|(?={CALL_BEGINS})|\Z)")
-"""A response may end with a call, without the closing tag."""
+"""End of a call: the closing tag, the beginning of the next call, or the end of the response."""
 
 
 def read_calls(text: str, tools: Tools) -> ReadCalls:
@@ -36,7 +36,7 @@ def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, lis
 
     Args:
         text: The response.
-        prompt_end: See :func:`answer_spans`.
+        prompt_end: The prompt, or its last characters, which may open thoughts. None: unknown.
     """
     first, calls, _ = _read(text, prompt_end)
     return text[:first].rstrip() if calls else text, calls

@@ -1,4 +1,6 @@
-"""Calls as JSON: the forms of DeepSeek, gpt-oss, Mistral, Phi and Llama, and the parts that Hermes shares with them."""
+"""Reads tool calls written as JSON: the forms of DeepSeek, gpt-oss, Mistral, Phi and Llama, and parts shared with
+Hermes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ from trinity_mq.families.thoughts import HARMONY_CHANNEL, HARMONY_START
 MAX_CALLS = 64
 """An answer with more calls than this is treated as text without calls."""
 MAX_CALL_CHARACTERS = 1 << 18
-"""Maximum characters of a call in JSON, and of all calls of an answer in other forms."""
+"""Maximum characters of a single JSON value, and of all calls of an answer that the package ``renderers`` reads."""
 ARGUMENTS = ("arguments", "parameters")
-"""Keys under which the arguments of a call may stand; the first key that the object has applies."""
+"""Keys that may hold the arguments of a call; the first of these keys in the object applies."""
 _DECODER = json.JSONDecoder()
 _BLANKS = " \t\r\n"
 
 
 def decode_value(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins in ``text`` at ``start``, and the place of its end. Blanks before it are
-    skipped. The time is limited by :data:`MAX_CALL_CHARACTERS`.
+    """Return the JSON value that begins in ``text`` at ``start``, and the position of its end. Blanks before the value
+    are skipped. At most :data:`MAX_CALL_CHARACTERS` characters are read.
 
     Raises:
         ValueError: No JSON value begins there, it does not end, or it is nested too deeply.
@@ -40,7 +42,8 @@ def decode_value(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_of(value: Any) -> Message | None:
-    """Return the call that a decoded JSON object describes. None: it has no name, or arguments of another type.
+    """Return the tool call that a decoded JSON object describes. None: the object has no name, or its arguments are
+    neither an object nor text.
 
     Raises:
         ValueError: As :func:`~trinity_mq.families.family.api_call`.
@@ -55,12 +58,12 @@ def call_of(value: Any) -> Message | None:
 
 
 def marked_calls(head: str, end: str, mark: str) -> CallReader:
-    """Return a reader of calls that stand between marks, each as a head, JSON and an end.
+    """Return a reader of tool calls that are each written as a head, a JSON value and an end.
 
     Args:
-        head: Pattern of the beginning of a call. Its group ``name`` holds the name of the tool, and its group ``id``,
-            if it has one, the id of the call; the JSON is then the arguments. Without a name, the JSON is a list of
-            calls.
+        head: Pattern of the beginning of a call. Its group ``name`` holds the name of the tool, and its optional group
+            ``id`` the id of the call; the JSON value is then the arguments. If the head lacks a name, the JSON value is
+            a list of calls.
         end: Pattern of the text between the JSON and the next call.
         mark: Text in every head.
     """
@@ -85,7 +88,9 @@ def marked_calls(head: str, end: str, mark: str) -> CallReader:
 
 
 def _listed(value: Any, head: Mapping[str, str | None]) -> list[Message] | None:
-    """Return the calls that JSON describes behind a head with these groups. None: it has another form."""
+    """Return the calls that the JSON value after a head describes. ``head`` holds the groups of the head's match. None:
+    the value does not have this form.
+    """
     if (name := head.get("name")) is not None:
         return [api_call(name, value, head.get("id"))] if isinstance(value, dict) else None
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CALLS:
@@ -165,8 +170,8 @@ _LLAMA_BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>|<\|eom_id\|>|<\|eot_id\|>
 
 
 def read_llama_calls(text: str, tools: Tools) -> ReadCalls:
-    """Return the calls of an answer; see :data:`trinity_mq.families.division.CallReader`. An object without parameters
-    is an answer in JSON, not a call.
+    """Return the tool calls of an answer, or the number of malformed calls; see
+    :data:`trinity_mq.families.division.CallReader`. A JSON object without parameters is content, not a call.
     """
     del tools  # JSON gives the types of arguments
     is_call = text.startswith(_PYTHON) or _LLAMA_NAMED.search(text) is not None

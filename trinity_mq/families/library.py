@@ -1,9 +1,8 @@
 """The package ``renderers``: rendering, bridges and readers of calls for the families that it knows.
 
 The configuration of a renderer is chosen by the row of the family, never by the name of the model. A renderer is used
-only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. Its renderer of gpt-oss is
-never used: it loads a vocabulary of its own over the network, whose tokens need not be the
-model's.
+only if its tokens equal the tokens of the model's own chat template for :data:`PROBES`. The package's renderer of
+gpt-oss is never used: it loads its own vocabulary over the network, whose tokens may differ from the model's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from trinity_mq.families.json_calls import MAX_CALL_CHARACTERS, MAX_CALLS
 from trinity_mq.families.messages import THOUGHTS, Message, Messages, Tools
 
 _COSTLY = re.compile(r"<(?:invoke|parameter|function|arg_key|arg_value)\b")
-"""Beginnings of parts that the package's patterns may read to the end of the text."""
+"""Beginnings of parts that the package's patterns may search to the end of the text. A text with too many for its
+length is not read.
+"""
 _MAX_COST = 1 << 26
 _LONGEST_ID = 256
 """Maximum characters of the identifier of a call that the model writes."""
@@ -28,8 +29,8 @@ _SWITCH = "enable_thinking"
 
 
 Write = Callable[[Messages, Tools, bool], tuple[list[Message], list[int]] | None]
-"""Returns messages in the form of a chat template, and the template's tokens for them, with or without the opening of
-the next answer. None: the template does not write them. Arguments: messages, tools, whether to open the next answer.
+"""Returns messages in the form of a chat template, and the tokens of the rendered messages. None: the template cannot
+write these messages. Arguments: messages, tools, whether to end with the opening of the next answer.
 """
 
 
@@ -56,12 +57,12 @@ class MarkTokenizer:
         self._texts: list[str] = []
         self._pattern: re.Pattern[str] | None = None
         self.learns = True
-        """A text that is a single special token becomes a mark. Renderers encode their special tokens when they are
-        made.
+        """If true, :meth:`encode` adds a text that is a single special token as a mark. Renderers encode their special
+        tokens in their constructors.
         """
 
     def convert_tokens_to_ids(self, token: str) -> int:
-        """Return the token id of a mark; a new mark becomes a token."""
+        """Return the token id of a mark; add the mark to the vocabulary if it is new."""
         if token not in self._ids:
             self._ids[token] = _MARKS + len(self._texts)
             self._texts.append(token)
@@ -86,13 +87,14 @@ class MarkTokenizer:
 
 
 _SPECIAL = re.compile(r"<[|\uff5c][^<>]*[|\uff5c]>")
-"""A special token; the fullwidth bar is DeepSeek's."""
+"""Matches a special token. DeepSeek writes special tokens with a fullwidth bar."""
 _MARKS = 0x110000
-"""Token ids of marks begin behind the code points of characters."""
+"""First token id of a mark, above the code points of all characters."""
 
 
 def calls_reader(name: str) -> CallReader:
-    """Return a reader of the calls of a family that the package knows. Text between and behind the calls is left out.
+    """Return a reader of the tool calls of a family that the package knows. The reader drops text between and after
+    calls.
 
     Args:
         name: Name of the package's configuration.
@@ -132,8 +134,8 @@ def _reading(name: str) -> tuple[Any, MarkTokenizer]:
 
 
 def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | None:
-    """Return the call of an attempt; None if it is malformed. Whether a tool and its parameters exist is the client's
-    question: its error tells the model.
+    """Convert a call that the package read; return None if it is malformed. This does not check whether the tool and
+    its parameters exist: the client checks that and tells the model.
     """
     is_read = attempt.status in _READ or (attempt.status == "invalid_json" and isinstance(attempt.arguments, dict))
     if not is_read or not isinstance(attempt.name, str) or not attempt.name:
@@ -152,12 +154,14 @@ def _call(attempt: Any, schemas: Mapping[str, Mapping[str, Any]]) -> Message | N
 
 
 def _boolean(value: Any, declared: Any) -> Any:
-    """Return a boolean for its form in Python: templates write booleans of earlier calls so."""
+    """Convert the texts ``True`` and ``False`` to booleans if the parameter is boolean. Templates write booleans of
+    earlier calls in this form.
+    """
     return _PYTHON_BOOLEANS.get(value, value) if isinstance(value, str) and declared == "boolean" else value
 
 
 def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:
-    """Return the declared types of the parameters of each tool."""
+    """Return the declared types of parameters, by tool name and parameter name."""
     types = {}
     for tool in tools or ():
         function = tool["function"]
@@ -185,7 +189,7 @@ def _config_class(name: str) -> Any:
 def _renderer(tokenizer: Any, config: Any) -> Any:
     import renderers
 
-    # not by create_renderer, which imports all families and the vocabulary of gpt-oss
+    # create_renderer would import all families and the vocabulary of gpt-oss
     return getattr(renderers, type(config).__name__.removesuffix("Config"))(tokenizer, config)
 
 
@@ -201,7 +205,7 @@ def open_renderer(
         names: Names of the package's configurations.
         tokenizer: The model's tokenizer, in the form that the package reads.
         switches: Variables of the chat template.
-        write: Writes probes by the chat template.
+        write: Renders probes with the chat template.
 
     Raises:
         LibraryUnfit: The package cannot render for this model.
@@ -239,7 +243,9 @@ def _fitting(name: str, tokenizer: Any, switches: Mapping[str, Any], write: Writ
 
 
 def _difference(renderer: Any, write: Write) -> str:
-    """Return the first probe whose tokens differ; empty if none differs."""
+    """Return a description of the first probe whose tokens differ from the chat template's; empty if all tokens are
+    equal.
+    """
     compared = 0
     for description, messages, offered in PROBES:
         for asks, tools in itertools.product((True, False), {bool(offered): offered, False: None}.values()):
@@ -301,4 +307,5 @@ PROBES: tuple[tuple[str, list[Message], list[Message] | None], ...] = (
     ("a call with thoughts", [_ASK, {**_CALLS, THOUGHTS: "I look."}, _RESULTS[0]], [_TOOL]),
     ("an answer after a result", [_ASK, _CALLS, _RESULTS[0], _THOUGHT, _turn("user", "And now?")], [_TOOL]),
 )
-"""Conversations whose tokens are compared: description, messages, tools."""
+"""Conversations that the renderer and the chat template must render to the same tokens: (description, messages, tools).
+"""

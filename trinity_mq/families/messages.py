@@ -1,8 +1,8 @@
-"""Chat messages and tools as chat templates read them: one reader for requests, answers to imitate and pairs.
+"""Chat messages and tools in one common form: one reader for API requests and for training data in chat form.
 
 :func:`read_messages` and :func:`read_tools` convert sent or stored messages and tools to one form. A
-:class:`~trinity_mq.families.family.Family` converts that form to the form that its chat templates read.
-:class:`Probe` shows whether a template writes everything.
+:class:`~trinity_mq.families.family.Family` converts that form to the form that its chat templates read. :class:`Probe`
+shows whether a template writes all parts of the messages.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Mess
     under ``reasoning_content``; parts of the type ``thinking`` are thoughts too.
 
     Raises:
-        MessageError: A message has no role, its content is not text, or its calls have another form.
+        MessageError: A message has no role, its content is not text, or its calls do not have the form of the API.
     """
     return [_message(message, f"{where}.{number}") for number, message in enumerate(messages)]
 
 
 def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
-    """Return the offered tools.
+    """Check the offered tools and return them as dictionaries.
 
     Raises:
-        MessageError: A tool is not a function with a name.
+        MessageError: A tool is not a function with a name, or there are too many tools.
     """
     if len(tools) > MAX_TOOLS:
         raise MessageError(f"{where} holds {len(tools)} tools, wanted at most {MAX_TOOLS}", where)
@@ -68,7 +68,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def has_at_most(value: Any, characters: int) -> bool:
-    """Return whether the texts in ``value``, keys included, have at most this many characters."""
+    """Return whether the texts in ``value``, keys included, have at most ``characters`` characters in total."""
     pending = [value]
     while pending and characters >= 0:
         part = pending.pop()
@@ -150,7 +150,7 @@ def _arguments(arguments: Any) -> Any:
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return arguments  # a model's output need not be JSON; templates also take text
+        return arguments  # a model may write invalid JSON; templates also take text
     return parsed if isinstance(parsed, dict) else arguments
 
 
@@ -206,7 +206,7 @@ class Probe:
 
     def __init__(self, shape: Sequence[MessageOutline], *, has_tools: bool) -> None:
         self._marks: dict[str, str] = {}
-        """The part of the conversation for which each mark stands."""
+        """Maps each mark to a description of the part of the conversation that the mark stands for."""
         self.tools = [_offered(self._mark("tools"))] if has_tools else None
         self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
 

@@ -1,7 +1,7 @@
-"""Switches of chat templates: which switches a template reads, and what a request for thinking means for it.
+"""Switches of chat templates: finds the switches that a template reads, and sets them for a request.
 
-Each template says by its variables which switches it has, so that a family needs no list of them. Requests use two
-common names, ``enable_thinking`` and ``reasoning_effort``, which become the variables of the template.
+The variables of a template show its switches, so that a family does not list them. Requests use two common names,
+``enable_thinking`` and ``reasoning_effort``, which become the variables of the template.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trinity_mq.config.switches import (
 from trinity_mq.families.thoughts import FORMATS, ThoughtFormat
 
 THINKING = (ENABLE_THINKING, "thinking")
-"""Names under which templates read whether the model thinks: Qwen3, GLM, Nemotron and Gemma 4; DeepSeek V3.1, Kimi."""
+"""Variables by which templates switch thinking. First: Qwen3, GLM, Nemotron, Gemma 4. Second: DeepSeek V3.1, Kimi."""
 _DECIDING = {*THINKING, EFFORT}
 _USUAL_EFFORTS = ("low", "medium", "high")
 """Levels of a template that writes the level into the prompt as it is (gpt-oss)."""
 _SATISFIED = frozenset(EFFORTS[EFFORTS.index("medium") :])
-"""Levels that thinking without a limit satisfies. Lower levels ask for less."""
+"""Levels of effort that a template without levels satisfies by thinking without a limit. Lower levels ask for less."""
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 
 
 def merge_switch_fields(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the switch fields of a request over weaker defaults, name by name.
+    """Merge the switch fields of a request (``stronger``) with defaults (``weaker``), name by name; return the result.
 
     If ``stronger`` says something about thinking (``enable_thinking``, ``thinking`` or ``reasoning_effort``), it
     replaces everything that ``weaker`` says about thinking. ``enable_thinking`` becomes a part of
@@ -70,10 +70,11 @@ def template_switches(
     Args:
         fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; other fields are ignored.
         template: The chat template.
-        thoughts: Tags around the thoughts of the model's family. A template that writes them is of a model that thinks.
+        thoughts: Tags around the thoughts of the model's family. A template that contains these tags belongs to a model
+            that thinks.
 
     Raises:
-        SwitchError: A field has another form, two fields contradict each other, or the template has no such switch.
+        SwitchError: A field is malformed, two fields contradict each other, or the template does not read the switch.
     """
     check_switch_fields(fields)
     switches = dict(fields.get(SWITCHES) or {})
@@ -93,7 +94,7 @@ def variables_of(template: str) -> frozenset[str]:
     """Return the variables that a template reads and that a request may set. A variable that the template sets itself
     counts only if the template tests whether it is defined.
     """
-    from jinja2 import Environment, TemplateError, meta, nodes  # every process that renders has jinja2
+    from jinja2 import Environment, TemplateError, meta, nodes  # jinja2 is installed wherever templates are rendered
 
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
@@ -154,6 +155,8 @@ def _switches_without_thoughts(switch: str | None, levels: Sequence[str]) -> dic
 
 
 def _levels(template: str) -> Iterator[str]:
-    """Yield the levels of effort that a template knows: those that it compares with, if it names at least two."""
+    """Yield the levels of effort that a template supports: the levels that it names, or the usual levels if it names
+    fewer than two.
+    """
     named = [level for level in EFFORTS if re.search(rf"""(["']){level}\1""", template)]
     yield from named if len(named) > 1 else _USUAL_EFFORTS

@@ -9,7 +9,7 @@ from trinity_mq.families.thoughts import GEMMA4, HARMONY, HARMONY_HEADERS, MISTR
 from trinity_mq.runtime.plugins import UnknownNameError, resolve
 
 row = Family
-"""The class, under the name that rows of users' own families have."""
+"""Another name of :class:`Family`, for the rows of users' own families."""
 _TOOL_CALL = (hermes.CALL_BEGINS,)
 FAMILIES = (
     row(
@@ -122,7 +122,7 @@ def find_family(name: str) -> Family:
     rows = {family.name: family for family in FAMILIES}
     if name in rows:
         return rows[name]
-    table = dict.fromkeys(rows, f"{__name__}:FAMILIES")  # for the near misses of an error
+    table = dict.fromkeys(rows, f"{__name__}:FAMILIES")  # for the suggestions of the error
     family = resolve("model family", name, table, ENTRY_GROUP)
     if not isinstance(family, Family):
         raise UnknownNameError(
@@ -133,7 +133,9 @@ def find_family(name: str) -> Family:
 
 
 def has_row(template: str) -> bool:
-    """Return whether a row of the table was made for a chat template, or for templates of its form of calls."""
+    """Return whether the table has a row for a chat template: a row with marks, or the last row if the template
+    contains the beginning of its calls.
+    """
     family = family_of(template)
     return bool(family.marks) or any(mark in template for mark in family.calls_begin)
 

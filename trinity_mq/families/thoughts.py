@@ -2,8 +2,9 @@ r"""The text after the thoughts: the part of a response that rewards and parsers
 
 Tool calls, boxes and moves inside thoughts are drafts. They are neither carried out nor rewarded.
 
-A chat template may end the prompt with the opening tag. The thoughts then begin with the response, and only the caller
-knows that, from the prompt. A closing tag without an opening tag ends thoughts too: all text before it is thoughts.
+A chat template may end the prompt with the opening tag. The response then begins inside the thoughts, which only the
+caller can tell, from the prompt. A closing tag without an opening tag ends thoughts too: all text before it is
+thoughts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ThoughtFormat(NamedTuple):
 
 
 HARMONY = ThoughtFormat("<|channel|>analysis<|message|>", "<|end|>")
-"""gpt-oss: a message in the channel for analysis."""
+"""Tags of gpt-oss: its thoughts are a message in the channel ``analysis``."""
 MISTRAL = ThoughtFormat("[THINK]", "[/THINK]")
 GEMMA4 = ThoughtFormat("<|channel>thought\n", "<channel|>")
 FORMATS = (ThoughtFormat("<think>", "</think>"), MISTRAL, HARMONY, GEMMA4)
@@ -48,14 +49,14 @@ _CALL = r"<tool_call>\s*\{(?:(?!<tool_call>).)*?</tool_call>"
 
 
 def written(tag: str) -> str:
-    """Return a pattern for a tag that is used, not quoted as in: I close with `</think>`."""
+    """Return a pattern that matches a tag unless it is quoted, as in: I close with `</think>`."""
     return rf"(?!(?<=[\s(:][\"'`]){re.escape(tag)}[\"'`]){re.escape(tag)}"
 
 
 _CLOSING = {thoughts.opening: re.compile(written(thoughts.closing)) for thoughts in FORMATS}
 _TAG = re.compile(
     f"(?P<opening>{'|'.join(written(thoughts.opening) for thoughts in FORMATS)})"
-    # the end of a message of gpt-oss also ends other messages
+    # gpt-oss also ends other messages with the closing tag of its thoughts
     f"|(?P<closing>{'|'.join(written(thoughts.closing) for thoughts in FORMATS if thoughts != HARMONY)})"
     f"|{_CALL}",
     re.DOTALL,

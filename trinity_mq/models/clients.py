@@ -1,4 +1,4 @@
-"""Pooled HTTP connections to engines, one pool per process, and the typed form of every answer of an engine.
+"""Pooled HTTP connections to engines, one pool per process. Returns answers as JSON values; raises typed errors.
 
 Requests on the event loop use aiohttp: a batch of requests costs a ninth of the CPU time of httpx (32 at once: 10 ms
 instead of 90 ms). Callers in threads use httpx.
@@ -42,7 +42,7 @@ IDLE_SECONDS = 30.0
 
 
 def json_text(content: Any) -> str:
-    """Return JSON as :func:`json.dumps` does, in a tenth of the time for bodies with many token ids."""
+    """Return ``content`` as JSON text, like :func:`json.dumps`; ten times as fast for bodies with many token ids."""
     try:
         return to_json(content).decode()
     except PydanticSerializationError:  # half a surrogate pair, which only an escape can hold

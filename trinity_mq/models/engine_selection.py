@@ -19,7 +19,9 @@ STALE = 5.0
 one heartbeat every two seconds.
 """
 BACKOFF = 5.0
-"""Seconds for which an engine that did not answer is left out. Doubles with each further failure."""
+"""Seconds for which an engine that did not answer is used only if the other engines are silent too. Doubles with each
+further failure.
+"""
 MAX_BACKOFF = 60.0
 STICKY_LOAD = 16
 """Sequences by which the load of a preferred engine may exceed the smallest load."""
@@ -132,7 +134,7 @@ class EngineSelector:
         self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._entries}
 
     def lost(self, engine: InferenceModel) -> None:
-        """Leave out an engine that did not answer, until its backoff ends or it is served at another URL."""
+        """Rank an engine that did not answer last, until its backoff ends or the engine has another URL."""
         backoff = self._backoffs.get(engine.id)
         if backoff is None or backoff.url != engine.url:
             backoff = self._backoffs[engine.id] = _Backoff(engine.url)

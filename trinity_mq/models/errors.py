@@ -16,7 +16,7 @@ class ModelError(FatalError):
 
 
 class EngineError(Exception):
-    """Base of the error answers of an engine, and of the errors for a missing answer."""
+    """Base class of the errors for an error answer of an engine, and for a missing answer."""
 
     said = ""
     """Message of the engine about the request, without the engine's address; empty if the engine sent none."""

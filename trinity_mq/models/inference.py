@@ -49,7 +49,7 @@ class EngineSnapshot:
     id: str
     alive: bool = False
     state: str = "loading"
-    """One of loading, empty, current, paused, dirty, draining, gone."""
+    """One of loading, empty, current, paused, asleep, dirty, draining, gone; unreachable for an external server."""
     url: str = ""
     name: str = ""
     model_path: str = ""
@@ -57,7 +57,7 @@ class EngineSnapshot:
     version: Version | None = None
     progress: int = 0
     load: int = 0
-    """Sequences being generated or waiting."""
+    """Number of sequences that are being generated or are waiting."""
     tokens: int = 0
     """Tokens sampled since the process started."""
     restarts: int = 0

@@ -26,8 +26,8 @@ _random_state = threading.Lock()
 CONFIG_FILE = "config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4096
-"""Names of the number of layers in ``config.json``, and its maximum. A damaged file with more layers would fill the
-host memory of each process that reads it.
+"""Keys of the number of layers in ``config.json``, and the maximum number. A damaged file with more layers would fill
+the host memory of each process that reads it.
 """
 RECIPE = "recipe.json"
 """Record of the settings from which a folder was generated. A folder of a different recipe is never reused."""
@@ -151,7 +151,7 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:layers]
         model = AutoModelForCausalLM.from_config(architecture, **remote, **arguments)
-        model.tie_weights()  # not done where the weights are not initialised
+        model.tie_weights()  # from_config does not tie weights that it does not initialise
         return model
     except Exception as error:  # a wrong config.json raises errors of many classes
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
@@ -241,7 +241,7 @@ def local_folder(model_path: str) -> Path | None:
 
 
 def configured_template(config: ModelConfig) -> str | None:
-    """Return the chat template that the configuration gives, None if it gives none.
+    """Return the chat template from the configuration, or None if it does not set a template.
 
     Raises:
         ModelError: ``chat_template_path`` cannot be read.
@@ -265,7 +265,9 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def read_chat_template(folder: Path) -> str:
-    """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: it has none, or several."""
+    """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: the tokenizer lacks a template, or
+    has several.
+    """
     try:
         if (file := folder / CHAT_TEMPLATE_FILE).is_file():
             return file.read_text(encoding="utf-8")

@@ -57,8 +57,8 @@ class RequestGroups:
     async def ask(self, request: bytes) -> GroupedAnswer:
         """Return the answer to a packed request.
 
-        A caller that is cancelled loses only its own answer. The engine is told when no caller waits for the group any
-        more.
+        A caller that is cancelled loses only its own answer. When no caller waits for the group any more, its
+        connection is closed, which tells the engine to drop its requests.
 
         Raises:
             EngineLost: The engine did not answer.

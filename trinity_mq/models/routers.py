@@ -1,5 +1,5 @@
-"""Routers of a mixture-of-experts model: the experts they choose for each token, read after a pass or prescribed before
-one.
+"""Routers of a mixture-of-experts model: reads the experts that they chose for each token in a pass, or prescribes the
+experts before a pass.
 
 An engine and the trainer compute router scores with different kernels, so that near ties choose other experts and the
 logprobs of the two differ. With the experts that the engine used, the trainer's logprobs differ by rounding errors only
@@ -24,20 +24,20 @@ ROUTER = re.compile(r"Top[kK]Router$")
 """Class names of routers in transformers. Their forward pass calls ``torch.topk`` over the scores of all experts."""
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 UNKNOWN = -1
-"""In a prescription: the router chooses the experts of this token itself."""
+"""Value in a prescription: the router chooses the experts of this token itself."""
 MOST_EXPERTS = 256
-"""Experiences keep an expert's number in a byte."""
+"""Maximum number of experts in a layer: experiences store an expert's number in a byte."""
 
 
 class RouterShape(NamedTuple):
     """Sizes of a model's routers."""
 
     layers: int
-    """Layers that choose experts."""
+    """Number of layers that choose experts."""
     top_k: int
-    """Experts that compute a token in a layer."""
+    """Number of experts that compute a token in a layer."""
     experts: int
-    """Experts among which a layer chooses."""
+    """Number of experts among which a layer chooses."""
 
 
 class Routers:
@@ -69,7 +69,7 @@ class Routers:
             )
         self.shape = RouterShape(len(routers), top_k, experts)
         self.places = [int(number[1]) for name in named if (number := LAYER.search(name))]
-        """Number of each of these layers among all layers of the model."""
+        """Index, among all layers of the model, of each layer with a router."""
         self._prescribed: Tensor | None = None
         self._chosen: list[Tensor | None] = [None] * len(routers)
         for layer, router in enumerate(routers):
@@ -108,7 +108,7 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._shape, self._prescribed = shape, prescribed
         self.made: Tensor | None = None
-        """uint8 ``[tokens, top_k]``: the experts."""
+        """The chosen experts, uint8 ``[tokens, top_k]``. None before the choice."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), names: dict[str, Any] | None = None

@@ -69,15 +69,16 @@ class ModelWrapper(RecordedModel):
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
             max_prompt_tokens: For a longer prompt, :meth:`chat` and :meth:`generate` return masked experiences. None:
                 the limit is the context length of the model, as for OpenAI clients, whose conversations grow.
-            enable_prompt_truncation: Masked experiences are wanted: a workflow returns them, and
-                :meth:`convert_messages_to_experience` makes them too. False: they are a failure of the task.
+            enable_prompt_truncation: Whether masked experiences are accepted for prompts that are too long: workflows
+                return them, and :meth:`convert_messages_to_experience` makes them too. False: such a prompt is a
+                failure of the task.
             max_response_tokens: Maximum tokens of a response. None: the engine's limit.
             temperature: Sampling temperature.
             top_p: Probability mass for nucleus sampling.
             clients: Connections shared with other wrappers. None: the wrapper opens its own connections, which
                 :meth:`aclose` or :meth:`close` closes.
             not_ready_timeout: Seconds to wait for an engine without weights.
-            request_timeout: Seconds for one answer.
+            request_timeout: Maximum seconds for one answer.
         """
         limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
         super().__init__(
@@ -117,12 +118,12 @@ class ModelWrapper(RecordedModel):
 
     @property
     async def model_version_async(self) -> Version | None:
-        """:attr:`model_version`, to be awaited."""
+        """The same version as :attr:`model_version`, for callers that await it."""
         return self.model_version
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """The sampling parameters of calls that set none of their own, in the form of the OpenAI API."""
+        """Default sampling parameters of calls, in the form of the OpenAI API."""
         return dict(self.sampling)
 
     # -- requests
@@ -270,7 +271,7 @@ class ModelWrapper(RecordedModel):
         """Take over the state of ``source``, a new wrapper of the same model, and keep the OpenAI clients of this
         wrapper.
 
-        A caller that holds this wrapper and its OpenAI clients uses them for another run.
+        A caller that holds this wrapper and its OpenAI clients can then use them for another run.
         """
         vars(self).update({**vars(source), "_openai": self._openai})
 
@@ -334,7 +335,7 @@ class ModelWrapper(RecordedModel):
 
     @contextlib.contextmanager
     def _engine_in_errors(self) -> Iterator[None]:
-        """Add the engine to an EngineLost."""
+        """Set the engine of an EngineLost that the block raises."""
         try:
             yield
         except EngineLost as error:

@@ -35,7 +35,7 @@ class BrokerActions:
     """Requests to the broker.
 
     Args:
-        source: Holds the connection, if connected.
+        source: Holds the connection to the run's broker while it is connected.
         stopped: Returns the run if its private broker does not run now, else None.
     """
 
@@ -99,7 +99,7 @@ class BrokerActions:
         return {"broker": rows, "unknown": unknown}
 
     async def replay(self, batches: set[str]) -> dict[str, Any]:
-        """Publish dead batches again, all of them or only ``batches``.
+        """Publish dead batches again: only ``batches``, or all dead batches if ``batches`` is empty.
 
         Raises:
             ActionError: There is no connection, and no private broker to start.

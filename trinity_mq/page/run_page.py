@@ -96,7 +96,9 @@ class RunPage:
         }
 
     def _news(self) -> list[list[Any]]:
-        """Return the news in time order. News without a time precede the start of this page."""
+        """Return the news in time order. News without a time are from before the start of this page, and are sorted at
+        its start.
+        """
         ordered = sorted(self.state.news, key=lambda item: self._began if item[0] is None else item[0])
         return [[None if at is None else round(at, 1), text] for at, text in ordered]
 

@@ -1,3 +1,1 @@
-"""Human review: requests of operators, verdicts of reviewers, and the counted outcomes, from the events on a single
-stream.
-"""
+"""Human review: requests of operators, verdicts of reviewers, and their outcomes, as events on a single stream."""

@@ -1,4 +1,4 @@
-"""Interface through which operators ask reviewers: questions in, answers out, within a time limit."""
+"""Interface through which operators ask reviewers questions and get answers within a time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A run of a task that a reviewer is asked about."""
+    """A question to a reviewer: whether to keep a run of a task."""
 
     uid: str
     """Id of the last experience of the run. It identifies the question within a batch."""
@@ -53,7 +53,7 @@ class Reviews(Protocol):
 
         Args:
             questions: Runs of the current batch.
-            seconds: Maximum wait in seconds. It also applies while the broker is unreachable, and then the default
+            seconds: Maximum wait in seconds. It also applies while the broker is unreachable; after it, the default
                 counts.
             default: Decision that counts if nobody answers in time.
         """

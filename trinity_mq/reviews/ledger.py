@@ -22,11 +22,11 @@ KEPT_CLOSED = 2000
 reviews.
 """
 KEPT_EARLY = 1000
-"""Maximum number of early verdicts, whose requests are unknown. Retention may have removed the requests, and an
-operator asks again.
+"""Maximum number of kept verdicts on unknown requests. Retention may have removed such a request; the verdict counts
+when an operator repeats the request.
 """
 KEPT_IDS = 100_000
-"""Maximum number of remembered message ids of verdicts. Each id counts once."""
+"""Maximum number of remembered message ids of verdicts. A repeated id does not count again."""
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ KINDS: Kinds = {
 READ_WITHIN = 15.0
 """Seconds within which a reader must find the current end of the stream."""
 EFFECT_WITHIN = 15.0
-"""Seconds to wait for the effect of a verdict."""
+"""Seconds to wait until a sent verdict was read back from the stream."""
 
 
 class NoReviews(QueueGone):
@@ -40,8 +40,8 @@ class NoReviews(QueueGone):
 class ReviewStream(EventLog):
     """Follows the reviews of a run.
 
-    Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Then :attr:`ledger` is up to date
-    after each :attr:`changed`, and :meth:`send` sends verdicts.
+    Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Inside the block, :attr:`ledger` is up
+    to date after each :attr:`changed`, and :meth:`send` sends verdicts.
 
     Args:
         bus: A connected bus.
@@ -108,7 +108,7 @@ class ReviewStream(EventLog):
         Raises:
             BusUnavailable: The event was not confirmed within ``timeout`` seconds (default: the publish timeout of the
                 bus).
-            QueueGone: The stream no longer exists, and is not declared here.
+            QueueGone: The stream no longer exists, and this client does not declare it.
         """
         await self._bus.publish_declared(self._stream, key, envelope(event, message_id=message_id), timeout=timeout)
 

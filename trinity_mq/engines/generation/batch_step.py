@@ -32,7 +32,7 @@ continues under the new weights. ``abort``: the step is cut off and restarts und
 GATHER_AT_MOST = 10
 """A stream of arrivals delays a batch step by at most this many times ``max_delay``."""
 HOLD_SECONDS = 60.0
-"""Seconds for which requests wait for a pause to end."""
+"""Maximum seconds for which requests wait for a pause to end."""
 
 
 class Generator(Protocol):
@@ -100,7 +100,7 @@ class StaticBatcher:
 
     @property
     def load(self) -> int:
-        """Sequences being generated or waiting."""
+        """Number of sequences that are being generated or are waiting."""
         return self._running_sequences + sum(job.sequences for job in self._pending)
 
     async def generate(
@@ -196,8 +196,8 @@ class StaticBatcher:
             self._generator.cancel()
 
     async def _wait_for_step(self) -> bool:
-        """Wait until a batch step may start: requests are pending, none came for ``max_delay`` seconds, and the engine
-        is not paused. Return False when closing.
+        """Wait until a batch step may start: requests are pending, the batch is full or no request came for
+        ``max_delay`` seconds, and the engine is not paused. Return False when closing.
         """
         while not self._closing:
             if not self._pending:

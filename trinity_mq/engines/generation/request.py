@@ -23,23 +23,24 @@ class GenerationRequest:
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
-    """0: always the most likely token."""
+    """Divisor of the logits. 0: always the most likely token."""
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end a completion. They are kept in its token ids."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion. Its text is cut before them; its token ids are not cut."""
+    """Texts that end a completion. The completion's text is cut before them; its token ids are not cut."""
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers added to the logits of these token ids, before the temperature divides them."""
+    """Numbers added to logits before the division by the temperature, by token id."""
     min_tokens: int = 0
-    """Number of tokens before which none of ``stop_ids`` is sampled. Stop strings end a completion at any place."""
+    """Minimum number of tokens: until it is reached, ``stop_ids`` are not sampled. It does not hold back stop strings.
+    """
     top_logprobs: int = 0
     """Number of likeliest tokens to return for each token."""
     grammar: str = ""
     """Structural tag of the package xgrammar, as JSON: only texts of this form are sampled. Empty: any text."""
     marks_constrained: bool = False
-    """True if :attr:`Completion.constrained` is wanted."""
+    """True if the request wants :attr:`Completion.constrained`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class ScoreRequest:
     """Request for the logprobs of given tokens."""
 
     token_ids: Sequence[int]
-    """At least two."""
+    """Token ids, at least two."""
     temperature: float = 1.0
 
 
@@ -63,7 +64,7 @@ class RoutedExperts:
     """Numbers of the experts, one byte each, in the order of the shape."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the form in an answer: ``shape``, and ``data`` in base64."""
+        """Return the JSON form for an API answer: ``shape``, and ``data`` in base64."""
         return {"shape": list(self.shape), "data": base64.b64encode(self.data).decode()}
 
 
@@ -72,7 +73,7 @@ class Completion:
     """One sampled response."""
 
     token_ids: list[int]
-    """Includes the end-of-sequence token if it was sampled."""
+    """Sampled token ids, including the end-of-sequence token if it was sampled."""
     logprobs: list[float]
     """Logprob of each token: ``log_softmax((logits + bias) / temperature)`` among the tokens that the request allows,
     before truncation; at temperature 0 untempered.
@@ -89,7 +90,7 @@ class Completion:
     top_logprobs: Sequence[Alternatives] = ()
     """Likeliest tokens at the place of each token, if the request wants them; logprobs as in ``logprobs``."""
     constrained: tuple[int, ...] = ()
-    """Places of the tokens that the grammar of the request decided, so that their logprobs are not the model's."""
+    """Positions of tokens that the grammar of the request decided, so that their logprobs are not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,9 @@ class Token:
     means other than the version with which the request began.
     """
     top_logprobs: Alternatives = ()
-    """See :attr:`Completion.top_logprobs`."""
+    """Likeliest tokens at the place of this token; see :attr:`Completion.top_logprobs`."""
     is_constrained: bool = False
-    """See :attr:`Completion.constrained`."""
+    """True if the grammar of the request decided this token; see :attr:`Completion.constrained`."""
 
 
 class GenerationListener(Protocol):

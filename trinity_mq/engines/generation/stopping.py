@@ -14,7 +14,9 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 class StopStrings:
-    """Detects stop strings in the rows that have them. Decodes only the end of each row's tokens."""
+    """Detects stop strings in the sampled text of rows that have stop strings. Decodes only the end of each row's
+    tokens.
+    """
 
     def __init__(self, stops: Sequence[tuple[str, ...]], decode: Decode) -> None:
         """Create the detector. ``stops[row]`` holds the stop strings of a row; it is empty for rows without stop

@@ -43,12 +43,14 @@ _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
 
 
 _EMPTY_THOUGHTS = 8
-"""Tokens behind an opening tag that show whether thoughts are empty."""
+"""Number of tokens, from an opening tag on, that show whether thoughts are empty."""
 _ANY_TOOL: Message = {"type": "function", "function": {"name": "any"}}
 CHARACTERS_PER_TOKEN = 16
-"""More than texts have on average. At first only this many characters per allowed token are read from a text."""
+"""Characters per token, more than texts have on average. At first only this many characters per allowed token are
+encoded from a text.
+"""
 JOINED = 16
-"""Tokens at the end of a prefix that may be tokenized differently in the whole text."""
+"""Number of tokens at the end of a prefix that may be tokenized differently in the whole text."""
 
 
 Switches = Mapping[str, Any] | None
@@ -77,7 +79,7 @@ class Prompt:
     text: str
     token_ids: list[int]
     is_continued: bool = False
-    """The tokens begin with the tokens of the past."""
+    """True if the tokens begin with the tokens of the past."""
 
 
 class _Renderer(NamedTuple):
@@ -159,7 +161,7 @@ class TextCodec:
 
     @classmethod
     def of_model(cls, folder: Path, config: ModelConfig) -> TextCodec:
-        """Return the codec of a model of the configuration from its folder; errors as :meth:`load`.
+        """Return the codec of a configured model from its folder; raises the same errors as :meth:`load`.
 
         Raises:
             ModelError: The file of the configured chat template cannot be read.
@@ -178,8 +180,8 @@ class TextCodec:
 
         Args:
             template: Chat template. None: the template of this codec.
-            switch_fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``, over the defaults of
-                this codec.
+            switch_fields: ``chat_template_kwargs``, ``enable_thinking`` and ``reasoning_effort``; they override the
+                defaults of this codec.
 
         Raises:
             SwitchError: The template has no such switch, or a field has another form.
@@ -230,7 +232,7 @@ class TextCodec:
         return self._chosen_family is not None or has_row(self._template(None))
 
     def prepare(self) -> str:
-        """Load what renders and reads with the default switches, so that no request waits for it; return
+        """Load the renderer and the call reader for the default switches, so that requests do not wait for them; return
         :attr:`rendering`.
         """
         self.read_answer("".join(self.family.calls_begin[:1]), "", [_ANY_TOOL])
@@ -238,22 +240,24 @@ class TextCodec:
 
     @property
     def rendering(self) -> str:
-        """The renderer of conversations: the package ``renderers`` or the chat template, with the reason."""
+        """Description of the renderer of conversations: the package ``renderers``, or the chat template with the
+        reason.
+        """
         return self.rendering_with(None)
 
     def rendering_with(self, switches: Switches, tools: Tools = None) -> str:
-        """Return the renderer of conversations with these switches and tools, with the reason."""
+        """Return a description of the renderer of conversations with these switches and tools, as :attr:`rendering`."""
         if not self.has_template:
             return "none: the model has no chat template"
         return self._renderer(switches, tools).description
 
     def read_answer(self, text: str, prompt_end: str | None, tools: Tools) -> ParsedAnswer:
-        """Return the parts of a response.
+        """Divide a response into thoughts, content and tool calls.
 
         Args:
             text: The response, special tokens included.
             prompt_end: The prompt, or its last characters. None: unknown.
-            tools: The offered tools. Without tools nothing is a call.
+            tools: The offered tools. Without tools, no text is a call.
         """
         return self.family.read(text, prompt_end, tools)
 
@@ -297,8 +301,8 @@ class TextCodec:
         return ids if len(beginning) == len(text) or len(ids) > limit + JOINED else self.encode(text, special=special)
 
     def encode_after(self, tokens: Sequence[int], text: str, limit: int) -> list[int]:
-        """Return token ids of ``text`` that begin with ``tokens`` if these decode to its beginning, else as
-        :meth:`encode_within`.
+        """Return token ids of ``text`` that begin with ``tokens``, if ``text`` begins with the text of ``tokens``; else
+        the result of :meth:`encode_within`.
 
         Sampled tokens can differ from the tokenizer's encoding of their text. Therefore both the prefix and the whole
         result are checked by decoding.
@@ -333,9 +337,10 @@ class TextCodec:
             before: Tokens of the past, as engines read and sampled them. The prompt begins with them where the family
                 allows it.
             messages_before: Number of leading messages that ``before`` holds; the last of them is the answer. 0:
-                unknown; then the prompt begins with these tokens if their text is the beginning of its text.
+                unknown; then the prompt begins with these tokens if its text begins with their text.
             beginning: Text with which the answer begins, the end of the prompt.
-            limit: Tokens that are allowed. Of a much longer prompt only the beginning is returned.
+            limit: Maximum number of tokens. Of a much longer prompt, only the beginning is returned, with more tokens
+                than that.
 
         Raises:
             TextError: As :meth:`render` and :meth:`messages_for_template`.
@@ -381,7 +386,7 @@ class TextCodec:
                 )
                 added = [] if behind is None else self.encode_within(behind[1], room)
             except TextError:
-                continue  # whole renderings have readable errors
+                continue  # rendering the whole conversation then raises a readable error
             position = None if behind is None else self._place_behind_turn(before[-1], behind[0], added)
             if position is not None:
                 return [*before, *added[position:]]
@@ -391,8 +396,9 @@ class TextCodec:
         """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
 
         Args:
-            last: Last token of the past. An answer that was cut has no token at its end; the end is then added.
-            after: What the template writes behind the text of a last turn.
+            last: Last token of the past. An answer that was cut lacks the token that ends a turn; that token is then
+                added.
+            after: Text that the template writes behind the text of the turn if the turn is the last.
             added: Tokens that the template writes behind the text of the turn once other messages follow.
         """
         end = next((place for place, token in enumerate(added) if token in self.stop_ids), None)
@@ -470,7 +476,8 @@ class TextCodec:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the conversation as the chat template writes it, with nothing left out.
+        """Return the conversation as the chat template writes it, converted to roles and forms that the template
+        supports.
 
         Raises:
             TextError: As :meth:`render` and :meth:`messages_for_template`.
@@ -513,7 +520,7 @@ class TextCodec:
         return self._cached_renderer(self._template(tools), _key(self._variables(switches, tools)))
 
     def _open_renderer(self, template: str, switches: str) -> _Renderer:
-        """Return what renders with these switches, which are JSON."""
+        """Return the renderer for these switches, which are JSON text."""
         family = self.family
         if self._chosen_family is None and not has_row(template):
             return _Renderer(None, "chat template, because the table of model families has no row for it")
@@ -573,7 +580,8 @@ class TextCodec:
         The turns come from the template's ``{% generation %}`` marks if it has them, else from rendering each prefix.
 
         Raises:
-            TextError: The template leaves something out, or it rewrites earlier turns, so that no mask is right.
+            TextError: The template leaves something out, or it rewrites earlier turns, so that the mask cannot be
+                determined.
         """
         messages = self.messages_for_template(messages, tools, switches)
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
@@ -644,7 +652,7 @@ class TextCodec:
             yield start, stop
 
     def _end_of_turn(self, tokens: Sequence[int], start: int, stop: int) -> int:
-        """Return the end at which an engine would have stopped a turn that the template writes from ``start`` to
+        """Return the position at which an engine would have ended a turn that the template writes from ``start`` to
         ``stop``.
 
         The end is behind the first end-of-sequence token, which may also follow directly after ``stop`` or after white
@@ -702,8 +710,9 @@ class _LibraryTokenizer:
 
 
 def _library_tokens(renderer: Any, messages: Messages, tools: Tools, limit: int) -> list[int] | None:
-    """Return the tokens of a prompt by the package ``renderers``. None: the chat template renders, also a text much
-    longer than ``limit`` tokens, which the package would convert as a whole.
+    """Return the tokens of a prompt by the package ``renderers``. None: the chat template has to render, because the
+    package failed, or because the messages are much longer than ``limit`` tokens and the package would encode all of
+    them.
     """
     if not has_at_most([*messages, *(tools or ())], limit * CHARACTERS_PER_TOKEN):
         return None
@@ -724,7 +733,9 @@ def _begun(prompt: str, beginning: str, thoughts: ThoughtFormat | None) -> str:
 
 
 def _is_plain(shape: Sequence[MessageOutline], family: Family) -> bool:
-    """Return whether no message of this shape has another form in the family: no call, no result, no renamed role."""
+    """Return whether the family writes messages of this shape as they are: without calls, tool results and renamed
+    roles.
+    """
     return all(not turn.calls and turn.role != "tool" and turn.role not in family.roles for turn in shape)
 
 

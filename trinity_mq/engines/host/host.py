@@ -44,9 +44,12 @@ log = structlog.get_logger(__name__)
 
 START_TIMEOUT = 300.0
 STOP_GRACE = 40.0
-"""Seconds; longer than an engine's own grace for its running batch step."""
+"""Seconds that an engine has to end after ``shutdown``; longer than an engine's own grace for its running batch step.
+"""
 MAX_RENEW_INTERVAL = 2.0
-"""Seconds. Renewals also return the engine's load, by which runners choose an engine."""
+"""Maximum seconds between two renewals of a lease. Renewals also return the engine's load, by which runners choose an
+engine.
+"""
 ADOPT_TIMEOUT = 10.0
 REPORTED = ("state", "name", "model_path", "fingerprint", "progress", "load", "tokens")
 """Fields of an engine's state that its snapshot also holds."""
@@ -165,8 +168,8 @@ class EngineHost:
     # -- commands of the sync gate
 
     async def pause(self, timeout: float = 60.0) -> None:
-        """Start no more batch steps and wait for the running step. After twice ``timeout``, at least
-        :data:`PAUSE_LEASE`, the engine resumes by itself.
+        """Start no more batch steps and wait for the running step. The engine resumes by itself after the larger of
+        twice ``timeout`` and :data:`PAUSE_LEASE` seconds.
 
         Raises:
             EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
@@ -247,7 +250,7 @@ class EngineHost:
             devices = visible_devices({**os.environ, **self.environment})
             if ready.digest == engine_digest(self.config, self.auxiliary, devices):
                 await self._command_engine("lease", {"seconds": self._lease})
-                # paused by the earlier host for a sync whose end nobody would report to it
+                # the earlier host paused the engine for a sync whose end will not be reported to the engine
                 if state["state"] == "paused":
                     await self.resume()
                 log.info(
@@ -287,7 +290,7 @@ class EngineHost:
 
     @contextlib.asynccontextmanager
     async def _card(self) -> AsyncIterator[None]:
-        """Hold a card that is shared with the trainer while the engine starts; wait until the trainer returns it."""
+        """If the engine shares its card with the trainer, wait for the card's lock and hold it during the start."""
         lock = CardLock(self.run_dir)
         if self.config.synchronizer.colocated and self.auxiliary is None:
             await lock.take(shared=True)
@@ -328,7 +331,7 @@ class EngineHost:
         return exit_reason(read_output_tail(self.output), code) or describe_exit_code(code)
 
     async def _renew(self, process: EngineProcess) -> None:
-        """Renew the lease. An engine that does not answer for a whole lease is frozen, and is killed."""
+        """Renew the lease until cancelled. Kill an engine that has not answered for a whole lease: it is frozen."""
         loop = asyncio.get_running_loop()
         interval = min(self._lease / 4, MAX_RENEW_INTERVAL)
         answered = loop.time()

@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
-"""Seconds for a process that failed to start: from closing its pipe to its end."""
+"""Maximum seconds from the closing of its pipe to the end of a process that failed to start."""
 _VLLM = "explorer.rollout_model.vllm"
 _MEMORY_ADVICE = (
     (
@@ -174,8 +174,8 @@ async def _readable(fd: int) -> None:
 
 
 def memory_advice(output: str) -> str:
-    """Return the settings that help against the lack of GPU memory that an engine's output reports, as the continuation
-    of a sentence; empty if it reports none.
+    """Return the settings that help if an engine's output reports a lack of GPU memory, as the continuation of a
+    sentence. Return an empty text if the output does not report it.
     """
     return next((f": {advice}" for pattern, advice in _MEMORY_ADVICE if re.search(pattern, output)), "")
 

@@ -96,7 +96,7 @@ class AdminApi:
         return self._answer()
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """Leave the card to the trainer, and return when it is free."""
+        """Put the engine to sleep, so that the trainer can use the card; return when the engine sleeps."""
         body = await read_request(request, SleepBody)
         if self._state.receiving:
             raise ApiError(409, "a transfer is in progress; repeat the request", code="busy")
@@ -128,7 +128,7 @@ class AdminApi:
         if self._state.receiving:
             raise ApiError(409, "a transfer is in progress; POST /admin/resume aborts it", code="busy")
         self._state.receiving = True
-        # a task of its own, so that a resume can cut it off
+        # a separate task, so that a resume can cancel it
         self._transfer = asyncio.create_task(self._receive_and_apply(body), name="receive")
         try:
             return await self._transfer
@@ -146,7 +146,7 @@ class AdminApi:
         finally:
             try:
                 await self._wake_cache()  # also after a transfer that failed
-            except Exception as error:  # the sleeper ends the engine
+            except Exception as error:  # the sleeper stops the engine after such an error
                 log.warning("cache_not_filled", error=f"{type(error).__name__}: {error}")
             finally:
                 self._state.receiving = False
@@ -192,7 +192,7 @@ class AdminApi:
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
 
     async def _wake_cache(self) -> None:
-        """Give an engine that woke for these weights its cache again."""
+        """Fill the memory of the cache again, if the engine shares its card and was woken for these weights."""
         if self.sleeper is not None:
             await self.sleeper.wake_cache()
 

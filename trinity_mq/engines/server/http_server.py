@@ -62,7 +62,7 @@ def with_token_check(token: str, handler: Handler) -> Handler:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every failure into an OpenAI error body."""
+    """Answer :class:`ApiError` and aiohttp's HTTP errors with an OpenAI error body."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -84,7 +84,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 
 
 def validated(fields: Mapping[str, Any], body: type[B]) -> B:
-    """Return ``fields`` as a request body.
+    """Parse ``fields`` as a request body.
 
     Raises:
         ApiError: 400; the message names the first wrong field, the value that was sent and the values that are

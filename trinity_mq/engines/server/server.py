@@ -19,8 +19,8 @@ from trinity_mq.engines.server.sleeping import Sleeper
 from trinity_mq.engines.state import EngineState
 
 MAX_BATCH_DELAY = 0.005
-"""Seconds for which an engine collects concurrent requests before a static batch starts: longer than the requests of
-one slice are apart, and short next to a batch step.
+"""Seconds for which an engine collects concurrent requests before a static batch starts: longer than the time between
+two requests of one slice, and short compared to a batch step.
 """
 
 
@@ -45,7 +45,9 @@ class ServerSettings:
     card: CardLock | None = None
     """Lock on the card that the engine shares with the trainer; None: the card is its own."""
     grace: float = 30.0
-    """Seconds that the running batch step has to end after a request to stop. After the lease ran out it has none."""
+    """Seconds that the running batch step has to end after a request to stop. If the lease ran out, the step is cut off
+    at once.
+    """
 
 
 class EngineServer(HttpServer):

@@ -1,4 +1,4 @@
-"""Executes the engine's side of a card that it shares with the trainer; see :mod:`trinity_mq.engines.card`."""
+"""Puts an engine that shares its card with the trainer to sleep and wakes it; see :mod:`trinity_mq.engines.card`."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Sleeper:
         self._serves = False
         self._perform([command for command in self.turn.wake() if command is not EngineCommand.SERVE])
         if self._draining is not None and not self._draining.done():
-            await asyncio.shield(self._draining)  # it may begin to wake at its end
+            await asyncio.shield(self._draining)  # the drain may start to wake the engine at its end
         if self._waking is not None and not self._waking.done():
             await asyncio.shield(self._waking)
 
     async def wake_cache(self) -> None:
-        """Fill the memory of the cache again, if the engine is awake. An engine that cannot do so ends."""
+        """Fill the memory of the cache again, if the engine is awake. Stop the engine if that fails."""
         if self._state.asleep:
             return
         try:

@@ -177,7 +177,7 @@ class TextGenerator:
         copy_into(self.model, checked)
 
     def sleep(self, level: SleepLevel) -> None:
-        """Free the memory of the weights. A cache exists only during a batch step."""
+        """Free the memory of the weights; level 2 discards their values. A cache exists only during a batch step."""
         buffers = list(self.model.buffers())
         if level == 2:
             self._discarded.park(self.model.parameters(), keep=False)
@@ -273,7 +273,7 @@ class RowListener:
         self._places = [(number, choice) for number, request in enumerate(requests) for choice in range(request.n)]
         listens = [listener.listens(number) for number, _ in self._places]
         self.listening = any(listens)
-        """Whether :meth:`step` has a listener to call."""
+        """Whether any request is streamed, so that :meth:`step` has tokens to report."""
         self._listens = torch.tensor(listens, device=device)
         self._numbers = torch.tensor([number for number, _ in self._places])
         self._waiting = list(range(len(requests)))
@@ -308,7 +308,7 @@ class RowListener:
             self._listener.sampled(out)
 
     def between(self, step: int) -> None:
-        """See :meth:`GenerationListener.between`."""
+        """Report the point before decode step ``step`` to the listener, which may block there or raise."""
         self._listener.between(step)
 
     def left(self) -> Tensor | None:
@@ -395,7 +395,7 @@ class _Recorder:
 
 
 class _ExpertRecorder:
-    """The experts of prompts and sampled tokens.
+    """Records the experts that the model chose for prompts and sampled tokens.
 
     Args:
         routers: The model's routers, which have just read the prompts.
@@ -416,7 +416,9 @@ class _ExpertRecorder:
         self._steps.append(column.index_copy_(0, rows.ids, chosen).cpu())
 
     def of(self, lengths: Sequence[int]) -> list[RoutedExperts]:
-        """Return the experts of each row with ``lengths`` sampled tokens; the model has not read its last token."""
+        """Return the experts of each row, which has ``lengths[row]`` sampled tokens, without the last token, which the
+        model has not read.
+        """
         steps = torch.stack(self._steps, 1) if self._steps else None
         rows = [
             prompt if steps is None else torch.cat([prompt, steps[row, : max(length - 1, 0)]])
@@ -466,7 +468,7 @@ class _Cached:
     def __init__(self, cache: Any, rows: _Rows, sequences: _Sequences) -> None:
         self._cache, self._rows, self._sequences = cache, rows, sequences
         self._divided = False
-        """True when no two completions share a sequence; they never share one again."""
+        """True once no two completions share a sequence. From then on they never do."""
 
     def divide(self) -> None:
         """Give each completion its own sequence."""
@@ -526,10 +528,10 @@ def decode(
 ) -> list[SampledRow]:
     """Return the sampled tokens of each row; request i has ``n`` rows, requests in order.
 
-    Rows without a waiting caller by ``row_listener`` end at once, with an empty result. The listener may also let the
-    model's weights change between two steps; cache entries computed under the old weights stay. ``share``: rows of a
-    request share one sequence as long as they have sampled the same tokens. ``routers``: routers of the model, if the
-    rows carry the experts of their tokens.
+    Rows that ``row_listener`` reports as left by their callers end at once, with an empty result. The listener may also
+    let the model's weights change between two steps; cache entries computed under the old weights stay. ``share``: let
+    the rows of a request share one sequence as long as they have sampled the same tokens. ``routers``: routers of the
+    model, if the rows carry the experts of their tokens.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.

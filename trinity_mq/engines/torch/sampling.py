@@ -1,7 +1,6 @@
-"""Samples tokens from rows of logits by the inverse cumulative distribution, at a uniform number of the sample's
-request.
+"""Samples tokens from rows of logits: inverts the cumulative distribution at a uniform random number of the request.
 
-The uniform numbers decide the token whatever else is in the batch, so a seeded request is reproducible.
+A request's random numbers do not depend on the rest of the batch, so a seeded request is reproducible.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 24
-"""Logits processed at once: with a large vocabulary, the intermediate results of all rows would take gigabytes."""
+"""Maximum logits processed at once: with a large vocabulary, the intermediate results of all rows would take gigabytes.
+"""
 
 UNIFORMS_AT_ONCE = 64
 """Decode steps for which uniform numbers are drawn together. A different value changes the samples of a given seed."""
@@ -83,9 +83,9 @@ class LogitRules:
     """Changes of logits that requests ask for: biases, and stop tokens that are not sampled yet.
 
     Args:
-        biases: Token ids with the number that is added to their logits, by request.
-        min_tokens: Number of tokens before which the stop tokens of a request are not sampled, by request.
-        stop_ids: Stop tokens, by request.
+        biases: For each request, the numbers to add to logits, by token id.
+        min_tokens: For each request, the number of tokens that must be sampled before a stop token.
+        stop_ids: For each request, its stop tokens.
         vocabulary: Size of the vocabulary; larger token ids have no effect.
         device: Device of the logits.
     """
@@ -132,7 +132,7 @@ class LogitRules:
 
 
 class _Table(NamedTuple):
-    """Numbers for tokens of requests, one entry per request and token."""
+    """Numbers to add to logits, with one entry per pair of request and token."""
 
     requests: Tensor
     tokens: Tensor

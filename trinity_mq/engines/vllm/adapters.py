@@ -143,7 +143,7 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Non
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Write a folder that peft and vLLM can load."""
+    """Write an adapter as a folder that peft and vLLM can load."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -274,7 +274,7 @@ class AdapterGenerator(VllmGenerator):
         self._adapters, self._plan, self._receiver = adapters, plan, receiver
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the tensors with the spec; raises the channel's error if they did not arrive."""
+        """Receive the tensors and return them with the spec; raises the channel's error if they did not arrive."""
         return {"spec": spec, "tensors": await self._receiver(spec)}
 
     async def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -295,6 +295,6 @@ class AdapterGenerator(VllmGenerator):
         await self._adapters.serve(spec["adapter"])
 
     async def weight(self, name: str) -> bytes:
-        """Return a tensor of the served adapter as safetensors bytes; raises WeightsError if it has no such tensor."""
+        """Return a tensor of the served adapter as safetensors bytes; raises WeightsError if the adapter lacks it."""
         folder = self._adapters.current.folder
         return await in_thread(lambda: read_tensor(folder, name), "read-adapter")

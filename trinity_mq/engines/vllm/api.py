@@ -1,7 +1,8 @@
 """The only module with knowledge of vLLM: versions, command line, environment, routes, bodies, and worker side.
 
 Everything here is for the versions in :data:`SUPPORTED`. No other module imports vLLM or names vLLM's interfaces.
-Requests and answers hold token ids. Its server loads the tokenizer only to compile grammars for constrained sampling.
+Requests and answers hold token ids. vLLM's server loads the tokenizer only to compile grammars for constrained
+sampling.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BACKEND = "trinity_mq"
 """Name of our weight-transfer backend at vLLM's plug-in point."""
 PLUGIN = "trinity_mq"
 LEASH = "TRINITY_MQ_VLLM_LEASH"
-"""Environment variable of our child processes: each process of vLLM ends when its parent ends."""
+"""Environment variable of our child processes. If it is set, each process of vLLM ends when its parent ends."""
 CPU_KV_CACHE = 256 * 1024**2
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the process of vLLM's core, as on one GPU, without another process. The executor is given by its
@@ -47,8 +48,8 @@ SPARE_ADAPTERS = 2
 CHECKED_FRACTION = 0.01
 """Fraction of the GPU's memory that vLLM wants free at its start if the size of the KV cache is set. vLLM compares
 ``fraction x total memory`` with the free memory before it loads the model, and uses the fraction for nothing else then.
-Its default of 0.92 fails on a card that holds a trainer; no model fits into a hundredth, so this one refuses no start
-that could succeed.
+Its default of 0.92 fails on a card that holds a trainer; no model fits into a hundredth, so this fraction never
+prevents a start that could succeed.
 """
 HF_OVERRIDES = "--hf-overrides"
 PRECISE_HEAD = "float32"
@@ -135,8 +136,8 @@ def server_command(
     fixed: bool = False,
 ) -> list[str]:
     """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters, or ``fixed`` weights,
-    it loads the folder's weights, else random weights, which a sync replaces. ``dedicated``: no other process uses the
-    GPU.
+    the server loads the folder's weights, else random weights, which a sync replaces. ``dedicated``: no other process
+    uses the GPU.
 
     Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
     prompt of that length can be scored.
@@ -179,7 +180,9 @@ def server_command(
 
 
 def returns_experts(model: ModelConfig, *, cpu: bool, fixed: bool) -> bool:
-    """Return whether the server returns the experts of tokens. On a CPU vLLM refuses to: only Model Runner V2 does."""
+    """Return whether the server returns the experts of tokens. vLLM refuses that on a CPU: only its Model Runner V2
+    returns experts.
+    """
     return model.router_replay and not cpu and not fixed
 
 
@@ -222,11 +225,11 @@ def with_precise_head(options: Sequence[str]) -> list[str]:
 def server_environment(
     rollout: RolloutModelConfig, num_threads: int, *, cpu: bool, adapters: bool = False
 ) -> dict[str, str]:
-    """Return the additions to our environment for the server. ``adapters``: it receives adapters instead of full
-    weights.
+    """Return the environment variables that the server gets in addition to ours. ``adapters``: the server receives
+    adapters instead of full weights.
     """
     settings = {
-        # without it, the routes for adapters or for weight transfer do not exist
+        # without this variable, the routes for adapters or for weight transfer do not exist
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if adapters else "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": PLUGIN,
         "VLLM_NO_USAGE_STATS": "1",
@@ -293,7 +296,7 @@ class VllmCompletion:
 def generate_body(
     request: GenerationRequest, salt: str, adapter: str | None = None, *, stream: bool = False
 ) -> dict[str, Any]:
-    """Return the request body for the model with the named adapter, or without an adapter for None.
+    """Return the request body. ``adapter`` names the adapter that answers; None: the model without an adapter.
 
     ``salt`` names the weights, so that prompts cached under other weights are not used.
     """
@@ -432,8 +435,8 @@ def token_score_body(
 
 
 def canary_body(token_ids: Sequence[int], salt: str, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body of :func:`score_body`. With an adapter it gets priority over waiting requests, which a sync does
-    not stop.
+    """Return the body of :func:`score_body`. With an adapter, the canary gets priority over waiting requests, which a
+    sync does not stop.
     """
     body = score_body(token_ids, salt, adapter)
     return body if adapter is None else {**body, "priority": -1}
@@ -508,13 +511,13 @@ arrived, and returns them by name.
 
 
 class SplitWorkers:
-    """The workers among which a model is split, in this worker's process."""
+    """Communication of this worker with the other workers among which the model is split."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value that worker 0 gave."""
+        """Return the value that worker 0 passed to this method."""
         from vllm.distributed.parallel_state import get_tp_group
 
         return get_tp_group().broadcast_object(value, src=0)
@@ -527,7 +530,9 @@ class SplitWorkers:
 
 
 def update_body(spec: Mapping[str, Any], report: Path) -> dict[str, Any]:
-    """Return the body of :data:`UPDATE`. Each worker writes into :func:`report_file` why it received no weights."""
+    """Return the body of :data:`UPDATE`. Each worker writes into its :func:`report_file` the reason if it did not
+    receive all weights.
+    """
     return {"update_info": {"spec": dict(spec), "report": str(report)}}
 
 
@@ -625,7 +630,7 @@ def load_tensors(model: Any, model_config: Any, tensors: Mapping[str, Any], devi
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Refresh the packed copy of the embeddings that a tied output layer keeps on a CPU; a reload leaves it old."""
+    """Refresh the packed copy of the embeddings that a tied output layer keeps on a CPU: a reload does not do so."""
     from vllm.platforms import current_platform
 
     head, inner = getattr(model, "lm_head", None), getattr(model, "model", None)

@@ -20,9 +20,9 @@ CHUNK_LIMIT = 2**22
 """Maximum bytes of one event of a stream: a chunk of tokens with their logprobs."""
 METRICS_TIMEOUT = 5.0
 BUSY = "engine_busy"
-"""Code of the error for a request that vLLM did not accept and that may be sent again."""
+"""Error code for a request that vLLM cannot accept now; the request may be sent again."""
 REFUSED = "vllm_refused"
-"""Code of the error for a request that vLLM does not accept."""
+"""Error code for a request that vLLM refuses as invalid."""
 HOST = "http://vllm"
 """Placeholder host name: the socket determines the server. Each request opens its own connection, which is cheap here:
 vLLM's server closes connections on which a command has failed, and the next request on such a connection would be lost.
@@ -72,12 +72,12 @@ class VllmClient:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None, **query: str
     ) -> dict[str, Any]:
-        """Return the JSON answer.
+        """Send a request and return the JSON answer.
 
         Raises:
             ApiError: 503 if the server is gone, or accepts no requests now (code :data:`BUSY`). 500 if it answered
                 another status than 200 (the message holds its text).
-            VllmSilent: It did not answer within ``timeout`` seconds.
+            VllmSilent: The server did not answer within ``timeout`` seconds.
         """
         return _checked(*await self._posted(path, body, timeout, **query))
 

@@ -1,4 +1,4 @@
-"""The engine ``vllm``: vLLM's server as a child process, and the replacements of generator, batcher and receiver."""
+"""The engine ``vllm``: runs vLLM's server as a child process, with a generator, a batcher and a receiver for it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class VllmEngine(Engine):
 
 
 def _routed_layers(model: ModelConfig, *, cpu: bool, fixed: bool) -> list[int]:
-    """Return the numbers of the layers whose experts answers carry.
+    """Return the numbers of the layers whose experts are part of answers; empty if answers do not carry experts.
 
     Raises:
         ModelError: The model has no routers of a known kind.
@@ -112,7 +112,8 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
     The receiver of ``job`` receives adapters; full weights are received by vLLM's workers.
 
     Raises:
-        ModelError: vLLM is not installed, has another version, or does not support this model or adapters on it.
+        ModelError: vLLM is not installed, its version is not supported, or it does not support this model or adapters
+            on it.
         EngineFailed: vLLM did not start.
     """
     from trinity_mq.engines.torch.generator import choose_device, refuse_transfer

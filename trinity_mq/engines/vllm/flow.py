@@ -42,9 +42,11 @@ T = TypeVar("T")
 
 SEED_MASK = (1 << 63) - 1
 READ_USE_EVERY = 5.0
-"""Seconds."""
+"""Seconds between two readings of vLLM's use of its batch and its KV cache."""
 MAX_REMOVED = 0.05
-"""Probability that the form of an answer may remove at a token's place for the token to count as the model's choice."""
+"""Maximum probability that a grammar may remove at a token's place. Above it, the token does not count as the model's
+choice.
+"""
 
 
 class RequestAborted(Exception):
@@ -109,7 +111,7 @@ class VllmBatcher:
 
     @property
     def load(self) -> int:
-        """Sequences being generated or waiting."""
+        """Number of sequences that are being generated or are waiting."""
         return self._waiting + self._under_way
 
     async def generate(
@@ -407,7 +409,7 @@ class VllmBatcher:
                 body = api.token_score_body(tokens[:end], tokens[end], temperature, *weights)
                 return api.read_token_score(await self._score(body, served), tokens[end])
 
-        last = await score(len(tokens) - 1)  # it fills the cache for all others
+        last = await score(len(tokens) - 1)  # this request fills the cache for all others
         return [*await run_concurrently([score(end) for end in range(first, len(tokens) - 1)]), last]
 
     async def _score(self, body: Mapping[str, Any], served: ServingWeights) -> Mapping[str, Any]:
@@ -441,8 +443,8 @@ class VllmBatcher:
 def constrained_places(sampled: Sequence[float], scores: Sequence[float], top_p: float = 1.0) -> tuple[int, ...]:
     """Return the places of tokens at which a grammar removed more than :data:`MAX_REMOVED` of the model's probability.
 
-    The share depends on the tokens before a place, not on the token that was sampled there. To leave these places out
-    of a policy gradient therefore favours none of the tokens that the model chose itself.
+    The share depends on the tokens before a place, not on the token that was sampled there. A policy gradient that
+    leaves these places out therefore does not favour any of the tokens that the model chose itself.
 
     Args:
         sampled: Logprobs among the allowed tokens, after truncation.
@@ -456,7 +458,7 @@ def constrained_places(sampled: Sequence[float], scores: Sequence[float], top_p:
 
 
 def _check_options(request: GenerationRequest) -> None:
-    """Raise ApiError for options with which the logprobs of a truncated answer would not be known."""
+    """Raise ApiError if top_p < 1 comes with an option for which the logprobs before truncation would be unknown."""
     for option in ("logit_bias", "min_tokens", "top_logprobs"):
         if request.top_p < 1 and getattr(request, option):
             raise bad_request(
@@ -469,7 +471,7 @@ def _check_options(request: GenerationRequest) -> None:
 
 @contextlib.contextmanager
 def _grammar_refused(request: GenerationRequest) -> Iterator[None]:
-    """Raise the refusal of a grammar as an error of the request."""
+    """Convert vLLM's refusal of the request's grammar to a 400 error."""
     try:
         yield
     except ApiError as error:

@@ -28,7 +28,7 @@ OBJECT = '{"":}'
 """Characters of every JSON object with a member. Under a grammar whose characters the vocabulary lacks, vLLM fails."""
 COMMAND_TIMEOUT = 120.0
 WORKER_GRACE = 60.0
-"""Seconds that a worker has to report the end of a transfer; more than its last attempts to read a bucket take."""
+"""Seconds that a worker has to report the end of a transfer; longer than its last attempts to read a bucket."""
 
 
 class VllmGenerator:
@@ -70,7 +70,7 @@ class VllmGenerator:
         self._client, self._mode, self._give_up = client, pause_mode, give_up
         self._report, self._workers = home / "update", workers
         self._is_open = False
-        """Whether vLLM waits for an update, or for its finish."""
+        """True from the start of an update in vLLM until its finish."""
         self._updating: asyncio.Task[None] | None = None
         # without running requests there is nothing to compute again, and the old cache is only waste
         self._clear_cache = "true" if recompute_cache or pause_mode != "keep" else "false"
@@ -84,7 +84,7 @@ class VllmGenerator:
         """Return the grammar for answers of this form.
 
         Raises:
-            ApiError: 400; the form cannot be promised.
+            ApiError: 400; the engine cannot guarantee the form.
         """
         try:
             if form.must_call or (form.schema or {}).get("type") == "object":
@@ -102,17 +102,17 @@ class VllmGenerator:
         Raises:
             ApiError: The weights did not arrive.
         """
-        if self._updating is not None:  # of an attempt that was aborted
+        if self._updating is not None:  # the update of an aborted attempt
             await asyncio.wait({self._updating})
         self._updating = asyncio.create_task(self._update(spec), name="update")
         self._updating.add_done_callback(_log_failure)
-        # it continues after an abort of the attempt, as vLLM's workers do
+        # the update continues after an abort of the attempt, as vLLM's workers do
         await asyncio.shield(self._updating)
         return spec
 
     async def _update(self, spec: dict[str, Any]) -> None:
-        """Have the workers receive. If vLLM does not answer, a worker hangs in a transfer: end vLLM, which its host
-        then restarts.
+        """Make the workers receive weights. If vLLM does not answer, a worker hangs in the transfer: then end vLLM, so
+        that the host restarts the engine.
         """
         seconds = silence_limit(spec)
         try:
@@ -211,7 +211,7 @@ class VllmGenerator:
 
 
 def _log_failure(update: asyncio.Task[None]) -> None:
-    """Log why an update failed, which nobody else may read after an abort."""
+    """Log why an update failed. After an abort, nothing else reads the error."""
     if not update.cancelled() and (error := update.exception()) is not None:
         log.info("update_failed", reason=str(error))
 
@@ -219,8 +219,8 @@ def _log_failure(update: asyncio.Task[None]) -> None:
 def silence_limit(spec: Mapping[str, Any]) -> float:
     """Return the seconds after which vLLM hangs if it has not answered a transfer.
 
-    The workers end a transfer by themselves: one from files or memory at its deadline, a broadcast at most one step
-    later. A trainer of an earlier release does not name the limit of a step, which is the deadline then.
+    The workers end a transfer by themselves: a transfer from files or memory ends at its deadline, a broadcast at most
+    one step later. A trainer of an earlier release does not send the limit of a step; then the deadline is the limit.
     """
     seconds = float(spec["seconds"])
     step = float(spec.get("step_seconds", seconds)) if spec.get("method", "collective") == "collective" else 0.0
@@ -228,7 +228,7 @@ def silence_limit(spec: Mapping[str, Any]) -> float:
 
 
 def version_of(spec: Mapping[str, Any]) -> Version | None:
-    """Return the version of a transfer, or None for a transfer without a gate."""
+    """Return the weight version of a transfer, or None for a transfer without a sync gate."""
     named = spec.get("version")
     return None if named is None else (named[0], named[1])
 

@@ -16,16 +16,18 @@ T = TypeVar("T")
 
 
 class Beginnings(Generic[T]):
-    """Items by the digests of their bytes, to look up those whose bytes are the beginning of other bytes."""
+    """Items that are each stored under the digest of a byte sequence. Finds all items whose bytes begin a longer
+    sequence.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._digests: Counter[int] = Counter()
-        """Number of items of each size."""
+        """Number of items, by the size of their bytes."""
         self._items: dict[bytes, list[T]] = {}
 
     def add(self, size: int, digest: bytes, item: T) -> None:
-        """Add an item with so many bytes and this digest."""
+        """Add an item whose byte sequence has this size and this digest."""
         if not self._digests[size]:
             bisect.insort(self._sizes, size)
         self._digests[size] += 1
@@ -41,7 +43,8 @@ class Beginnings(Generic[T]):
             self._sizes.remove(size)
 
     def of(self, content: bytes, state: hashlib.blake2b | None = None, size: int = 0) -> list[list[T]]:
-        """Return the items whose bytes begin the bytes. A list holds the items of equal bytes; short bytes come first.
+        """Return the items whose byte sequences are beginnings of the given bytes. Each inner list holds the items of
+        equal sequences; short sequences come first.
 
         Args:
             content: The bytes, without the first ``size`` bytes.

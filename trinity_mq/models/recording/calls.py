@@ -24,7 +24,7 @@ from trinity_mq.models.recording.sse import AnswerAssembler, EventReader
 from trinity_mq.telemetry.trace import span
 
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
-"""Spares our engines the text of each token; other servers ignore the header."""
+"""Header that lets our engines leave out the text of each token; other servers ignore it."""
 
 
 Partial = Callable[[], list[Experience]]
@@ -52,7 +52,7 @@ class ExperienceHistory:
 
     def settle(self, partial: Partial, *, keep: bool = True) -> None:
         """Append the answer's experiences, once; with ``keep`` False discard them. Does nothing if :meth:`take` cleared
-        it before.
+        the answer before.
         """
         with self._lock:
             if partial in self._partials:
@@ -73,7 +73,9 @@ class ExperienceHistory:
 
 
 class Seeds:
-    """A sequence of seeds derived from one seed, and further sequences for clones. Without a seed all are None."""
+    """A sequence of seeds derived from one seed, and further sequences for clones. Without a seed, all derived seeds
+    are None.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed

@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 class TokenDigest:
-    """Digest of a sequence of tokens. Equal sequences at equal temperatures have equal digests, and no others.
+    """Digest of a sequence of tokens. Two digests are equal if and only if the sequences and the temperatures are
+    equal.
 
     Args:
         state: Digest of the tokens.
@@ -60,7 +61,7 @@ class TokenPrefixes(Generic[T]):
         sequence.
 
         Args:
-            start: Beginning of the prompt. Only sequences that are longer count.
+            start: Beginning of the prompt. Only sequences longer than ``start`` count.
             tokens: The remaining tokens of the prompt.
         """
         matches = self._beginnings.of(_as_bytes(tokens), start.state, start.length * TOKEN_BYTES)
@@ -108,7 +109,7 @@ def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
 
 
 def join_turns(turns: Sequence[Experience], overlaps: Sequence[int] | None = None) -> Experience:
-    """Return consecutive turns as one experience, as :func:`merge_turns` describes it.
+    """Join consecutive turns to one experience, with the fields that :func:`merge_turns` describes.
 
     Args:
         turns: At least two turns, each continuing the turn before it.
@@ -159,7 +160,7 @@ def _present(column: Tensor | None) -> Tensor:
 
 
 def _versions(turns: Sequence[Experience], starts: Sequence[int]) -> Versions | None:
-    """Return the run-length columns of the turns as one column; None if the versions of a turn are not known."""
+    """Return the run-length encoded versions of all turns as one list; None if the versions of a turn are not known."""
     rows: Versions = []
     for turn, start in zip(turns, starts, strict=True):
         if turn.versions is None:

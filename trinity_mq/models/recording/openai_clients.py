@@ -42,7 +42,7 @@ def recorded_async_client(wrapper: RecordedModel) -> openai.AsyncOpenAI:
 
 
 class RecordingClient(openai.DefaultHttpxClient):
-    """HTTP client for one wrapped model."""
+    """HTTP client for one wrapped model. Sampled answers are recorded as their bytes pass."""
 
     def __init__(self, wrapper: RecordedModel) -> None:
         super().__init__(**_connection(wrapper))
@@ -159,8 +159,9 @@ class RecordedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
 
 
 def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, model: InferenceModel) -> None:
-    """Set the default of ``model`` in ``create``, because the engine serves only one model, and the attribute
-    ``model_path``: another name of the model, which the engine accepts too, or its name.
+    """Set the default of the argument ``model`` of ``create``, because the engine serves only one model. Also set the
+    attribute ``model_path`` of the client: the model's folder, which the engine accepts as the model's name, or its
+    name.
     """
     vars(client)["model_path"], name = model.model_path or model.name, model.name
     for resource in (client.chat.completions, client.completions):

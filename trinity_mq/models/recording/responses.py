@@ -189,7 +189,7 @@ def is_asked(experiences: Sequence[Experience]) -> bool:
 
 
 def check_asked(experiences: list[Experience], model: object = None) -> list[Experience]:
-    """Return the experiences of a run or a request.
+    """Return ``experiences``, the result of a run or a request, unless all of them are unwanted placeholders.
 
     Args:
         experiences: The experiences.

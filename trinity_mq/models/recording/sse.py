@@ -110,7 +110,7 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
 
 
 def thoughts_of(message: Mapping[str, Any]) -> str:
-    """Return the thoughts in a message or a delta of a chat completion. Empty: it has none."""
+    """Return the thoughts in a message or a delta of a chat completion; an empty text if it does not hold thoughts."""
     return next((message[name] for name in THOUGHTS if isinstance(message.get(name), str) and message[name]), "")
 
 

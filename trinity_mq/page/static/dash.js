@@ -1,4 +1,4 @@
-// The page of one run. State comes as server-sent events; what is looked at closely is asked for.
+// The page of one run. The state comes as server-sent events; details are requested when the user opens them.
 // Data is only ever put into text nodes and attributes, never parsed as HTML.
 
 const $ = (id) => document.getElementById(id);
@@ -21,7 +21,7 @@ function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// as replaceChildren, which would write null as a word
+// sets the children of an element; null and undefined are left out, as replaceChildren would write them as words
 const fill = (place, ...children) => place.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
 
 function s(tag, attributes = {}, ...children) {
@@ -57,7 +57,7 @@ function fail(place, error) {
   place.replaceChildren(h("p", { class: "empty bad" }, error.message));
 }
 
-// -- hints beside the pointer
+// -- hints next to the pointer
 
 let tip = null;
 function showTip(event, text) {

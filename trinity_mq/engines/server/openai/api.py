@@ -57,7 +57,7 @@ same numbers.
 LONGEST_NUMBER = 18
 """Maximum digits of a number in :data:`PIN_HEADER`."""
 SMALL_BODY = 4096
-"""Bytes of a request that the template and the tokenizer process in a few milliseconds at most."""
+"""Size in bytes up to which the template and the tokenizer process a request in a few milliseconds at most."""
 SEED_MASK = (1 << 63) - 1
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -102,7 +102,7 @@ class OpenAIApi:
         max_response_tokens: int,
         groups: bool = False,
     ) -> None:
-        """Serve the samples of ``batcher``.
+        """Create the routes, which answer with samples of ``batcher``.
 
         Args:
             batcher: Gathers requests and samples their answers.
@@ -111,8 +111,8 @@ class OpenAIApi:
             name: Name of the model in requests.
             model_path: Folder of the model.
             max_response_tokens: Maximum tokens of a response to a request without ``max_tokens``.
-            groups: Offer the route for groups of requests; for batchers that sample the requests of a group together
-                anyway.
+            groups: Whether to offer the route for groups of requests; for batchers that sample the requests of a group
+                together anyway.
         """
         self._groups = groups
         self._reader = BodyReader(SMALL_BODY)
@@ -318,7 +318,7 @@ class OpenAIApi:
             on_malformed=self._count_malformed,
         )
         async with self._batcher.stream(generation, pin) as stream:
-            version = await stream.begun()  # until here an error still gets its own HTTP status
+            version = await stream.begun()  # up to this line an error still gets its own HTTP status
             return await send(request, stream, chunks, version, version_header(version))
 
     async def tokenize(self, request: web.Request) -> web.Response:

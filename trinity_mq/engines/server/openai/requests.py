@@ -20,7 +20,7 @@ LONGEST_STOP = 1024
 """Maximum characters of a stop string: each decode step decodes about this many tokens of a row with a stop string."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
 MIN_TOP_P = 1e-30
-"""Smaller values approach the smallest float32, the precision in which engines compute."""
+"""Minimum ``top_p``. Smaller values approach the smallest float32, the precision in which engines compute."""
 MAX_BIASES, MAX_BIAS = 300, 100.0
 """Maximum entries of ``logit_bias``, and maximum absolute value of an entry."""
 MAX_TOP_LOGPROBS = 20
@@ -29,7 +29,7 @@ MAX_SCHEMA, MAX_SCHEMA_LEVELS = 1 << 15, 32
 """Maximum characters and nesting levels of a JSON schema: a grammar is compiled from it."""
 MAX_REPETITIONS = 1000
 """Maximum sum, over the regular expressions of a schema, of the product of their counted repetitions: a grammar spells
-each of them out.
+each repetition out.
 """
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _REPETITION = re.compile(r"\{(\d{0,9}),?(\d{0,9})\}")
@@ -59,7 +59,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (-1, 0),
     "top_logprobs": (0,),
 }
-"""API options that this engine does not have, with the values that have no effect."""
+"""API options that this engine does not support, with the accepted values, which have no effect."""
 
 _IGNORED = frozenset(
     {
@@ -74,7 +74,7 @@ _IGNORED = frozenset(
         "verbosity",
     }
 )
-"""Options that do not change sampling."""
+"""Options that are ignored, because they do not change sampling."""
 
 
 def _stops(value: Any) -> Any:
@@ -118,7 +118,7 @@ class SamplingBody(EngineRequestBody):
     stop: Stops = ()
     logit_bias: dict[Annotated[int, Field(ge=0)], Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     min_tokens: int = Field(default=0, ge=0)
-    """Number of tokens before which the tokens that end an answer are not sampled."""
+    """Minimum number of tokens: until it is reached, tokens that end an answer are not sampled."""
     ignore_eos: bool = False
     """Continue after the tokens that end an answer, up to the limit or a stop string."""
     seed: int | None = None
@@ -127,7 +127,7 @@ class SamplingBody(EngineRequestBody):
     return_token_ids: bool = False
     """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Our extension: reject a longer prompt."""
+    """Our extension: maximum number of prompt tokens; a longer prompt is rejected."""
 
 
 class ChatBody(SamplingBody):
@@ -194,7 +194,7 @@ class ChatBody(SamplingBody):
         """Return the tools that the model may call.
 
         Raises:
-            ApiError: 400; a tool is malformed, or ``tool_choice`` has another form.
+            ApiError: 400; a tool or ``tool_choice`` is malformed.
         """
         if self.tool_choice not in ("auto", "none", "required") and self._named_tool() is None:
             raise bad_request(
@@ -370,10 +370,10 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
 
 
 def checked(read: Callable[[Sequence[Any]], list[Message]], values: Sequence[Any]) -> list[Message]:
-    """Return the messages or the tools of a request as ``read`` does.
+    """Return the messages or the tools of a request, converted by ``read``.
 
     Raises:
-        ApiError: 400; a message or a tool has another form.
+        ApiError: 400; a message or a tool is malformed.
     """
     try:
         return read(values)

@@ -50,7 +50,7 @@ def chat_choice(
     version: Version,
     codec: TextCodec,
 ) -> dict[str, Any]:
-    """Return one choice of a chat completion, with the parts of its text in ``answer``."""
+    """Return one choice of a chat completion. ``answer`` holds the parts of the completion's text."""
     message, finish_reason = chat_message(answer, completion.finish_reason)
     choice = {
         "index": index,

@@ -37,7 +37,9 @@ UNFINISHED = "\ufffd"
 
 
 _WINDOW, _LAST = 16, 4
-"""A longer run of tokens without a whole character is invalid; all but its last tokens are then final."""
+"""A run of more than ``_WINDOW`` tokens whose text ends with an incomplete character is invalid; all but its last
+``_LAST`` tokens are then final.
+"""
 
 
 class TextFlow:
@@ -81,7 +83,7 @@ class TextFlow:
         return delta
 
     def finish(self, thoughts: str | None, content: str) -> Delta:
-        """Return the parts of the whole thoughts and of the whole content that were not emitted yet."""
+        """Return the rest of the whole ``thoughts`` and of the whole ``content``, which was not emitted yet."""
         return Delta(*(text[sent:] for text, sent in zip((thoughts or "", content), self._sent, strict=True)))
 
 
@@ -99,7 +101,7 @@ class _Choice:
 
 
 class Chunks:
-    """Chunks of one streamed request."""
+    """Builds the chunks of one streamed request."""
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class Chunks:
         tools: Tools = None,
         on_malformed: Callable[[int], None] = lambda calls: None,
     ) -> None:
-        """Create the chunks. If tools were offered, calls are moved from the text to ``tool_calls``; ``on_malformed``
-        gets the number of calls of a whole answer that cannot be read.
+        """Prepare the chunks. If tools were offered, calls are moved from the text to ``tool_calls``; ``on_malformed``
+        is called with the number of unreadable calls of each whole answer.
         """
         self._body, self._request, self._codec = body, request, codec
         self._prompt_text, self._tools, self._on_malformed = prompt_text, tools, on_malformed
