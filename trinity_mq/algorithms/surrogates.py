@@ -33,7 +33,7 @@ class TokenLoss:
     """The loss of each token and its counts."""
 
     loss: Tensor
-    """``[tokens]``, with gradient."""
+    """Loss of each token, ``[tokens]``, with gradient."""
     counts: dict[str, Tensor] = field(default_factory=dict)
     """bool ``[tokens]`` each. Their shares of the trained tokens are the metrics ``actor/<name>``."""
 

@@ -60,7 +60,7 @@ class TasksetMixture:
                 taskset.observe(stats)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``selector/<taskset>/*`` of each taskset."""
+        """Return the metrics of the selectors, ``selector/<taskset>/*``, of each taskset."""
         return {name: value for taskset in self._tasksets for name, value in taskset.metrics().items()}
 
     def state(self) -> dict[str, Any]:

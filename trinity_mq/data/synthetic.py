@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 Digits = tuple[int, int, int]
 Problem = tuple[str, str]
-"""Question and answer."""
+"""A question and its answer."""
 SHUFFLE_SEED = 1234
 MAX_HELD_OUT = 256
 

@@ -77,7 +77,7 @@ class Taskset:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``selector/<taskset>/*``."""
+        """Return the selector's metrics, ``selector/<taskset>/*``."""
         return {f"selector/{self.config.name}/{name}": value for name, value in self._selector.metrics().items()}
 
     def all_tasks(self) -> list[TaskBody]:

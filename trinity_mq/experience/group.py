@@ -42,7 +42,7 @@ def group_by(
 
 
 def _numbers(names: Iterable[str]) -> dict[str, list[int]]:
-    """Return the indexes of each name."""
+    """Return the indexes at which each name occurs."""
     members: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         members.setdefault(name, []).append(number)

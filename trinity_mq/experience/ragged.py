@@ -36,7 +36,7 @@ class Ragged:
     """
 
     flat: Tensor
-    """``[rows, ...]``."""
+    """Rows of all items, ``[rows, ...]``."""
     lengths: Indexes
     """Number of rows of each item, -1 for an item without a tensor."""
     starts: Indexes

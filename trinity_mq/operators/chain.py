@@ -22,7 +22,7 @@ class OperatorError(Exception):
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(f"operator {operator}: {message}")
         self.operator = operator
-        """``{place}_{Class}``."""
+        """Place of the operator in the chain and its class: ``{place}_{Class}``."""
 
 
 async def run_chain(

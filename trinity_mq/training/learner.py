@@ -355,7 +355,7 @@ class TorchLearner:
         return await self._run(lead)
 
     async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the logprobs of ``tokens[1:]``."""
+        """Return the logprobs of ``tokens[1:]`` under the current weights, at temperature 1."""
         return await self._lead("canary", lambda: self._lead_canary(list(tokens)))
 
     async def close(self) -> None:

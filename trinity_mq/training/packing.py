@@ -265,7 +265,7 @@ class StepTokens:
     starts: Indexes
     """``[sequences]``: start of each sequence in ``ids``."""
     lengths: Indexes
-    """``[sequences]``: number of tokens."""
+    """``[sequences]``: number of tokens of each sequence."""
     counts: Indexes
     """``[sequences]``: number of trained tokens, at least 1."""
     first: Indexes
@@ -279,9 +279,9 @@ class StepTokens:
     columns: Mapping[str, Tensor]
     """``[tokens]`` each: columns that :class:`MicroBatch` copies unchanged."""
     custom: Mapping[str, Tensor]
-    """``[tokens, ...]`` each: see :attr:`MicroBatch.custom`."""
+    """``[tokens, ...]`` each: custom fields, as in :attr:`MicroBatch.custom`."""
     engines: Mapping[str, Tensor]
-    """bool ``[tokens]`` each: see :attr:`MicroBatch.engines`."""
+    """bool ``[tokens]`` each: tokens of each engine, as in :attr:`MicroBatch.engines`."""
     experts: Tensor | None = None
     """int16 ``[len(ids), layers, top-k]``: experts of each token of ``ids``; see :attr:`MicroBatch.experts`."""
 

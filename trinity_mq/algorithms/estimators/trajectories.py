@@ -38,7 +38,7 @@ class Trajectories:
     lengths: Counts
     """Number of trained tokens of each run that has any: int64 ``[runs]``."""
     rids: tuple[str, ...]
-    """Ids of these runs."""
+    """Ids of the runs in :attr:`lengths`."""
 
     @property
     def ends(self) -> Counts:

@@ -121,7 +121,7 @@ class ClassSelector:
         self._made, self._label = made, label
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes.
+        """Return the indexes of the next ``count`` tasks.
 
         Raises:
             TasksetError: The object did not return numbers.

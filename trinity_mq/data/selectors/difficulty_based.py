@@ -89,8 +89,8 @@ class DifficultyBased(DrawPosition):
         self.rates = PassRates(features, config.m, config.lamb, config.rho, adaptive=config.adaptive_rho)
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes. If ``count`` exceeds the number of tasks, each task is chosen once before any is
-        repeated.
+        """Return the indexes of the next ``count`` tasks. If ``count`` exceeds the number of tasks, each task is chosen
+        once before any is repeated.
         """
         indexes: list[int] = []
         while len(indexes) < count:

@@ -30,7 +30,7 @@ class DifficultyPools(DrawPosition):
         """Pool of each task. The number after the last pool marks a task that has not been run."""
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes."""
+        """Return the indexes of the next ``count`` tasks."""
         weights = self._weights[self._pools]
         if not weights.any():
             weights = np.ones(len(weights))

@@ -25,7 +25,7 @@ class EpochSelector:
         self._count, self._order = count, EpochOrder(count, order, seed)
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes. At the end of an epoch the next epoch begins."""
+        """Return the indexes of the next ``count`` tasks. At the end of an epoch the next epoch begins."""
         return self._order.take(count)
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
@@ -56,5 +56,5 @@ class EasyToHard(EpochSelector):
         self._sorted = np.lexsort([-column for column in features.T[::-1]]).tolist()
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes, the largest features first."""
+        """Return the indexes of the next ``count`` tasks, the largest features first."""
         return [self._sorted[place] for place in super().next(count)]

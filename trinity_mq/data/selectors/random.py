@@ -21,7 +21,7 @@ class RandomOrder(DrawPosition):
         self._count = count
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes."""
+        """Return the indexes of the next ``count`` tasks."""
         indexes: list[int] = []
         while len(indexes) < count:
             part = self.generator().permutation(self._count)[: count - len(indexes)].tolist()

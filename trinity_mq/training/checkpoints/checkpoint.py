@@ -59,7 +59,7 @@ class TrainerProgress(BaseModel):
     step: int
     """Number of train steps that changed the weights."""
     progress: int
-    """Number of closed batches consumed."""
+    """Number of closed batches that the trainer has consumed."""
     source: dict[str, Any]
     """State of the experience source, opaque to this module; JSON."""
     run_id: str | None = None

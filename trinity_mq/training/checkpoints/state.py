@@ -201,7 +201,7 @@ class StoredRows:
     name: str
     """Name of the tensor, see :func:`flat`."""
     first: int
-    """First row."""
+    """Index of the first of these rows in the tensor."""
     sizes: tuple[int, ...]
     """Shape of these rows."""
     file: str

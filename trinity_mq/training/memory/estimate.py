@@ -1,7 +1,7 @@
 """Estimate of the memory of trainer and engines, as arithmetic over the sizes that
 :mod:`trinity_mq.training.memory.measure` measures.
 
-This module imports no torch. Every byte that is not measured is named in :data:`ASSUMED`.
+This module imports no torch. :data:`ASSUMED` holds the sizes that are neither measured nor computed.
 """
 
 from __future__ import annotations

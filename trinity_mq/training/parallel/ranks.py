@@ -39,13 +39,13 @@ from trinity_mq.runtime.errors import DeviceMemoryError, FatalError, RestartRequ
 from trinity_mq.runtime.process import die_with_parent
 
 PARENT_VARIABLE = "TRINITY_MQ_RANK_PARENT"
-"""Process id of rank 0, set if rank 0 itself started this rank."""
+"""Environment variable with the process id of rank 0, set if rank 0 itself started this rank."""
 OPENING = timedelta(seconds=120)
 """Deadline for the processes to find each other; it includes the import of torch."""
 POLL = timedelta(seconds=5)
 """Interval at which a rank that waits for a command checks that rank 0 still exists."""
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun in the processes that it starts."""
+"""Environment variable that torchrun sets in the processes that it starts."""
 KEPT = 8
 """Number of latest commands, with their votes, that stay in the store. No rank lags further, because each command has a
 vote.
@@ -545,7 +545,7 @@ class RankProcesses:
     """
 
     def __init__(self, ranks: Ranks, grace: float = 10.0) -> None:
-        """Prepare; :meth:`start` starts the processes.
+        """Prepare the object; :meth:`start` starts the processes.
 
         Args:
             ranks: View of rank 0.
