@@ -20,7 +20,7 @@ async def execute(
     close: Callable[[], Awaitable[None]] | None = None,
     own_loop: bool = False,
 ) -> list[Experience]:
-    """Run the workflow that ``make`` returns once; return its experiences.
+    """Run the workflow from ``make`` once; return its experiences.
 
     An asynchronous workflow is created and run on the event loop, or with ``own_loop`` on a loop in its own thread; any
     other workflow is run in its own thread. On cancellation, a thread is interrupted as soon as it executes Python

@@ -85,7 +85,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
         too long.
 
         Raises:
-            PromptTooLong: The step is the first, and the model returned no answer.
+            PromptTooLong: The step is the first, and every prompt of it was too long, so the model did not answer.
         """
         continues = too_long = False
         try:

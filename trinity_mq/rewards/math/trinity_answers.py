@@ -1,6 +1,6 @@
 r"""The comparisons of Trinity-RFT's math rewards, with the same results: for users who move a task to this system.
 
-Four rules exist side by side there, and each reward and workflow names its own:
+Trinity-RFT has several rules, and each of its rewards and workflows uses its own rule:
 
 * ``parsed``: math-verify reads both texts in full; ``marked``: it reads only marked formulas, a box first.
 * ``boxed``: the last ``\boxed{}`` is compared as text, after the normalisation of Qwen2.5-Math.
@@ -258,7 +258,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the first brace after ``start``. None: it is not closed."""
+    """Return the place of the brace that closes the first brace after ``start``. None: no brace closes it."""
     depth = 0
     for brace in re.finditer(r"[{}]", text[start:]):
         depth += 1 if brace.group() == "{" else -1

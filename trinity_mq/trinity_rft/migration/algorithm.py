@@ -362,7 +362,8 @@ def _comment_differences(move: SettingsTransfer, there: AlgorithmConfig, kept: M
 
 
 def trinity_defaults(algorithm: TrinityAlgorithm, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the algorithm section of Trinity-RFT with its defaults filled in, without the keys that stay as they are.
+    """Return the algorithm section of Trinity-RFT with its defaults filled in, without the keys that the migration does
+    not change.
 
     Args:
         algorithm: The ``algorithm_type``.

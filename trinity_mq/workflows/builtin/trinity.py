@@ -268,7 +268,7 @@ class ToolCallWorkflow(SimpleWorkflow):
         """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: The record does not have this form.
+            TaskError: The record does not have the form of :class:`ToolCallWorkflow`.
         """
         self.task = task
         self._messages = tool_messages(task.raw_task)

@@ -269,7 +269,7 @@ class RubricJudgeWorkflow(_JudgedWorkflow):
         """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: The rubric is not such a list.
+            TaskError: The rubric is not a list of maps with ``weight`` and ``description``.
         """
         super().reset(task)
         self._rubric = task.raw_task.get("rubric") or []

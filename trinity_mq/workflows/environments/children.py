@@ -30,7 +30,7 @@ CHILD = Path(__file__).with_name("text_child.py")
 CLOSE_SECONDS = 10.0
 """Seconds that an environment has to close before its process is killed."""
 CHECK_SECONDS = 30.0
-"""Time limit of the check for missing packages."""
+"""Time limit in seconds of the check for missing packages."""
 
 _KEYS = itertools.count()
 _FREE: weakref.WeakKeyDictionary[PersistentProgram, asyncio.LifoQueue[int]] = weakref.WeakKeyDictionary()
@@ -50,7 +50,9 @@ class ChildArguments(Arguments):
     at_once: int = Field(default=8, ge=1)
     """Maximum environments at a time in each runner. Waiting counts towards ``explorer.max_timeout``."""
     step_seconds: float = Field(default=300.0, gt=0)
-    """Time limit of one action, and of making an environment. After it the environment's process is killed."""
+    """Time limit in seconds of one action, and of making an environment. After this time the environment's process is
+    killed.
+    """
 
     world: ClassVar[str] = ""
     """Name of the kind of environment in ``text_child.py``."""

@@ -136,7 +136,9 @@ class WebShopArguments(ChildArguments):
     num_products: int | None = Field(default=None, ge=1)
     """Number of products: 1000 or 100000. None: all, which take about 15 GB of memory once for each runner."""
     step_seconds: float = Field(default=1800.0, gt=0)
-    """Time limit of one action, and of making an environment: for the first environment the products are loaded."""
+    """Time limit in seconds of one action, and of making an environment: for the first environment the products are
+    loaded.
+    """
 
 
 class WebShopWorkflow(ChildWorkflow):

@@ -109,7 +109,7 @@ class _Answer:
     branches: list[_Answer] = field(default_factory=list)
     """Answers with this parent, in their order."""
     is_trained: bool = True
-    """False: its client repeated the request, or it has no tokens."""
+    """False: the client repeated the request, or the model sampled no tokens."""
     reward: float | None = None
 
     @property

@@ -49,7 +49,7 @@ NOBODY = 65534
 processes.
 """
 CHECK_SECONDS = 30.0
-"""Time limit for an empty command in a sandbox."""
+"""Time limit in seconds for an empty command in a sandbox."""
 END_SECONDS = 30.0
 """Maximum seconds from the kill of a sandbox to the end of its last process."""
 
@@ -64,7 +64,7 @@ class Ended:
     """How an agent ended."""
 
     code: int | None
-    """Exit code. None: it was killed at its time limit."""
+    """Exit code. None: the agent was killed at its time limit."""
     output: str
     """The last :data:`TAIL_BYTES` of the agent's output and errors."""
 
@@ -160,7 +160,7 @@ class Sandbox:
             env: Environment variables of the agent. ``HOME`` is always the sandbox's; ``PATH`` and ``LANG`` have
                 defaults.
             port: Port of the gateway. The agent reaches it at ``127.0.0.1`` as on the host.
-            seconds: Time limit.
+            seconds: Time limit in seconds.
 
         Raises:
             SandboxFailed: ``bwrap`` is not installed, a visible path does not exist, or a process did not end.
@@ -261,8 +261,8 @@ def _warn_of_root(reason: str) -> None:
 
 
 def _open_first(info: int) -> int | None:
-    """Return a descriptor (pidfd) of the first process in a sandbox, which ``bwrap`` writes to ``info``. None: it has
-    ended, or never began.
+    """Return a descriptor (pidfd) of the first process in a sandbox, which ``bwrap`` writes to ``info``. None: the
+    process has ended, or never began.
     """
     with os.fdopen(info) as file, contextlib.suppress(ValueError, ProcessLookupError):
         return os.pidfd_open(json.load(file)["child-pid"])

@@ -38,7 +38,7 @@ class SandboxedAgentArguments(RecordedArguments):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the agent. It gets none of the runner's variables."""
     seconds: float = Field(default=600.0, gt=0)
-    """Time limit of the agent. At the limit the agent is killed, and its files are judged."""
+    """Time limit of the agent in seconds. At the limit the agent is killed, and its files are judged."""
     file_bytes: int = Field(default=1 << 28, gt=0)
     """Maximum size of each file that the agent writes."""
 
