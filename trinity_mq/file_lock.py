@@ -7,7 +7,7 @@ from typing import IO
 
 
 def try_lock(file: int | IO[str], *, shared: bool = False) -> bool:
-    """Lock a file until it is closed. Return False if another process holds a lock that excludes this one.
+    """Lock a file until it is closed. Return False if another process holds a lock that excludes this lock.
 
     Raises:
         OSError: The file system has no locks.

@@ -11,9 +11,8 @@ from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.topology import Queue
 
 STREAM_WINDOW = 32
-"""Maximum unacknowledged deliveries of a stream. Enough to stream, with at most 32 bodies of ``max_message_bytes`` in
-memory.
-"""
+"""Maximum unacknowledged deliveries of a stream. This is enough for continuous delivery, and limits memory to 32 bodies
+of ``max_message_bytes``."""
 
 Item = TypeVar("Item")
 

@@ -24,7 +24,7 @@ class TlsConfig(Section):
     """File with the certificates of the authorities that may sign the broker's certificate. None: the authorities that
     this system trusts."""
     cert_file: UserFile = None
-    """Client certificate for a broker that requires one, with the chain up to its authority."""
+    """Client certificate, with the chain up to its authority, for a broker that requires it."""
     key_file: UserFile = None
     """Key of ``cert_file``. None: ``cert_file`` also holds the key."""
     key_password_file: UserFile = None

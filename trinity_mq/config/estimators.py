@@ -98,7 +98,7 @@ class GroupEstimator(EstimatorBase):
     """Divide the advantages of a run by the number of its experiences, so that a run of many steps weighs as much as a
     run of few steps."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:
@@ -150,7 +150,7 @@ class GigpoEstimator(EstimatorBase):
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the divisor."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:
@@ -178,7 +178,7 @@ class DotsEstimator(EstimatorBase):
     level: Literal["batch", "task"] = "batch"
     """Set of experiences that share a temperature and a mean: the whole ``batch``, or the runs of each ``task``."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:
@@ -262,7 +262,7 @@ class EstimatorPlugin(EstimatorBase):
     """Whether the runs of a task are compared, so that a task needs at least two. ``advantage_fn`` unsets it for a
     class that a module in ``plugin_dirs`` registers: the class gets groups of any size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:

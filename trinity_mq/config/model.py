@@ -121,8 +121,8 @@ class ModelConfig(Section):
     router_replay: bool = False
     """Mixture-of-experts models: train each token through the experts that the engine used for it (arXiv 2510.11370).
     Without this, near ties in a router choose other experts in the trainer, and the logprobs of trainer and engine
-    differ. Each token then takes a byte for each layer and expert, as prompt and as response. Streamed answers and
-    sessions of the gateway do not carry experts; the trainer's own routers choose for such tokens."""
+    differ. Each token of a prompt or response then takes a further byte for each layer and chosen expert. Streamed
+    answers and sessions of the gateway do not carry experts; the trainer's own routers choose for such tokens."""
     chat_template_kwargs: ChatTemplateKwargs = Field(default_factory=dict)
     """Variables of the chat template, such as ``{enable_thinking: false}`` or ``{reasoning_effort: low}``: defaults of
     everything that is rendered, by engines, for SFT and DPO, and by ``validate`` and ``debug``. ``rollout_args`` of a

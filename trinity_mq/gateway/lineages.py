@@ -56,7 +56,7 @@ class Chain:
 
 
 def read_chain(body: Mapping[str, Any]) -> Chain | None:
-    """Return the digests of a chat request. Two requests have equal digests where they differ only in what engines
+    """Return the digests of a chat request. Requests have equal digests if they differ only in details that engines
     ignore or clients rewrite: ids, thoughts, null values, unknown keys, text as one part or several, white space around
     an answer, and the format of a call's arguments.
 
@@ -403,7 +403,7 @@ def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
     """
     superseded = {call.supersedes for call in calls if call.supersedes}
     attempts: dict[str, list[SessionCall]] = {}
-    """Calls by the digests of their requests, those with the highest retry counts first."""
+    """Calls by the digests of their requests. Calls with the highest retry counts come first."""
     for call in sorted(calls, key=lambda call: -call.retry):
         if call.digest and call.call not in superseded:
             attempts.setdefault(call.digest, []).append(call)

@@ -158,7 +158,7 @@ class Session:
 
     @property
     def traceparent(self) -> str:
-        """Trace header of the first call that has a trace header. Empty: no call has one."""
+        """Trace header of the first call that has a trace header. Empty: no call has a trace header."""
         return next((call.traceparent for call in self.calls.values() if call.traceparent), "")
 
     @property

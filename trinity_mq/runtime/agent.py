@@ -80,7 +80,7 @@ class Agent(ABC):
         self.state = "starting"
         self.heartbeat_seq = 0
         self.lock: Lock | None = None
-        """The lock of the run under which this agent acts, if it needs one."""
+        """The run's lock that this agent holds while it acts. None: it does not hold a lock."""
         self._drain_within = math.inf
         self.waits_for: str | None = None
         """Description of the awaited event, None while the agent works."""

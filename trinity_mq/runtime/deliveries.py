@@ -291,7 +291,7 @@ class DeliveryHistory:
     failures: tuple[str, ...] = ()
     """Failure reasons of the latest tries."""
     put_back: int = 0
-    """Number of deliveries, among those in ``given_back``, that failed because infrastructure was unavailable, such as
+    """Number of deliveries, counted in ``given_back`` too, that failed because infrastructure was unavailable, such as
     a sandbox."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Errors that tell a user of the command line what to do."""
+"""Errors whose message is sufficient for a user of the command line, without a traceback."""
 
 from __future__ import annotations
 

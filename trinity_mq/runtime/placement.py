@@ -1,7 +1,7 @@
 """Placement of trainer processes and engines on the GPUs of one machine.
 
-:func:`place` is pure: from the GPUs and the needs of the processes to the GPUs of each process. Every process gets its
-GPUs in ``CUDA_VISIBLE_DEVICES``; a process without GPUs gets an empty value, so that it opens no CUDA context. All
+:func:`place` is pure: it maps the GPUs and the needs of the processes to the GPUs of each process. Every process gets
+its GPUs in ``CUDA_VISIBLE_DEVICES``; a process without GPUs gets an empty value, so that it opens no CUDA context. All
 processes of a trainer share one value, because NCCL must see the GPUs of the other ranks, and rank n uses device n of
 this value.
 """

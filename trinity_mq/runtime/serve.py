@@ -132,7 +132,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
     named = str(error) if code != 1 else describe_error(error)
-    # this is also the line on stderr that its supervisor shows
+    # the supervisor shows this line, which also goes to stderr, as the reason
     log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code
 

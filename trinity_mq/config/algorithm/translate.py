@@ -92,7 +92,7 @@ KL_ARGUMENTS = ("kl_coef", "adaptive", "target_kl", "horizon")
 """Accepted names in ``kl_loss_fn_args``. Only ``kl_coef`` has an effect: the weight of a KL in the loss never adapts.
 """
 WITHOUT_KL = frozenset({"sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "dpo", "m2po"})
-"""Algorithms that have no KL in the loss unless ``kl_loss_fn`` names one; all others have ``k2``."""
+"""Algorithms that have no KL in the loss unless ``kl_loss_fn`` names it; all others have ``k2``."""
 ENTROPY_LOSSES = ("none", "default", "mix")
 """Accepted values of ``entropy_loss_fn``. Here the bonus always applies to sampled answers alone, as with ``mix``."""
 

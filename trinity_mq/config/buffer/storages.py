@@ -81,7 +81,7 @@ def storage_row(name: str) -> StorageRow:
 
 
 def check_source(kind: str, name: str, storage_type: str, path: str, query: str) -> None:
-    """Check that a source has what its storage needs: a path, and for a database also a query.
+    """Check that a source has the settings that its storage needs: a path, and for a database also a query.
 
     Raises:
         ValueError: A path or a query is missing, or a query is not allowed.

@@ -29,7 +29,7 @@ class RemovedKey(NamedTuple):
     value: Any
     """Value used now, which was the default of the setting. A file that sets this value loses nothing."""
     constant: str
-    """Dotted path of the constant that holds ``value``. Empty: another setting has taken the place of this one."""
+    """Dotted path of the constant that holds ``value``. Empty: another setting replaces the removed setting."""
     advice: str
     """Next step for a user who needs another value."""
 

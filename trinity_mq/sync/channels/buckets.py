@@ -72,7 +72,7 @@ class SpareBuffers:
         return bucket.empty(device)
 
     def put(self, *flats: Tensor) -> None:
-        """Return buffers to the pool. No code may read or write them any more."""
+        """Return buffers to the pool. The caller must not read or write them any more."""
         for flat in flats:
             if flat.device.type == "cpu":
                 self._free[flat.dtype, flat.numel()].append(flat)

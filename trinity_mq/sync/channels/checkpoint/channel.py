@@ -23,7 +23,7 @@ from trinity_mq.sync.channels.checkpoint.files import WeightFiles
 log = structlog.get_logger(__name__)
 
 KEPT_VERSIONS = 2
-"""Number of weight versions kept as files, including the newest: an engine may still read the one before."""
+"""Number of weight versions kept as files, including the newest: an engine may still read the previous version."""
 
 
 class CheckpointChannel:
