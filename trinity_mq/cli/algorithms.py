@@ -1,4 +1,4 @@
-"""``trinity-mq algorithms``: lists the available algorithms and their computations."""
+"""``trinity-mq algorithms``: lists the available algorithms, and shows the formula and settings of an algorithm."""
 
 from __future__ import annotations
 

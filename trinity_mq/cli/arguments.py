@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
-    """Add ``TARGET``, which names a run (or what ``also`` describes), and settings that override its configuration."""
+    """Add ``TARGET``, which names a run, and settings that override its configuration. ``also`` is added to the help of
+    ``TARGET``.
+    """
     target = parser.add_argument(
         "target",
         metavar="TARGET",

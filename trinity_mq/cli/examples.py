@@ -11,7 +11,7 @@ from trinity_mq.config.loading.examples import EXAMPLE, EXAMPLES, STARTER, examp
 from trinity_mq.errors import CommandError
 
 FOLDER = "examples"
-"""Folder of the copies. The examples name their files with it."""
+"""Folder of the copies. Paths in the examples begin with its name."""
 _EXTRA = re.compile(r"trinity-mq\[([a-z0-9,-]+)\]")
 
 

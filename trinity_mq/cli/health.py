@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
-"""Name of the environment variable. :mod:`trinity_mq.runtime.serve`, which writes the file, uses the same name."""
+"""Environment variable with the path of the health file. :mod:`trinity_mq.runtime.serve`, which writes the file, uses
+the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def health(arguments: argparse.Namespace) -> int:
-    """Print a line on the agent. Return 0 if it is alive and ready, else 1."""
+    """Print a line about the agent. Return 0 if it is alive and ready, else 1."""
     name = arguments.file or os.environ.get(HEALTH_VARIABLE)
     if not name:
         print(f"no health file: set {HEALTH_VARIABLE} to the path that the agent was given, or give --file PATH")

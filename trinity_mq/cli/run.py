@@ -38,8 +38,9 @@ PRELOADED = (
     "trinity_mq.sync.channels.collective.channel",
     "trinity_agents.trainer.agent",
 )
-"""Modules that the fork server imports, in this order, before it forks agents. Garbage is collected after each. They
-are listed by name because the command line must not import the daemons, which import torch.
+"""Modules that the fork server imports, in this order. It forks agents of ``ROLE`` once ``MODULE=ROLE`` is imported,
+and all other agents at the end. Garbage is collected after each import. The modules are listed by name because the
+command line must not import the daemons, which import torch.
 """
 
 

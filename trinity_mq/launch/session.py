@@ -294,8 +294,8 @@ def agents(
     fork_server: ForkServer | None = None,
     placement: Placement | None = None,
 ) -> list[ProcessSpec]:
-    """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` they read the broker's
-    address from a file, as this process does.
+    """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` the processes read the
+    broker's address from a file, as this process does.
     """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
     return [

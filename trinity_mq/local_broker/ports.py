@@ -98,8 +98,8 @@ async def accepts_connections(port: int) -> bool:
 
 
 async def speaks_amqp(port: int) -> bool:
-    """Return whether the protocol header is answered with Connection.Start. RabbitMQ is then ready, because it opens
-    this listener last.
+    """Return whether the server on ``port`` answers the AMQP protocol header with Connection.Start. RabbitMQ is then
+    ready, because it opens this listener last.
     """
     try:
         async with _connected(port) as (reader, writer), asyncio.timeout(5):

@@ -1,1 +1,1 @@
-"""The state of a run, from its broker and its folder, and each way to show it."""
+"""Reads the state of a run from its broker and its folder, and shows it in displays, diagnoses, reports and metrics."""

@@ -41,7 +41,7 @@ S = TypeVar("S", bound=AgentStatus)
 
 STALENESS = "sample/staleness/max"
 TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
-"""The first metric with a value is used: sampled tokens, else trained tokens."""
+"""Metrics of the token rate. The first metric with a value is used: sampled tokens, else trained tokens."""
 PACE_STEPS = 50
 """Maximum number of recent progress changes from which the remaining time is estimated."""
 WAIT_SHOWN = 10.0
@@ -414,7 +414,7 @@ class _Measures:
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counters that rise until the process restarts, by name."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Busy share, 0 to 1, at this moment of each stage that the heartbeat describes."""
+    """Busy share, 0 to 1, of each stage that the heartbeat describes, at the time of the heartbeat."""
 
 
 class Trends:

@@ -30,7 +30,8 @@ class PlannedProcess:
     parts: Parts
     """Estimated bytes by part. Empty: unknown."""
     share: int = 0
-    """Bytes that vLLM takes as a whole, whatever its parts; the rest is its cache. 0: it takes its parts."""
+    """Bytes that a vLLM process takes in total by ``gpu_memory_utilization``. Its cache gets the bytes that the parts
+    leave. 0: the process takes only its parts."""
     least: int = 0
     """Estimated bytes without parts that are upper bounds."""
 

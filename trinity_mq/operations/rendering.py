@@ -23,7 +23,7 @@ class Rendering:
     description: str
     """Family and rendering, in words."""
     has_family: bool
-    """Whether a family was made for the model's chat template, or is chosen."""
+    """Whether the library has a family for the model's chat template, or the configuration names a family."""
 
 
 def rendering_of(config: Config) -> Rendering | None:

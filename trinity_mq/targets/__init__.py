@@ -1,1 +1,1 @@
-"""A run as commands name it: its folder, its configuration and its broker."""
+"""Finds the run that a command names, with its folder, its configuration and its broker."""

@@ -1,4 +1,4 @@
-"""The run of a command, and the connection to its broker."""
+"""Finds the run that a command names, and connects to its broker."""
 
 from __future__ import annotations
 

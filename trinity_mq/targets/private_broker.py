@@ -1,4 +1,4 @@
-"""A private broker that is kept running during a run, or in a process of its own that outlives the command."""
+"""Runs a private broker during a run, or in a separate process that outlives the command."""
 
 from __future__ import annotations
 

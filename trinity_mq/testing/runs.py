@@ -115,7 +115,7 @@ class LocalRun:
         if agent == "fork server":
             assert self.process is not None
             for child in psutil.Process(self.process.pid).children():
-                # other children, such as rabbitmqctl, may end in between
+                # other children, such as rabbitmqctl, may end during this check
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if any("fork_server" in word for word in child.cmdline()):
                         return child.pid

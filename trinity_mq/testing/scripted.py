@@ -109,7 +109,7 @@ class ScriptedGenerator:
         return answers
 
     def grammar_of(self, form: AnswerForm, prompt_end: str) -> str:
-        """Return no grammar: the script decides the form of the answers. ``forms`` records what requests demand."""
+        """Record the demanded form in ``forms``. Return an empty grammar: the script decides the form of answers."""
         self.forms.append(form)
         return ""
 

@@ -87,7 +87,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._ready.frozen.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
-        """Resume this owner, with all callbacks that became due in between."""
+        """Resume this owner, and run all its callbacks that became due while it was frozen."""
         self._ready.extend(self._ready.frozen.pop(owner, []))
 
     def is_frozen(self, owner: str) -> bool:

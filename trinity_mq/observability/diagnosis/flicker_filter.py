@@ -15,7 +15,7 @@ T = TypeVar("T")
 LIMIT_SECONDS = 30.0
 """Seconds over which a stage must be the limit in most readings before it is named."""
 FINDING_SECONDS = 5.0
-"""Seconds over which most readings must name the same culprit, or progress, before the finding is shown."""
+"""Seconds over which most readings must agree on state and culprit before another finding is shown."""
 MOSTLY = 2 / 3
 """Share of the readings within these seconds that must agree on a new verdict before it is shown."""
 

@@ -194,7 +194,7 @@ class ReadyReader:
         return None
 
     async def _is_last(self, delivery: Delivery) -> bool:
-        """Take in a delivery; return whether it is the last delivery to read."""
+        """Process a delivery; return whether it is the last delivery to read."""
         assert delivery.offset is not None
         try:
             content = content_of(delivery)

@@ -36,7 +36,7 @@ class LogLine:
     time: float
     """Seconds since the epoch."""
     text: str
-    """The line as it stands in the file."""
+    """The unchanged line of the file."""
     fields: dict[str, Any]
 
 

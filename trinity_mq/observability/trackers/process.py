@@ -56,7 +56,7 @@ class _Sender:
     data: str
     """The sent data, in messages: ``metrics`` or ``spans``."""
     kinds: Sequence[str]
-    """The services."""
+    """The services, as values of ``--to``."""
     destination: str
     """Names of the services in messages."""
     finish_seconds: float

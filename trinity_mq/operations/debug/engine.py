@@ -176,7 +176,7 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
 
 
 async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> None:
-    """Send the weights to the engine as its trainer, with the engine as the only member."""
+    """Send the weights to the engine as a trainer does. The engine is the only member of this sync."""
     from trinity_mq.sync.channels.base import ChannelError, manifest_bytes, transfer_seconds
     from trinity_mq.sync.channels.collective.broadcast import Sender
 

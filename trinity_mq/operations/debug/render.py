@@ -61,7 +61,7 @@ class RenderedConversation:
 
     family: str
     rendering: str
-    """The package or template that renders, with the reason."""
+    """The package or template that renders the conversation, with the reason for this choice."""
     token_ids: list[int]
     texts: list[str]
     mask: list[int] | None

@@ -54,7 +54,7 @@ class DoctorCheck:
 
     subject: str
     wanted: str
-    """The expectation, a format text with ``hold``, ``message_size`` and ``stream_size``."""
+    """The expectation: a format string with the fields ``hold``, ``message_size`` and ``stream_size``."""
     judge: Judge
     facts: tuple[str, ...]
     """Names of the facts that the check needs."""

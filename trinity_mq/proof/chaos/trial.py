@@ -78,7 +78,7 @@ class TrialOutcome:
     seconds: float = 0.0
     verdicts: list[InvariantVerdict] = field(default_factory=list)
     over: bool = False
-    """True if the run came to its end."""
+    """True if the run has ended, by itself or because the trial stopped it."""
     traffic: Traffic | None = None
     """Answers that the clients of sessions got."""
     stands_still: bool = False
