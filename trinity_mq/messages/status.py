@@ -337,7 +337,7 @@ class EngineStatus(AgentStatus):
     state: str = ""
     """``loading``, ``empty``, ``current``, ``paused``, ``dirty``, ``draining`` or ``gone``."""
     fingerprint: str = ""
-    """Fingerprint of the model's architecture."""
+    """Digest of the engine's tokenizer and chat template."""
     progress: int = 0
     """Closed batches that the trainer had consumed when it made the served weights."""
     tokens: int = 0

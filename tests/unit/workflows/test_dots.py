@@ -115,6 +115,7 @@ def test_an_invalid_move_ends_the_task(destination: tuple[int, int] | None, word
         ("<answer>-1,2</answer>", (-1, 2)),
         ("<answer>1,2</answer><answer>1,3</answer>", None),
         ("</answer>1,2<answer>", None),
+        ("</answer> so <answer>1,2", None),
         ("<answer>" + "9" * 5000 + ",1</answer>", None),
         ("<answer>(1,2)</answer>", None),
         ("1,2", None),

@@ -377,7 +377,8 @@ def between(text: str, begin: str, end: str) -> str:
     """Return the text between two marks; "" unless each occurs exactly once, in this order."""
     if text.count(begin) != 1 or text.count(end) != 1:
         return ""
-    return text.partition(begin)[2].partition(end)[0]
+    inside, is_closed, _ = text.partition(begin)[2].partition(end)
+    return inside if is_closed else ""
 
 
 def compressed(answer: str, mode: str) -> str:
