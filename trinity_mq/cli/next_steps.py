@@ -37,7 +37,7 @@ EXAMPLE_TARGET = "example:arithmetic"
 
 
 def next_step(arguments: argparse.Namespace) -> str | None:
-    """Return the line about the next step, or None if there is no such line, for example after output for programs, or
+    """Return the line about the next step, or None without such a line, for example after output for programs, or
     after an empty list, for which a command sets ``arguments.is_empty``.
     """
     words = [arguments.command, getattr(arguments, "action", None)]

@@ -37,7 +37,7 @@ class EngineRow:
     settings: str = ""
     """Key of its own section under ``explorer.rollout_model``, which has a ``start_timeout``."""
     packages: tuple[str, ...] = ()
-    """Alternative distributions, any of which is sufficient for the engine. The extra with the engine's name installs
+    """Alternative distributions; the engine needs one. The extra with the engine's name installs
     it."""
 
 

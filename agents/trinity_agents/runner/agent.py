@@ -434,8 +434,8 @@ class Runner(Agent):
     # -- reporting
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
-        """Publish the experiences, then the outcome, then acknowledge the slice. A slice that is to be retried later is
-        requeued instead. A slice that nobody needs any more is only acknowledged, unless its partial results count.
+        """Publish the experiences, then the outcome, then acknowledge the slice. A slice to retry later is requeued
+        instead. A slice that nobody needs any more is only acknowledged, unless its partial results count.
         """
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"

@@ -15,7 +15,7 @@ class CriticConfig(Section):
     lr: float = Field(default=1e-5, gt=0)
     """Learning rate of the critic's AdamW; constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of train steps at the start of the run in which only the critic is trained and the policy does not change.
+    """Number of train steps at the start of the run that train only the critic and leave the policy unchanged.
     """
     value_clip: float = Field(default=0.5, gt=0)
     """Maximum change of a token's value in one train step; beyond it the value loss has no gradient."""

@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
     """Keep the optimizer's state in host memory; each step copies it to the device part by part. With AdamW it saves 8
     bytes of device memory for each weight and transfers as much in each direction in every step."""
     lr_warmup_steps: int = Field(default=10, ge=0)
-    """Number of train steps in which the learning rate rises linearly from 0."""
+    """Number of train steps during the linear rise of the learning rate from 0."""
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``.
     ``cosine`` falls from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``.
