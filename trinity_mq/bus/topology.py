@@ -289,8 +289,8 @@ class Topology:
         return f"{batch_key(batch)}.{ticket}"
 
     def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:
-        """Return the exclusive queue of a single process on sync, control or telemetry. ``incarnation`` keeps the name
-        distinct from a lingering older queue.
+        """Return the exclusive queue of a single process on an exchange such as sync or replies. ``incarnation`` keeps
+        the name distinct from a lingering older queue.
         """
         return Queue(
             name=f"{self.prefix}{exchange}.{agent}.{incarnation}",

@@ -38,7 +38,7 @@ class OldImport:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """An import statement of Trinity-RFT, and its statements here."""
+    """An import statement of Trinity-RFT, and the statements that replace it."""
 
     node: ast.ImportFrom | ast.Import
     lines: tuple[str, ...]

@@ -261,7 +261,7 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
 
 
 def check_workflows(config: Config) -> list[str]:
-    """Import the workflow of every taskset and return a line for each user-defined workflow.
+    """Import the workflows of all tasksets. Return a line for each user-defined workflow and each missing program.
 
     Raises:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls

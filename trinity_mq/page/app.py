@@ -241,7 +241,7 @@ class DashApp:
         return _json(await self._actions.replay({str(batch) for batch in batches}))
 
     async def reviews(self, _: web.Request) -> web.Response:
-        """Return the runs that wait for a verdict."""
+        """Return the rollouts that wait for the verdict of a person."""
         return _json({"reviews": self._actions.reviews()})
 
     async def give_verdict(self, request: web.Request) -> web.Response:

@@ -104,7 +104,7 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The ground truth: ``raw_task[format_args.response_key]``, in the type of the record."""
+        """The ground truth: ``raw_task[format_args.response_key]``, unchanged."""
         return self.raw_task.get(self.format_args.response_key)
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None) -> Workflow:

@@ -235,7 +235,7 @@ class TrainingBatches:
             await self._dispatcher.open(ticket)
             log.info("batch_opened", tasks=len(ticket.tasks))
 
-    # -- closing and following
+    # -- closing batches
 
     def needs_attention(self) -> bool:
         """Return whether a ticket can be closed, a submitter must be answered, or too many batches were empty."""

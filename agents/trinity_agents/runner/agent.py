@@ -392,7 +392,7 @@ class Runner(Agent):
             self.set_state("idle", "a slice")
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
-        """Execute a slice; report a slice that cannot be handled because of its content as poisoned."""
+        """Execute a slice. Report it as poisoned if its content is invalid or too many attempts failed or were lost."""
         limit, past = self.config.broker.delivery_limit, in_flight.past
         try:
             if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):

@@ -169,7 +169,7 @@ def _age_metrics(ages: Sequence[tuple[str, int]]) -> dict[str, float]:
 
 
 def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
-    """Write the experiences at which the guard stopped the training to a file.
+    """Write the experiences of the batch at which the guard stopped the training to a file.
 
     Args:
         batch: The batch, with the other experiences of its step.

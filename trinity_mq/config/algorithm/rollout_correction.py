@@ -21,11 +21,12 @@ _RULE = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
 
 
 def correction_pieces(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pieces ``anchor``, ``correction`` and, for the loss ``reinforce``, ``surrogate``.
+    """Return the pieces ``anchor``, ``correction`` and, for ``bypass_mode`` with the loss ``reinforce``, ``surrogate``.
 
-    The weights compare the policy at the start of the train step with the sampler, and with ``bypass_mode`` the trained
-    policy. With ``bypass_mode`` the clipped loss gets no weights, since its ratio is the weight. Tokens that are left
-    out count in the denominators here, and not in verl (verl 0.9.1, ``rollout_corr_helper``).
+    A weight is the ratio of two probabilities: of the policy at the start of the train step (with ``bypass_mode``: of
+    the trained policy) and of the sampler. With ``bypass_mode`` the clipped loss gets no weights, since its ratio is
+    the weight. Tokens that are left out count in the denominators here, and not in verl (verl 0.9.1,
+    ``rollout_corr_helper``).
 
     Args:
         settings: The section ``rollout_correction``.

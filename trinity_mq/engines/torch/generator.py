@@ -264,7 +264,7 @@ async def refuse_transfer(spec: dict[str, Any]) -> Mapping[str, Any]:
 
 
 class RowListener:
-    """A :class:`GenerationListener` that is called with the decode loop's rows."""
+    """Passes tokens from the rows of the decode loop to a :class:`GenerationListener`, which counts by request."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], listener: GenerationListener, device: torch.device

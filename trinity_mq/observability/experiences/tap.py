@@ -82,11 +82,12 @@ class ExperienceLinePrinter:
 
 async def tap_run(target: Target, lines: ExperienceLinePrinter, start: int | None, *, follow: bool) -> None:
     """Print the experiences of a run. With ``follow`` it returns when the run has ended, else at the end of the stream.
+    If the run has a private broker and is not running, it reads all stored batches as without ``follow``.
 
     Args:
         target: The run.
         lines: Prints the experiences.
-        start: First batch, 0 for all stored batches. None: only new batches.
+        start: First batch, 0 for all stored batches. None: only new batches, if it follows.
         follow: Wait for further batches.
     """
     from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader

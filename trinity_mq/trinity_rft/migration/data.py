@@ -351,7 +351,7 @@ def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
 
 
 def trainer_input(move: SettingsTransfer) -> None:
-    """Move the data that the trainer reads, and the replay of experiences."""
+    """Move the settings of the data that the trainer reads, and of the replay of experiences."""
     there = "buffer.trainer_input."
     kind = algorithm_type(move)
     place: tuple[str, ...] = ("buffer", "trainer_input", "experience_buffer")
