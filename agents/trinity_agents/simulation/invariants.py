@@ -191,7 +191,7 @@ def each_task_once(evidence: Evidence) -> Faults:
     """Check that each batch is opened once and that each task of the taskset is in one batch.
 
     A task is in a second batch only if it was returned to the taskset, and at most once. No task is skipped, except
-    tasks of a batch that timed out before its slices were published.
+    tasks of a batch that timed out before their slices were published.
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -202,11 +202,15 @@ def each_task_once(evidence: Evidence) -> Faults:
     yield from (
         f"batch {batch} was opened as {sorted(opened_as)}" for batch, opened_as in tickets.items() if len(opened_as) > 1
     )
-    published = {task_slice.ticket for task_slice in evidence.slices}
-    late = [
-        manifest for manifest in evidence.manifest.values() if evidence.is_short and manifest.ticket not in published
-    ]
-    if len(set(range(max(places, default=-1))) - set(places)) > evidence.settings.tasks * len(late):
+    published: defaultdict[str, set[int]] = defaultdict(set)
+    for task_slice in evidence.slices:
+        published[task_slice.ticket].add(task_slice.task_id)
+    unpublished = sum(
+        max(0, evidence.settings.tasks - len(published[manifest.ticket]))
+        for manifest in evidence.manifest.values()
+        if evidence.is_short
+    )
+    if len(set(range(max(places, default=-1))) - set(places)) > unpublished:
         yield f"tasks that were given out: {sorted(places)}"
     stale = {(report.ticket, task) for report in evidence.record.progress for task in report.stale_tasks}
     done = {
