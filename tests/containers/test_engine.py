@@ -1,5 +1,5 @@
-"""scripts/docker-engine in a network of the test's own: what the machine had before is what it has afterwards. What the
-scripts say that prepare containers for tests.
+"""scripts/docker-engine in a network of the test's own: what the machine had before is what it has afterwards. Also the
+messages of the scripts that prepare containers for tests.
 """
 
 from __future__ import annotations

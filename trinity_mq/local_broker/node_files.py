@@ -33,8 +33,9 @@ CONSUMER_TIMEOUT = f"consumer_timeout = {7 * 24 * 3600 * 1000}"
 """Line of ``rabbitmq.conf``: one week, in milliseconds. The agents have their own timeouts."""
 PLUGINS_VARIABLE = "RABBITMQ_PLUGINS_DIR"
 BEFORE_BOOT = "before_boot"
-"""File in the server's working folder. Its name is an Erlang atom without quotes, because the shells in between would
-remove quotes."""
+"""Name of the file of Erlang expressions in the server's working folder that the server evaluates before it boots. The
+name is an Erlang atom that needs no quotes, because the shells that start the server would remove quotes.
+"""
 SEARCHED_FIRST = (
     *("kernel", "stdlib", "rabbit", "ssl", "rabbit_common", "inets", "compiler", "ra", "xmerl", "mnesia", "cuttlefish"),
     *("rabbitmq_prelaunch", "sasl", "ranch", "tools", "osiris", "khepri", "observer_cli", "public_key", "syslog"),
