@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trinity_mq.config.loading.removed_keys import (
     is_refusing,
     without_removed_keys,
 )
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.settings_table import all_settings
 from trinity_mq.config.threads import available_cores, cpu_threads
 
@@ -39,6 +41,12 @@ def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(row: dict[st
         assert part in str(caught.value)
     for part in ("s3cr3t", *row.get("omits", ())):  # a password, and what follows from another problem
         assert part not in str(caught.value)
+
+
+def test_secrets_in_a_long_text_are_found_in_linear_time() -> None:
+    begin = time.process_time()
+    assert Secrets("-" * 100_000, "a--" * 50_000, "--api-key s3cr3t").hide("s3cr3t") == "***"
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize(
