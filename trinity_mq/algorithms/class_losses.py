@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trinity_mq.algorithms.estimators.runs import finite_metrics
 from trinity_mq.algorithms.evaluator import anchor_logprob
-from trinity_mq.algorithms.forms import VERL_NAMES
+from trinity_mq.algorithms.forms import VERL_NAMES, KLFn
 from trinity_mq.algorithms.plugins import PluginError, is_class
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
@@ -62,6 +62,8 @@ _FORMS = (
     _Form("kl_loss", "KLFn", "calculate_kl_loss", "kl_loss", 1.0, ("logprob", "loss_agg_mode")),
 )
 
+_KL_INPUTS = tuple(inspect.signature(KLFn.calculate_kl_loss).parameters)
+
 
 def load_classes(config: LossConfig) -> None:
     """Create the objects of the user's classes of a loss, so that errors appear before the first train step.
@@ -95,10 +97,18 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
     with torch.enable_grad():
         logprob = view.logprob.detach().requires_grad_()
         entropy = view.entropy.detach().requires_grad_()
-        inputs = _inputs(view, config, is_expert)
-        others = {"logprob": _padded(logprob, view), "entropy": _padded(entropy, view), "loss_agg_mode": _mode(config)}
+        counts = view.segment.bincount().tolist()
+        inputs = _inputs(view, counts, config, is_expert)
+        others = {
+            "logprob": _padded(logprob, counts),
+            "entropy": _padded(entropy, counts),
+            "loss_agg_mode": _mode(config),
+        }
         for form, path, method in _methods(config):
             available = {**inputs, **{name: others[name] for name in form.takes}}
+            if form.base == KLFn.__name__:  # the method may pass its **kwargs on to the method of the base class
+                available["response_mask"] = inputs["action_mask"]
+                available = {name: available[name] for name in _KL_INPUTS if name in available}
             value, own_metrics = _called(path, method, _arguments(path, method, available))
             terms[form.metric] = form.sign * value
             metrics |= own_metrics
@@ -118,12 +128,14 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
     return ClassLoss({"slope": slope, "entropy_slope": entropy_slope, "level": level}, metrics)
 
 
-def _padded(values: Tensor, view: TokenView) -> Tensor:
-    """Return ``[tokens]`` values as rows ``[sequences, longest sequence]``, padded with 0 on the right."""
-    return pad_sequence(list(torch.split(values, view.segment.bincount().tolist())), batch_first=True)
+def _padded(values: Tensor, counts: list[int]) -> Tensor:
+    """Return ``[tokens]`` values as rows ``[sequences, longest sequence]``, padded with 0 on the right. Row by row,
+    ``counts`` holds the number of tokens.
+    """
+    return pad_sequence(list(torch.split(values, counts)), batch_first=True)
 
 
-def _inputs(view: TokenView, config: LossConfig, is_expert: Tensor) -> dict[str, Tensor]:
+def _inputs(view: TokenView, counts: list[int], config: LossConfig, is_expert: Tensor) -> dict[str, Tensor]:
     """Return the tensors of a class by their names in Trinity-RFT, except logprob and entropy."""
     columns = {
         "old_logprob": anchor_logprob(view, config.anchor).detach(),
@@ -134,7 +146,7 @@ def _inputs(view: TokenView, config: LossConfig, is_expert: Tensor) -> dict[str,
         "action_mask": torch.ones_like(view.segment, dtype=torch.bool),
     }
     inputs = {name: column[view.first] for name, column in view.custom.items()}
-    inputs |= {name: _padded(column, view) for name, column in columns.items() if column is not None}
+    inputs |= {name: _padded(column, counts) for name, column in columns.items() if column is not None}
     inputs.setdefault("expert_mask", is_expert[view.first])
     return inputs
 
@@ -158,7 +170,10 @@ def _methods(config: LossConfig) -> list[tuple[_Form, str, Callable[..., Any]]]:
             )
         args = json.dumps(piece.args, sort_keys=True, default=repr)
         kind = resolve("plug-in of the loss", piece.kind)
-        made = _created(piece.kind, kind, args, "backend" if is_surrogate else "", mode if is_surrogate else None)
+        if not inspect.isclass(kind):
+            raise PluginError(f"{piece.kind} is {kind!r}, wanted a subclass of trinity_mq.algorithms.{form.base}")
+        backend, own_mode = ("backend", mode) if is_surrogate else ("", None)
+        made = _created(piece.kind, kind, args, backend, own_mode)  # type: ignore[arg-type]  # mypy: not Hashable
         method = getattr(made, form.method, None)
         if not callable(method):
             raise PluginError(

@@ -242,7 +242,7 @@ class Config(Section):
                 f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts "
                 "are added to rollouts that are trained on: set mode to both, or leave them out"
             )
-        if experts and "ce" not in components(self.algorithm):
+        elif experts and "ce" not in components(self.algorithm):
             yield (
                 f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)}, and algorithm_type "
                 f"{self.algorithm.algorithm_type} imitates nothing: take mix or mix_chord, or give "
@@ -268,11 +268,13 @@ class Config(Section):
                 f"source.tap is {tapped!r} in mode {self.mode}, which makes its own rollouts: set mode to train, or "
                 "leave source.tap out"
             )
+            return
         if data.storage.holds_records:
             yield (
                 f"source.tap is {tapped!r} and buffer.trainer_input.experience_buffer.storage_type "
                 f"{data.storage_type}: a run trains on one of the two, leave the other out"
             )
+            return
         if tapped == self.name:
             yield f"source.tap is {tapped!r}, the name of this run itself: give this run another name"
         if "rl" in components(loss) and not _compares_with_sampler(loss):
@@ -301,7 +303,7 @@ class Config(Section):
         where = f"buffer.trainer_input.replay.share is {replay.share:g}"
         if self.mode not in {"both", "serve"}:
             yield f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed"
-        if not _compares_with_sampler(loss):
+        elif not _compares_with_sampler(loss):
             yield (
                 f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the policy that "
                 f"sampled: groups up to {replay.max_age} train steps old would count as fresh. Take an algorithm with "
@@ -340,7 +342,7 @@ class Config(Section):
                 f"gateway.group_size is {size}, and algorithm_type {self.algorithm.algorithm_type} compares no "
                 "sessions with each other: leave it out, or take an algorithm that does, such as grpo"
             )
-        if size is not None and size < self.algorithm.effective_min_group_runs:
+        elif size is not None and size < self.algorithm.effective_min_group_runs:
             yield (
                 f"gateway.group_size is {size}, less than algorithm.min_group_runs "
                 f"{self.algorithm.effective_min_group_runs}: every group would be dropped"
@@ -486,11 +488,13 @@ class Config(Section):
 
     @_section_check
     def _answer_lengths(self) -> Iterator[str]:
-        default = self.explorer.rollout_model.min_response_tokens
-        places = [("explorer.rollout_model.min_response_tokens", default, self.model.max_response_tokens)]
+        default, most = self.explorer.rollout_model.min_response_tokens, self.model.max_response_tokens
+        places = [("explorer.rollout_model.min_response_tokens", default, most)]
         for taskset in (*self.buffer.training_tasksets, *self.buffer.eval_tasksets):
-            sampling = {"min_tokens": default, "max_tokens": self.model.max_response_tokens, **taskset.rollout_args}
-            places.append((f"min_tokens of taskset {taskset.name!r}", sampling["min_tokens"], sampling["max_tokens"]))
+            own = {name: value for name, value in taskset.rollout_args.items() if name in ("min_tokens", "max_tokens")}
+            if own:
+                limits = {"min_tokens": default, "max_tokens": most, **own}
+                places.append((f"min_tokens of taskset {taskset.name!r}", limits["min_tokens"], limits["max_tokens"]))
         for name, least, most in places:
             if isinstance(least, int) and isinstance(most, int) and least > most:
                 yield f"{name} is {least}, more than the {most} tokens that an answer may have; lower it"

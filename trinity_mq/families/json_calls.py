@@ -57,7 +57,7 @@ def call_of(value: Any) -> Message | None:
     return api_call(value["name"], arguments, call_id if isinstance(call_id, str) and call_id else None)
 
 
-def marked_calls(head: str, end: str, mark: str) -> CallReader:
+def marked_calls(head: str, end: str, *marks: str) -> CallReader:
     """Return a reader of tool calls that are each written as a head, a JSON value and an end.
 
     Args:
@@ -65,7 +65,7 @@ def marked_calls(head: str, end: str, mark: str) -> CallReader:
             ``id`` the id of the call; the JSON value is then the arguments. If the head lacks a name, the JSON value is
             a list of calls.
         end: Pattern of the text between the JSON and the next call.
-        mark: Text in every head.
+        marks: Texts of which every head contains one. An answer with one of them behind its calls is malformed.
     """
     begins, ends = re.compile(head), re.compile(end)
 
@@ -82,7 +82,9 @@ def marked_calls(head: str, end: str, mark: str) -> CallReader:
             calls += listed
             place = ending.end()
         rest = text[place:].strip()
-        return ReadCalls(calls, 0, rest) if calls and mark not in rest else ReadCalls([], 1)
+        if not calls or any(mark in rest for mark in marks):
+            return ReadCalls([], 1)
+        return ReadCalls(calls, 0, rest)
 
     return read
 
@@ -112,8 +114,8 @@ DEEPSEEK_BEGINS = _mark("tool calls begin")
 _CALL_BEGINS, _CALL_ENDS, _SEPARATOR = _mark("tool call begin"), _mark("tool call end"), _mark("tool sep")
 _NAME = r"[^\s<{`]{1,256}"
 read_deepseek_calls = marked_calls(
-    rf"(?:{DEEPSEEK_BEGINS})?\s*{_CALL_BEGINS}\s*+(?:(?:{_NAME})?\s*+{_SEPARATOR}[ \t]*+(?={_NAME}[ \t]*+\n))?"
-    rf"(?P<name>{_NAME})(?:\s*+{_SEPARATOR}|[ \t]*+\n\s*+(?:```(?:json)?)?)",
+    rf"(?:{DEEPSEEK_BEGINS})?\s*{_CALL_BEGINS}\s*+((?:{_NAME})?\s*+{_SEPARATOR}[ \t]*+(?={_NAME}[ \t]*+\n))?"
+    rf"(?P<name>{_NAME})(?(1)[ \t]*+\n\s*+(?:```(?:json)?)?|\s*+{_SEPARATOR})",
     rf"\s*+(?:```\s*+)?{_CALL_ENDS}\s*+(?:{_mark('tool calls end')})?\s*",
     _CALL_BEGINS,
 )
@@ -132,7 +134,7 @@ read_harmony_calls = marked_calls(
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)? to=functions\.(?P<name>[^\s<|]{1,256})"
     r"(?:<\|channel\|>commentary)?\s{0,8}(?:<\|constrain\|>)?\w{0,32}<\|message\|>",
     r"\s*(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)\s*",
-    " to=functions.",
+    "to=functions.",
 )
 
 # -- Mistral, by the version of the tokenizer (package mistral-common): 2 to 7 write a list of calls behind
@@ -157,7 +159,7 @@ def mistral_call_id(text: str) -> str:
 # Phi-4-mini-instruct writes <|tool_call|>[...]<|/tool_call|>; the model also writes functools[...], which vLLM reads.
 
 PHI_BEGINS = ("<|tool_call|>", "functools[")
-read_phi_calls = marked_calls(r"<\|tool_call\|>|functools(?=\[)", r"(?:\s|<\|/tool_call\|>|<\|end\|>)*", PHI_BEGINS[0])
+read_phi_calls = marked_calls(r"<\|tool_call\|>|functools(?=\[)", r"(?:\s|<\|/tool_call\|>|<\|end\|>)*", *PHI_BEGINS)
 
 # -- Llama 3: a JSON object {"name": ..., "parameters": {...}} instead of an answer. The models also write
 # <|python_tag|> before an object and ; between several. Format: the chat templates of Llama 3.1 and 3.2.

@@ -133,7 +133,9 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
 
     Raises:
         ModelError: The architecture is not available on this machine; the message is one line with the reason.
+        torch.OutOfMemoryError: The device has too little free memory. MemoryError or torch.AcceleratorError likewise.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     remote = {"trust_remote_code": config.trust_remote_code}
@@ -153,6 +155,8 @@ def model_without_weights(config: ModelConfig, layers: int | None = None, **argu
         model = AutoModelForCausalLM.from_config(architecture, **remote, **arguments)
         model.tie_weights()  # from_config does not tie weights that it does not initialise
         return model
+    except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # a later start may find the device free
     except Exception as error:  # a wrong config.json raises errors of many classes
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise ModelError(f"model {config.model_path}: {kind}{' '.join(str(error).split())}") from error

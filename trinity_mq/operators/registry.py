@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from trinity_mq.config import OperatorConfig
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
 from trinity_mq.runtime.errors import FatalError, place
 from trinity_mq.runtime.plugins import Registry, resolve
@@ -72,9 +73,8 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
     try:
         made = kind(**_checked(kind, config.args))
     except (TypeError, ValueError) as error:
-        raise OperatorConfigError(
-            f"operator {config.name!r} cannot be made with args {config.args!r}: {error}{place(error)}"
-        ) from error
+        wrong = f"operator {config.name!r} cannot be made with args {config.args!r}: {error}{place(error)}"
+        raise OperatorConfigError(Secrets(config.args).hide(wrong)) from error
     operator = WrappedOperator(made) if isinstance(made, ExperienceOperator) else made
     operator.set_auxiliary_model(auxiliary_models)
     return operator

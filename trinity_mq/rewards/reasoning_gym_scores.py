@@ -27,8 +27,8 @@ EXTRA = "the package reasoning-gym, which is not installed: pip install 'trinity
 ORIGIN = "reasoning_gym"
 """Record key of the source dataset: ``{"dataset": name, "args": {...}, "seed": 0}``."""
 
-MAX_NUMBER = 10_000
-"""Largest number of fields of a move in rush_hour."""
+MAX_NUMBER = 100
+"""Largest number of fields of a move in rush_hour, whose boards have 6 rows of 6 fields."""
 
 REFUSED = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
 """Datasets whose scoring makes SymPy evaluate the answer as Python. No safe replacement exists here."""
@@ -86,7 +86,7 @@ def _small_int(text: str) -> int:
     return number
 
 
-_HUGE_POWER = re.compile(r"[eE][-+]?\d{4}")
+_HUGE_POWER = re.compile(r"[eE][-+]?[\d_]{4}")
 REPAIRED: dict[str, tuple[str, Callable[..., Any]]] = {
     "coin_flip": ("Fraction", _bounded_fraction),
     "complex_arithmetic": ("complex", _finite_complex),

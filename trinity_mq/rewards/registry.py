@@ -123,7 +123,7 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
             return _Reward(target, *_call_form(target))
         if inspect.isclass(target):
             # checked before the class runs its own code
-            call = inspect.getattr_static(target, "__call__")
+            call = next((vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)), None)
             if not inspect.isfunction(call):
                 raise TypeError(f"instances of the class {target.__qualname__} cannot be called")
             _call_form.__wrapped__(functools.partial(call, None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -339,8 +339,9 @@ class StepTokens:
         return [self._micro_batch(part[part >= 0], scale, packed=division.packed) for part in chosen]
 
     def whole_step(self, experiences: Sequence[int] | Indexes, reduction: Reduction) -> MicroBatch:
-        """Return all tokens of an optimizer step, which must have a trained token, as one row."""
-        [batch] = self.micro_batches(experiences, DivisionSettings(len(self.ids), packed=True), reduction)
+        """Return all tokens of an optimizer step, which must have a trained token, as one row without experts."""
+        tokens = replace(self, experts=None)
+        [batch] = tokens.micro_batches(experiences, DivisionSettings(len(self.ids), packed=True), reduction)
         return batch
 
     def _prefixes(self) -> Prefixes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,7 @@ def step_columns(batch: MicroBatch, scored: Scores, columns: Columns, loss: Step
     Raises:
         PluginError: A class cannot be called, or did not return a loss.
     """
-    batch = replace(batch, experts=None).to(scored.logprob.device)
+    batch = batch.to(scored.logprob.device)
     if scored.entropy_baseline is not None:
         columns = {**columns, "entropy_baseline": scored.entropy_baseline}
     view = token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns)

@@ -18,6 +18,7 @@ from trinity_mq.algorithms.evaluator import component_weights, evaluate
 from trinity_mq.algorithms.plugins import PluginError
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config import AlgorithmConfig, Config, load_config
+from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.plugins import add_plugins, resolve
 
@@ -386,6 +387,29 @@ def test_a_class_that_returns_no_loss_is_one_error(
 
     with pytest.raises(PluginError, match=message):
         use()
+
+
+def test_a_kl_may_pass_its_arguments_on(folder: Path) -> None:
+    (folder / "class_forms_passing.py").write_text(
+        "from class_forms_plugin import Cubic\n"
+        "from trinity_mq.algorithms import KL_FN\n"
+        '@KL_FN.register_module("passing")\n'
+        "class Passing(Cubic):\n"
+        "    def calculate_kl_loss(self, logprob, **kwargs):\n"
+        "        return super().calculate_kl_loss(logprob, **kwargs)\n"
+    )
+    add_plugins([str(folder)])
+    found = [
+        class_losses(step(), configured(folder, **{**KL, "kl_loss_fn": name}).algorithm, IS_EXPERT).metrics["kl_loss"]
+        for name in ("cubic", "passing")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_function_in_the_place_of_a_class_is_named_with_what_is_wanted() -> None:
+    config = LossConfig(kl_loss=PluginPiece(kind=f"{__name__}.step"))
+    with pytest.raises(PluginError, match=r"step is <function.*, wanted a subclass of trinity_mq\.algorithms\.KLFn"):
+        load_classes(config)
 
 
 def test_a_missing_input_names_the_setting_that_adds_it(folder: Path) -> None:

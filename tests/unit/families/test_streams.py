@@ -107,6 +107,21 @@ def test_a_broken_call_behind_a_whole_one_makes_the_answer_malformed(name: str) 
     assert answer.content.endswith(broken[-5:])
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("gpt-oss", CALLS["gpt-oss"] + ' to=functions.add<|message|>{"a": 2}<|call|>'),
+        ("phi", 'functools[{"name": "add"}] and functools[{"name": "add"}]'),
+        ("deepseek", CALLS["deepseek"].replace(marked("{tool_sep}"), "")),
+        ("deepseek", CALLS["deepseek"].replace(marked("{tool_sep}add"), "")),
+    ],
+)
+def test_a_call_without_its_mark_or_in_another_place_makes_the_answer_malformed(name: str, answer: str) -> None:
+    read = ROWS[name].read(answer, "", [TOOL])
+    assert (read.calls, read.malformed) == ([], 1)
+    assert read.content == answer.removeprefix("<|start|>assistant")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_stream_says_what_the_whole_answer_says_however_it_is_cut(name: str) -> None:
     for family, text in answers():

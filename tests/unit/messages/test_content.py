@@ -220,6 +220,15 @@ def test_a_key_that_comes_twice_is_refused(body: bytes, content_type: str | None
         decode_any(body, content_type)
 
 
+def test_a_repeated_key_among_many_is_found_at_once() -> None:
+    keys = [*range(30_000), 29_999]
+    body = b'{"kind": "mark", ' + b", ".join(b'"%d": 0' % key for key in keys) + b"}"
+    began = time.process_time()
+    with pytest.raises(DecodeError, match="the key '29999' is repeated in one map"):
+        decode_any(body, JSON_CONTENT_TYPE)
+    assert time.process_time() - began < 2, "the time rose with the square of the number of keys"
+
+
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
 def test_literals_that_are_no_json_are_refused_and_their_text_is_taken(literal: str) -> None:
     body = '{"kind": "metrics", "role": "trainer", "id": "t", "step": 1, "values": {"loss": VALUE}}'

@@ -2,12 +2,15 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 
@@ -115,6 +118,20 @@ def test_what_is_not_there_is_one_clear_line(
     with pytest.raises(ModelError, match=says) as caught:
         ensure_model_folder(ModelConfig(model_path=model_path), Path("unused"), 0)
     assert "\n" not in str(caught.value)
+
+
+class FullDevice(TorchFunctionMode):
+    """A device without free memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_full_device_is_no_fault_of_the_model(folder: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError), FullDevice():  # after a ModelError, the engine would not start again
+        TextGenerator.build(ModelConfig(model_path=str(folder), device="cpu"), folder, num_threads=1)
 
 
 def test_fingerprint_tells_vocabularies_and_templates_apart(folder: Path, tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "argument of a reward": (queue("reward_fn: gsm8k, reward_fn_args: {x: 1}"), "reward_fn_args {'x': 1}"),
     "no such operator": (operator("reward_filtr"), "did you mean 'reward_filter'"),
     "argument of an operator": (
-        operator("reward_filter", ", args: {treshold: 1}"),
-        "operator.operators: operator 'reward_filter' cannot be made with args {'treshold': 1}",
+        operator("reward_filter", ", args: {treshold: 1, api_key: s3cr3t}"),
+        "operator.operators: operator 'reward_filter' cannot be made with args {'treshold': 1, 'api_key': '***'}",
     ),
     "remax without greedy runs": (
         {**queue("workflow: math_workflow"), "algorithm": "{algorithm_type: remax}"},

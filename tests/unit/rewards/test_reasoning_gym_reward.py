@@ -76,10 +76,12 @@ COMPOSITE = {"datasets": [{"name": "products", "weight": 1, "config": {"max_digi
         ("prime_factorization", {}, lambda record: "no factors at all", WRONG),
         ("coin_flip", {}, lambda record: record["answer"], RIGHT),
         ("coin_flip", {}, lambda record: "1e999999999", WRONG),
+        ("coin_flip", {}, lambda record: "1e9_9_9_9_9_9_9_9_9", WRONG),
         ("complex_arithmetic", {}, lambda record: record["answer"], RIGHT),
         ("complex_arithmetic", {}, lambda record: "nan", WRONG),
         ("complex_arithmetic", {}, lambda record: "3+nani", WRONG),
         ("rush_hour", {}, lambda record: "E+99999999999", WRONG),
+        ("rush_hour", {}, lambda record: "E+9999 E-9999 " * 500, WRONG),
         ("game_of_life_halting", {}, lambda record: record["answer"], RIGHT),
         ("game_of_life_halting", {}, lambda record: "False" if record["answer"] == "True" else "True", WRONG),
         (

@@ -49,7 +49,16 @@ class OtherCall(Quiet):
         return {}
 
 
-@pytest.mark.parametrize("kind", [Quiet, OtherCall])
+class CallsItsClasses(type):
+    def __call__(cls, *args, **more):
+        return super().__call__(*args, **more)
+
+
+class Made(Quiet, metaclass=CallsItsClasses):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Quiet, OtherCall, Made])
 def test_a_class_of_another_kind_is_not_made(kind):
     """``subprocess.Popen`` runs a command while it is made."""
     Quiet.made = kind.made = 0

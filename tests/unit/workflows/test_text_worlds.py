@@ -20,6 +20,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow
 from trinity_mq.workflows.environments import prompts
 from trinity_mq.workflows.environments.alfworld import read_parts
+from trinity_mq.workflows.environments.children import ChildEnvironment
 from trinity_mq.workflows.environments.conversation import read_action
 from trinity_mq.workflows.environments.worlds import (
     ScienceWorldArguments,
@@ -27,7 +28,7 @@ from trinity_mq.workflows.environments.worlds import (
     refused_purchase,
     split_purchase,
 )
-from trinity_mq.workflows.sessions.children import close_persistent_programs
+from trinity_mq.workflows.sessions.children import close_persistent_programs, kept
 
 BOIL = json.dumps({"task_name": "boil", "var_num": 1, "jar_path": "/nowhere/scienceworld.jar"})
 
@@ -132,6 +133,40 @@ async def test_an_environment_that_hangs_costs_its_own_run_alone(tmp_path: Path,
     [experience], _ = await other
     assert experience.reward == 0.4
     await play("sciworld_workflow", BOIL, [action("end")], worlds)
+
+
+TASK = {"task_name": "boil", "variation": 1, "simplification": "easy", "step_limit": 100}
+
+
+async def test_a_run_that_is_cancelled_once_more_leaves_no_process_that_hangs(worlds: dict[str, str]) -> None:
+    arguments = ScienceWorldArguments(env=worlds)
+    process = kept(arguments.program())
+    environment = ChildEnvironment(arguments, process)
+    await environment.open(TASK)
+    for call in (environment.step("hang"), environment.close()):
+        task = asyncio.create_task(call)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not process.runs
+
+
+async def test_a_process_ends_with_its_runner_also_while_an_environment_hangs(worlds: dict[str, str]) -> None:
+    process = await ScienceWorldArguments(env=worlds).program().start()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for request in ({"do": "open", "args": TASK}, {"do": "step", "action": "hang"}):
+        process.stdin.write(json.dumps({**request, "key": "0", "id": 0}).encode() + b"\n")
+    assert "ready" in json.loads(await process.stdout.readline())
+    assert "observation" in json.loads(await process.stdout.readline())
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(20):
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 async def test_environments_at_a_time_are_limited_and_a_cancelled_run_frees_its_own(worlds: dict[str, str]) -> None:

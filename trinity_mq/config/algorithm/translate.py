@@ -332,9 +332,9 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
         ValueError: ``trainer.trainer_config`` contains other settings.
     """
     trainer, algorithm = data.get("trainer"), data.get("algorithm") or {}
-    user_critic = algorithm.get("critic") or {} if isinstance(algorithm, Mapping) else None
-    if not isinstance(trainer, Mapping) or not isinstance(user_critic, Mapping):
+    if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
         return data
+    user_critic = algorithm.get("critic") or {}
     keys = {row.old: row.new.removeprefix(CRITIC) for row in trinity_names() if row.new.startswith(CRITIC)}
     flat = _flat({key: trainer[key] for key in ("critic_warmup", "trainer_config") if trainer.get(key) is not None})
     if unknown := {f"trainer.{key}" for key in flat} - keys.keys():
@@ -343,7 +343,8 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
             f"{min(unknown)} is not supported: of trainer_config only {valid} are read; remove it "
             "(docs/settings.md lists the settings of trinity-mq)"
         )
-    critic = {keys[f"trainer.{key}"]: value for key, value in flat.items()} | dict(user_critic)
+    critic = {keys[f"trainer.{key}"]: value for key, value in flat.items()}
+    critic = critic | dict(user_critic) if isinstance(user_critic, Mapping) else user_critic
     remaining = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
     return data | {"trainer": remaining} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
 

@@ -15,11 +15,12 @@ from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from trinity_mq.config.loading.examples import EXAMPLE, example_settings, example_text
 from trinity_mq.config.loading.problems import MERGE, TEXT, KeyLines, Location, Problem, collect_problems
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
-from trinity_mq.config.loading.secrets import Secrets
+from trinity_mq.config.loading.secrets import MASK, Secrets, is_secret_name, may_contain_secrets
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
 
 _NOT_SET = re.compile(r"Environment variable '(.*)' not found")
+_QUOTED = re.compile(r"\b(alias|anchor|tag) '[^']*'")
 _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 
@@ -170,6 +171,7 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
     key, first = getattr(error, "full_key", None) or "(top level)", str(error).splitlines()[0]
     if match := _NOT_SET.search(first):
         return f"{key}: environment variable {match[1]} is not set; set it or write ${{oc.env:{match[1]},default}}"
+    first = "this interpolation has no value" if is_secret_name(key) else first
     return mask_passwords(
         f"{key}: {first}; wanted ${{oc.env:NAME,default}} or ${{section.key}}, or \\${{ for a plain ${{"
     )
@@ -209,6 +211,23 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_StrictSafeLoader)
 
 
+def _yaml_reason(error: Exception, key: str = "") -> str:
+    """Return the reason why a text is not YAML. Lines that may contain secrets are not quoted.
+
+    Args:
+        error: Error of the reader.
+        key: Key of the text.
+    """
+    for name in ("context_mark", "problem_mark"):
+        mark: Any = getattr(error, name, None)
+        line = "" if mark is None else mark.get_snippet(max_length=2 * len(mark.buffer or ""))
+        if line and may_contain_secrets(f"{key}: {line}"):
+            mark.buffer = None
+            error.problem = _QUOTED.sub(rf"\1 '{MASK}'", str(error.problem))  # type: ignore[attr-defined]
+    reason = " ".join(str(error).split())
+    return Secrets(reason).hide(reason)
+
+
 def read_file(path: str | Path) -> dict[str, Any]:
     """Return the raw settings of a YAML file, or of a shipped example such as ``example:arithmetic``.
 
@@ -224,9 +243,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: {_TOO_LARGE}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes than UTF-8, or an impossible date
-        detail = " ".join(str(error).split())  # the error quotes the line, which may hold a URL or a key
-        detail = Secrets(detail).hide(detail)
-        raise ConfigError(f"{path}: is not YAML: {detail}") from error
+        raise ConfigError(f"{path}: is not YAML: {_yaml_reason(error)}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
     if _is_too_large(data):
@@ -259,7 +276,7 @@ def _override(data: DictConfig, word: str) -> None:
         if isinstance(error, DuplicateKeyError):
             reason = str(error)
         elif isinstance(error, yaml.YAMLError):
-            reason = f"value is not YAML: {' '.join(str(error).split())}"
+            reason = f"value is not YAML: {_yaml_reason(error, key)}"
         else:  # a missing item, or a word instead of a list position
             reason = _missing_item(data, key)
         raise ConfigError(Secrets({key: text}).hide(f"override {word!r}: {reason}")) from error

@@ -16,14 +16,16 @@ SHORTEST, SHORTEST_WORD = 4, 6
 """Minimum numbers of characters of a secret, and of a word of a secret, that are searched in texts."""
 VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")
 """Interpolation of an environment variable: its name and its default."""
-_NAME = re.compile(
-    r"(?i)(?:^|[._-])(?:api[_-]?key|(?:access|private|secret)[_-]?key|secret|password|passwd|passphrase|token|credentials?"
-    r"|authorization)$"
+_WORDS = (
+    r"(?:(?:(?:api|access|private|secret)[_-]?key|secret|password|passwd|passphrase|credential)s?|token|authorization)"
 )
+_NAME = re.compile(rf"(?:^|[._-]|(?<=[a-z])(?=[A-Z]))(?i:{_WORDS})(?:[.\[]\d+\]?)*$")
 _INSIDE = re.compile(
-    r"""(?i)(?:api[_-]?key|secret|password|passwd|token|authorization)["']?\s*[=:]\s*["']?(?:bearer\s+)?([^\s"'&,;}\]]{6,})"""
+    rf"""(?i){_WORDS}["']?\s*[=:]\s*["']?(?:(?:bearer|basic|token)\s+)?([^\s"'&,;}}\]]{{6,}})"""
+    rf"""|(?<![\w-])--[\w-]{{0,60}}{_WORDS}\s+["']?([^\s"'-][^\s"']{{5,}})|://([^\s:/?#@]{{20,}})@"""
     r"""|\b((?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{8,})|\bbearer\s+([\w.~+/=-]{8,})"""
 )
+_PARTS = re.compile(rf"""(?i){_WORDS}["']?\s*[=:]|[\w+/=-]{{40,}}""")
 
 
 class Secrets:
@@ -45,16 +47,26 @@ class Secrets:
 
     def shown(self, key: str, value: Any) -> str:
         """Return the value of a dotted key as one line without secrets."""
-        return MASK if _NAME.search(key) else self.hide(" ".join(str(value).split()))
+        return MASK if is_secret_name(key) else self.hide(" ".join(str(value).split()))
+
+
+def is_secret_name(key: str) -> bool:
+    """Return whether the value of a dotted key is a secret."""
+    return bool(_NAME.search(key))
+
+
+def may_contain_secrets(line: str) -> bool:
+    """Return whether a line of a file may contain a secret, or a part of one: a long text, or the name of a secret."""
+    return bool(_PARTS.search(line) or _INSIDE.search(line))
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _secrets(inner, is_secret=is_secret or bool(_NAME.search(str(key))))
+            yield from _secrets(inner, is_secret=is_secret or is_secret_name(str(key)))
     elif isinstance(value, list | tuple):
         for previous, inner in zip(["", *value], value, strict=False):  # --api-key and its value are two items
-            is_argument = isinstance(previous, str) and previous.startswith("-") and bool(_NAME.search(previous))
+            is_argument = isinstance(previous, str) and previous.startswith("-") and is_secret_name(previous)
             yield from _secrets(inner, is_secret=is_secret or is_argument)
     elif value is not None and not isinstance(value, bool):
         text = str(value)

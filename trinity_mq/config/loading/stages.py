@@ -27,6 +27,7 @@ from trinity_mq.config.loading.load import (
     read_settings,
     validate_settings,
 )
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 from trinity_mq.errors import suggest
@@ -93,12 +94,13 @@ def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, A
 
 def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
-        raise ConfigError(f"{where}: {STAGES}: wanted a list of stages, got {stages!r}")
+        raise ConfigError(Secrets(stages).hide(f"{where}: {STAGES}: wanted a list of stages, got {stages!r}"))
     names: list[str] = []
     for number, entry in enumerate(stages):
         place = f"{where}: {STAGES}.{number}"
         if not isinstance(entry, Mapping) or not isinstance(entry.get(STAGE_NAME), str) or not entry[STAGE_NAME]:
-            raise ConfigError(f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {entry!r}")
+            wrong = f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {entry!r}"
+            raise ConfigError(Secrets(stages).hide(wrong))
         name = entry[STAGE_NAME]
         if name in names:
             raise ConfigError(

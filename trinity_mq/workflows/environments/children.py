@@ -137,16 +137,18 @@ class ChildEnvironment:
         """Close the environment. An error is only logged, because the episode has already been played."""
         if not self._process.runs:
             return
+        is_kept = self._arguments.is_shared
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 answer = await self._process.ask({"do": "close", "key": self._key})
-            reason = answer.get("error")
+            is_kept, reason = True, answer.get("error")
         except TimeoutError:
             reason = f"no answer within {CLOSE_SECONDS:g} s"
-            if not self._arguments.is_shared:
-                await self._process.close(seconds=0.0)
         except RunFailedError as error:
             reason = str(error)
+        finally:
+            if not is_kept:  # also if the run is cancelled once more: the next run must not wait for this environment
+                await self._process.close(seconds=0.0)
         if reason:
             log.warning("environment_not_closed", env=self._arguments.world, reason=reason)
 

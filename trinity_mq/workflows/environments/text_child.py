@@ -17,7 +17,9 @@ if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules in t
 import argparse
 import importlib.util
 import json
+import queue
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -299,6 +301,15 @@ def answer_to(request: dict[str, Any], world: TextEnvironment, envs: dict[str, A
         return {"error": f"{type(error).__name__}: {error}"[:1000], "kind": "environment"}
 
 
+def read_requests(requests: queue.SimpleQueue[bytes]) -> None:
+    """Put the lines of the standard input into a queue. When the input ends, end the process, also during a step that
+    hangs: the runner may have been killed.
+    """
+    for line in sys.stdin.buffer:
+        requests.put(line)
+    os._exit(0)
+
+
 def main() -> None:
     """Answer requests until the standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -318,11 +329,12 @@ def main() -> None:
     envs: dict[str, Any] = {}
     out.write(json.dumps({"ready": True}) + "\n")
     out.flush()
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(requests,), daemon=True).start()
+    while True:
+        request = json.loads(requests.get())
         out.write(json.dumps({"id": request["id"], **answer_to(request, world, envs)}) + "\n")
         out.flush()
-    os._exit(0)  # threads of environments may never return
 
 
 if __name__ == "__main__":
