@@ -57,8 +57,8 @@ class ChildArguments(Arguments):
     world: ClassVar[str] = ""
     """Name of the kind of environment in ``text_child.py``."""
     is_shared: ClassVar[bool] = False
-    """Whether all environments of a runner are in one process, because of the size of their data. False: each has its
-    own process, so that the failure of an environment fails no other run.
+    """Whether all environments of a runner are in one process, because of the size of their data, or because they use
+    one container of Docker. False: each has its own process, so that the failure of an environment fails no other run.
     """
 
     def program(self) -> Program:
@@ -235,7 +235,10 @@ class GameFileArguments(ChildArguments):
         folder = self.folder()
         if Path(folder).is_dir():
             return super().missing()
-        return [*super().missing(), f"there is no folder {folder!r}; put games there, or name theirs as games"]
+        return [
+            *super().missing(),
+            f"there is no folder {folder!r}; create it with the games, or set workflow_args.games to their folder",
+        ]
 
     def folder(self) -> str:
         """Return the absolute path of the folder."""

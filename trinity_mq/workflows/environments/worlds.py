@@ -206,6 +206,7 @@ class InterCodeArguments(ChildArguments):
     """Arguments of :class:`InterCodeSQLWorkflow`."""
 
     world = "intercode_sql"
+    is_shared = True
     data_path: str
     """File of InterCode's tasks, ``ic_spider_dev.json``."""
     image_name: str = "docker-env-sql"
