@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -47,12 +48,13 @@ def node() -> Iterator[PrivateNode]:
 
 
 async def look(
-    node: PrivateNode, *, ctl: bool = False, management: bool = False, url: str | None = None
+    node: PrivateNode, *, ctl: bool = False, management: bool = False, url: str | None = None, login: str = "amqp://"
 ) -> dict[str, DoctorFinding]:
-    """The findings by subject; the worst one where there are several."""
+    """The findings by subject; the worst one where there are several. ``login``: URL with a user for the API."""
     port = node.ports["rabbitmq_management"] if management else 1  # where nobody listens
     broker = BrokerConfig(url=url or node.url)
-    found = await check_broker(broker, NEEDS, f"http://127.0.0.1:{port}", None, node.ctl if ctl else None)
+    user, at, _ = urlsplit(login).netloc.rpartition("@")
+    found = await check_broker(broker, NEEDS, f"http://{user}{at}127.0.0.1:{port}", None, node.ctl if ctl else None)
     worst: dict[str, DoctorFinding] = {}
     order = ("not looked at", "ok", "warning", "problem")
     for one in found:
@@ -189,10 +191,12 @@ async def test_a_user_who_may_not(node: PrivateNode) -> None:
         by_api = await look(node, management=True, url=url)
         assert (by_api["permissions"].verdict, by_api["alarms"].verdict) == ("not looked at", "not looked at")
         assert "401" in by_api["alarms"].seen
+        assert "no tag that permits this" in by_api["permissions"].seen
+        assert "--management" in by_api["permissions"].do
     async with user(node, r"^tmq\.healthy\.") as url:
-        found = await look(node, ctl=True, url=url)
-        assert found["permissions"].verdict == "problem"
-        assert "rabbitmqctl set_permissions -p / weak '^tmq\\.sick\\.'" in found["permissions"].do
+        for found in (await look(node, ctl=True, url=url), await look(node, management=True, url=url, login=node.url)):
+            assert found["permissions"].verdict == "problem"
+            assert "rabbitmqctl set_permissions -p / weak '^tmq\\.sick\\.'" in found["permissions"].do
     async with user(node, None) as url:
         found = await look(node, url=url)
         assert verdicts(found) == {"broker": "problem"}

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.operations.doctor.checks import DoctorFinding
-from trinity_mq.operations.doctor.facts import (
-    Needs,
-)
+from trinity_mq.operations.doctor.facts import Needs
 from trinity_mq.operations.doctor.run import check_all
 from trinity_mq.targets.connection import find_broker_url
 from trinity_mq.targets.run_folder import RunFolder

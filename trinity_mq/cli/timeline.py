@@ -12,7 +12,7 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.timeline import TIMELINE_FILE, write_timeline
 from trinity_mq.observability.waterfall import as_json, as_text, batch_waterfall
-from trinity_mq.targets.target import find_run_folder
+from trinity_mq.targets.target import find_run_folder, run_list_suffix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def timeline(arguments: argparse.Namespace) -> int:
     """Write the run's timeline and print its path, or print the waterfall of one batch. Return 0."""
     folder = find_run_folder(arguments)
+    if not folder.is_dir():
+        raise CommandError(f"{folder}: no run has left a folder there{run_list_suffix()}")
     if arguments.batch is not None:
         waterfall = batch_waterfall(folder, arguments.batch)
         print(as_json(waterfall) if arguments.json else as_text(waterfall))

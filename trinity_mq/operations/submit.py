@@ -101,6 +101,8 @@ def read_json_argument(name: str, text: str, example: str) -> Any:
         raise CommandError(f"{name} {text!r} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{name} is not JSON: {error}; wanted {example}, @FILE or -") from error
+    except RuntimeError as error:  # the user of a path ~USER is unknown
+        raise CommandError(f"{name} {text!r} cannot be read: {error}") from error
 
 
 def read_task(text: str) -> TaskBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def test_type_default_unit_and_limits() -> None:
 def test_a_section_on_the_screen_and_the_page_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["settings", "supervisor"]) == 0
     out = capsys.readouterr().out
-    assert "supervisor.grace  (float, > 0, seconds, default `30.0`)\n    Seconds in which a process drains" in out
+    assert "supervisor.grace  (float, > 0, seconds, default `30.0`)\n    Seconds that a process has to drain" in out
     assert "trainer." not in out
     assert main(["settings", "bufer"]) == 2
     assert "no section or setting 'bufer'; known sections: algorithm, " in capsys.readouterr().err
@@ -167,3 +168,5 @@ def test_engines_only_hosts_under_a_name_of_this_machine(tmp_path: Path, monkeyp
 )
 def test_a_machines_name_fits_into_the_brokers(host: str, name: str) -> None:
     assert name_of_host(host) == name
+    assert agent_id("engines-{host}") == f"engines-{name_of_host(socket.gethostname())}"
+    assert agent_id("runner-0") == "runner-0"

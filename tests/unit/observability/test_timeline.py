@@ -65,6 +65,8 @@ def test_by_name_folder_or_file_it_goes_into_the_runs_folder(folder: Path, capsy
         (["smoke", "--json"], "add --batch N"),
         (["smoke", "--batch", "3"], "monitor.trace=true"),
         (["idle"], "no line with the duration"),
+        (["new.yaml"], "runs/new: no run has left a folder there"),
+        (["new.yaml", "--batch", "3"], "runs/new: no run has left a folder there"),
     ],
 )
 def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
@@ -73,6 +75,7 @@ def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
     (folder.parent / "idle").mkdir()
     idle = '{"time": 1.0, "role": "trainer", "agent": "t", "step": 1, "x": 1.0}\n'
     (folder.parent / "idle" / "metrics.jsonl").write_text(idle)
+    Path("new.yaml").write_text("name: new\nmodel: {tiny: {}}\n")
     assert main(["timeline", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

@@ -32,6 +32,7 @@ def test_a_task_from_each_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ('{"raw_taks": {}}', "unknown key 'raw_taks'; did you mean 'raw_task'?"),
         ('{"repeat_times": 0}', "repeat_times: Input should be greater than or equal to 1, got 0"),
         ("@/no/such", "cannot be read"),
+        ("@~no-such-user/t.json", "cannot be read"),
         ('{"raw_task": {"x": [1e999]}}', "task's raw_task.x.0: inf, wanted a finite number"),
         ('{"raw_task": {"x": NaN}}', "task's raw_task.x: nan, wanted a finite number"),
         (f'{{"raw_task": {{"x": {10**30}}}}}', "task's raw_task.x: an integer of 100 bits, wanted one of at most 64"),

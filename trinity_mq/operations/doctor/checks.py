@@ -225,7 +225,8 @@ def _broker_disk(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     "permissions",
     "configure, write and read for all names of the run",
     "permissions",
-    by_hand="`rabbitmqctl list_permissions -p VHOST` on the broker's machine",
+    by_hand="compare `rabbitmqctl list_permissions -p VHOST` on the broker's machine with `trinity-mq broker "
+    "permissions RUN`, or give --management with an administrator's user and password",
     of_run=True,
 )
 def _permissions(facts: DoctorFacts, needs: Needs) -> list[Judgement]:

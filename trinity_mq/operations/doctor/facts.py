@@ -57,7 +57,7 @@ API_PATHS = {
 }
 """Paths of the questions to the management API. Answers of ``rabbitmqctl`` are converted to the same form."""
 STATUS_REASONS = {
-    401: "wrong user name or password, or the user has no management tag",
+    401: "wrong user name or password, or the user has no tag that permits this",
     403: "the user has no tag that permits this",
 }
 
