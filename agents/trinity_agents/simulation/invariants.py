@@ -211,11 +211,11 @@ def each_task_once(evidence: Evidence) -> Faults:
     skipped = sorted(set(range(max(places, default=-1))) - set(places))
     for number in skipped:
         # Batches take tasks in order, but a batch may take fewer new tasks if it also takes returned tasks.
-        first = number // settings.tasks + 1
-        last = min(min(placements) for later, placements in places.items() if later > number)
-        losing = next((batch for batch in range(first, last + 1) if lost.get(batch, 0) > 0), None)
+        earliest = number // settings.tasks + 1
+        latest = min(min(placements) for later, placements in places.items() if later > number)
+        losing = next((batch for batch in range(earliest, latest + 1) if lost.get(batch, 0) > 0), None)
         if losing is None:
-            yield f"task {number} is in no batch, and none of batches {first} to {last} was cut off without it"
+            yield f"task {number} is in no batch, and none of batches {earliest} to {latest} was cut off without it"
         else:
             lost[losing] -= 1
     left_over = max((int(value) for _, value in evidence.run.values("rollout/tasks/left_over")), default=0)
