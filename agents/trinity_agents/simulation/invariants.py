@@ -190,8 +190,9 @@ def one_outcome(evidence: Evidence) -> Faults:
 def each_task_once(evidence: Evidence) -> Faults:
     """Check that each batch is opened once and that each task of the taskset is in one batch.
 
-    A task is in a second batch only if it was returned to the taskset, and at most once. No task is skipped, except
-    tasks of a batch that timed out before their slices were published.
+    A task is in a second batch only if it was returned to the taskset, and at most once. A task may be in no batch only
+    if its batch was cut off before any slice of the task was published. The explorer must then have returned it to the
+    taskset after the last batch was opened, or it must have been cut off in a second batch too.
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -202,16 +203,24 @@ def each_task_once(evidence: Evidence) -> Faults:
     yield from (
         f"batch {batch} was opened as {sorted(opened_as)}" for batch, opened_as in tickets.items() if len(opened_as) > 1
     )
-    published: defaultdict[str, set[int]] = defaultdict(set)
-    for task_slice in evidence.slices:
-        published[task_slice.ticket].add(task_slice.task_id)
-    unpublished = sum(
-        max(0, evidence.settings.tasks - len(published[manifest.ticket]))
-        for manifest in evidence.manifest.values()
-        if evidence.is_short
-    )
-    if len(set(range(max(places, default=-1))) - set(places)) > unpublished:
-        yield f"tasks that were given out: {sorted(places)}"
+    settings, lost = evidence.settings, dict[int, int]()
+    per_task = -(-settings.repeat // settings.slice_runs)
+    for batch, manifest in evidence.manifest.items():
+        published = {task_slice.task_id for task_slice in evidence.slices if task_slice.ticket == manifest.ticket}
+        lost[batch] = min(settings.tasks - len(published), manifest.outcomes.get("cancelled", 0) // per_task)
+    skipped = sorted(set(range(max(places, default=-1))) - set(places))
+    for number in skipped:
+        # Batches take tasks in order, but a batch may take fewer new tasks if it also takes returned tasks.
+        earliest = number // settings.tasks + 1
+        latest = min(min(placements) for later, placements in places.items() if later > number)
+        losing = next((batch for batch in range(earliest, latest + 1) if lost.get(batch, 0) > 0), None)
+        if losing is None:
+            yield f"task {number} is in no batch, and none of batches {earliest} to {latest} was cut off without it"
+        else:
+            lost[losing] -= 1
+    left_over = max((int(value) for _, value in evidence.run.values("rollout/tasks/left_over")), default=0)
+    if len(skipped) > left_over + sum(lost.values()):
+        yield f"tasks {skipped} are in no batch, but {left_over} tasks were reported as left over"
     stale = {(report.ticket, task) for report in evidence.record.progress for task in report.stale_tasks}
     done = {
         (manifest.ticket, part.task_id)

@@ -615,6 +615,16 @@ async def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
     assert await call.take(collector) == [LARGE]
 
 
+async def test_a_call_ends_when_a_part_does_not_arrive(disk: Disk) -> None:
+    call, loop = Call(disk), asyncio.get_running_loop()
+    collector = await call.collector()
+    call.result = call.result.model_copy(update={"parts": 2})
+    began = loop.time()
+    with pytest.raises(TimeoutError):
+        await call.take(collector)
+    assert loop.time() - began == pytest.approx(call.world.config.broker.publish_timeout, abs=1.0)
+
+
 async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()

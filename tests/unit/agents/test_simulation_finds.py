@@ -12,6 +12,7 @@ import pytest
 
 from trinity_agents.explorer.loop import ExplorerLoop
 from trinity_agents.explorer.state import ExplorerState, InFlightBatches, StateFile
+from trinity_agents.explorer.training_batches import TrainingBatches
 from trinity_agents.gateway.agent import Gateway
 from trinity_agents.operator.agent import BatchReader, Operator
 from trinity_agents.runner.result_publisher import ResultPublisher
@@ -86,6 +87,10 @@ def an_explorer_that_does_not_save_before_it_publishes() -> list[Replacement]:
     return [(StateFile, "save", later), *without_repair()]
 
 
+def an_explorer_that_loses_what_a_cut_off_batch_has_not_done() -> list[Replacement]:
+    return [(TrainingBatches, "_requeue_unfinished", lambda self, ticket: None)]
+
+
 def a_trainer_that_resumes_behind_what_it_has_not_consumed() -> list[Replacement]:
     return [(TicketDecider, "resume_offset", lambda self: self.next_offset)]
 
@@ -149,6 +154,11 @@ SESSIONS = [draw(seed, sessions=True) for seed in range(8)]
     [
         (an_operator_that_does_not_deduplicate, range(END), "processed as listed"),
         (an_explorer_that_does_not_save_before_it_publishes, range(59, END), "tasks are given out once"),
+        (
+            an_explorer_that_loses_what_a_cut_off_batch_has_not_done,
+            [draw(8638).only([0, 1, 3, 6, 7, 8])],
+            "tasks are given out once",
+        ),
         (a_trainer_that_resumes_behind_what_it_has_not_consumed, range(20, END), "trained on once"),
         (a_runner_that_acknowledges_before_its_result_is_confirmed, range(58, END), "one outcome a slice"),
         (a_gate_that_does_not_ask_the_canary, range(48, END), "tokens of the weights they name"),

@@ -105,6 +105,9 @@ def test_it_goes_along_with_none_that_was_on_the_stream_before_it_or_is_before_i
     story = Story("c/x!failed -c d/x.0 d/x=1 c/y.0 c/y=1 b/x.0 b/x=1 e/x.0 e/x=1")
     repaired = {name: story.decider.repaired([story.decisions[name]]) for name in "bde"}
     assert repaired == {"d": [], "b": [], "e": [story.decisions["c"]]}, "c itself may not be consumed before b is"
+    both = [story.decisions["b"], story.decisions["e"]]
+    assert story.decider.repaired(both) == repaired["e"], "one of the batches of a step is enough"
+    assert story.decider.repaired([both[1], *both]) == repaired["e"], "once in a step"
     assert story.decider.unused == [3]
 
 
