@@ -126,7 +126,7 @@ async def until_settled(agents: Agents, sessions: int, seconds: float = 120.0) -
 
 
 @asynccontextmanager
-async def served(folder: Path, *settings: str, seconds: float = 300.0) -> AsyncIterator[tuple[LocalRun, Agents]]:
+async def served(folder: Path, *settings: str, seconds: float = 60.0) -> AsyncIterator[tuple[LocalRun, Agents]]:
     """A run in mode serve whose gateway answers within so many seconds."""
     [port] = free_ports(1)
     words = (

@@ -153,6 +153,7 @@ async def test_a_run_with_its_own_users_shows_no_secret_and_leaves_a_whole_trace
             lines = [" ".join(words) for words in family]
             assert len(lines) > 4
             assert [line for line in lines if shown(line, planted)] == []
+            assert leaks(folder, planted) == []
             answer, status, letters, experiences, tapped, regraded, *_ = await asyncio.gather(
                 as_user(submitter, "submit", run, "--task", TASK, "--wait", "90"),
                 as_user(reader, "status", run, "--seconds", "3"),

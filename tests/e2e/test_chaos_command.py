@@ -58,7 +58,7 @@ def schedule(path: Path, *faults: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(400)
 async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) -> None:
     batches = 90
     file = schedule(
@@ -88,6 +88,8 @@ async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) ->
     # no run of any batch is missing in the final checkpoint, and no evaluation was done twice
     entries = lineage(run / "history", last_generation(run / "history"), batches)
     assert [(entry["batch"], entry["outcome"]) for entry in entries] == [(n + 1, "trained") for n in range(batches)]
+    assert len({entry["ticket"] for entry in entries}) == batches
+    assert len({uid for entry in entries for uid in entry["uids"]}) == batches * 16 * 8
     for entry in entries:
         runs = {tuple(map(int, uid.split("/")[1:3])) for uid in entry["uids"]}
         missing = {(task, number) for task in range(16) for number in range(8)} - runs

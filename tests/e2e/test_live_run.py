@@ -128,6 +128,7 @@ async def test_tasks_come_back_and_rubbish_is_parked(run: LocalRun) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")
 async def test_why_names_an_engine_that_is_frozen(run: LocalRun) -> None:
     pid = run.kill("engine", signal.SIGSTOP)
@@ -148,6 +149,7 @@ async def test_why_names_an_engine_that_is_frozen(run: LocalRun) -> None:
     assert "explorer.rollout_model.lease" in finding["lever"]
 
 
+@pytest.mark.timeout(180)
 async def test_the_page_shows_the_run_while_it_goes_on_and_afterwards(run: LocalRun) -> None:
     async with DashProcess(run.run_dir) as page:
         await page.until(["live", "step", "samples", "curves"], 90)

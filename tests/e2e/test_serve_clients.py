@@ -42,6 +42,7 @@ async def program(name: str, folder: Path) -> list[str]:
 
 @pytest.mark.extended
 @pytest.mark.any_broker
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["anthropic_python.py", "agents_sdk.py", "openai_node.mjs", "agent.go", "curl.sh"])
 async def test_an_unmodified_client_trains(tmp_path: Path, name: str) -> None:
     async with served(tmp_path) as (run, agents):

@@ -69,13 +69,13 @@ async def test_it_learns_and_leaves_behind_what_it_promises(finished: tuple[Loca
     uids = [uid for entry in history for uid in entry["uids"]]
     assert len(uids) == len(set(uids)) == 60 * 16 * 8
     # once finished, the same command only tells
-    again, _ = await completed(SMOKE, run.run_dir, SETTINGS)
+    again, _ = await completed(SMOKE, run.run_dir, SETTINGS, seconds=30.0)
     assert len(run.metrics()) == len(again.metrics())
 
 
 async def test_mode_bench_evaluates_each_checkpoint_as_the_run_did(finished: tuple[LocalRun, str]) -> None:
     run, _ = finished
-    bench, output = await completed(SMOKE, run.run_dir, (*SETTINGS, "mode=bench"))
+    bench, output = await completed(SMOKE, run.run_dir, (*SETTINGS, "mode=bench"), seconds=200.0)
     bench.run_dir = run.run_dir.with_name("run-bench")
     # the run's own evaluations name the step of their weights, which may be the one before that of their label
     version = {step: int(value) for step, value in run.values(f"{SET}/version/max")}
@@ -96,5 +96,5 @@ async def test_mode_bench_evaluates_each_checkpoint_as_the_run_did(finished: tup
     assert [(int(row["step"]), float(row["max3_held_out/reward/mean@4"])) for row in rows] == list(rewards.items())
     assert "<svg" in (bench.run_dir / "report.html").read_text()
     # nothing is left to do, until there is another checkpoint
-    _, output = await completed(SMOKE, run.run_dir, (*SETTINGS, "mode=bench"))
+    _, output = await completed(SMOKE, run.run_dir, (*SETTINGS, "mode=bench"), seconds=60.0)
     assert "this run has finished" in output

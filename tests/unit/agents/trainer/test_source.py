@@ -530,6 +530,12 @@ async def test_a_run_that_begins_later_is_trained_on_once(tapped: Tapped, run_id
     assert first + second == [1, 2, 3]
 
 
+async def test_earlier_batches_are_read_from_the_beginning_on_and_not_from_now_on(tapped: Tapped) -> None:
+    await tapped.publish(1, "run-of-first")
+    expected = [2] if tapped.config.source.start == "now" else [1, 2]
+    assert (await tapped.life({}, [2], "run-of-first", takes=len(expected)))[0] == expected
+
+
 async def test_what_comes_between_a_checkpoint_without_a_batch_and_the_next_start_is_read(tapped: Tapped) -> None:
     _, state = await tapped.life({}, [], None, takes=0)
     await tapped.publish(1, "run-of-first")
