@@ -84,9 +84,11 @@ class TestSandbox:
     async def test_nothing_of_a_killed_command_is_left(self, folder: str) -> None:
         command = f"setsid sleep 6789 & echo on > {folder}/on; wait"
         process = subprocess.Popen([str(SANDBOX), "--bind", folder, folder, "bash", "-c", command])  # noqa: ASYNC220
-        await until(Path(folder, "on").exists)
-        assert running("sleep 6789")
-        process.kill()
+        try:
+            await until(Path(folder, "on").exists)
+            await until(lambda: running("sleep 6789") != [])  # bash may write the file before setsid is the sleep
+        finally:
+            process.kill()
         await until(lambda: process.poll() is not None and not running("sleep 6789"))
 
 
