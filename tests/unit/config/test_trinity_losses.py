@@ -185,8 +185,10 @@ TOKEN_WEIGHT = {"kind": "weight", "level": "token", "high": 2.0}
         ({"rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "2.0, 0.1"},
          ("old", "clip", [{"kind": "reject", "estimate": "k1", "level": "token", "low": 0.5, "high": 2.0},
                           {"kind": "reject", "estimate": "k3", "level": "sequence_max", "high": 0.1}])),
-        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.01, "rollout_rs_threshold_lower": 0.98},
-         ("old", "clip", [{"kind": "reject", "estimate": "k1", "level": "sequence_mean", "low": 0.98, "high": 1.01}])),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 4, "rollout_rs_threshold_lower": 0.5},
+         ("old", "clip", [{"kind": "reject", "estimate": "k1", "level": "sequence_mean", "low": 0.25, "high": 2.0}])),
+        ({"rollout_rs": "token", "rollout_rs_threshold": 4},
+         ("old", "clip", [{"kind": "reject", "estimate": "k1", "level": "token", "low": 0.25, "high": 4.0}])),
     ],
     ids=str,
 )  # fmt: skip

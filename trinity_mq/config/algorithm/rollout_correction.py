@@ -14,7 +14,7 @@ KEYS = (
 LEVELS = ("token", "sequence")
 """Values of ``rollout_is``, which are the levels of ``kind: weight``."""
 OLDER = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Current names in ``rollout_rs``, by their names in verl 0.6."""
+"""Current names in ``rollout_rs``, by their names in verl 0.6, where the bounds applied to the ratio itself."""
 UNITS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 """Levels of ``kind: reject`` by the beginning of a name in ``rollout_rs``."""
 _RULE = re.compile(r"(token|seq_sum|seq_mean|seq_max)_(k1|k2|k3)")
@@ -93,6 +93,8 @@ def _rejections(rules: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if match[2] == "k1":
             lower = rules.get("rollout_rs_threshold_lower", low)
             rule["low"] = 1 / high if lower is None else _number("rollout_rs_threshold_lower", lower)
+            if name in OLDER and lower is not None:
+                rule |= {"low": 1 / rule["high"], "high": 1 / rule["low"]}
         yield rule
 
 
