@@ -37,7 +37,7 @@ END_SECONDS = 5.0
 """Seconds that a program may still run after its input or its output was closed. Then it is killed."""
 OWN_PREFIX = "TRINITY_MQ_"
 """Prefix of variables of the run itself, such as the broker's URL with its password. Programs do not get them."""
-NEEDED = ("HOME", "LANG", "PATH", "TMPDIR", "TZ")
+NEEDED = ("DOCKER_HOST", "HOME", "JAVA_HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
 """Variables of this process that an isolated program gets. They hold no secrets."""
 NEEDED_PREFIXES = ("LC_", "PYTHON")
 
