@@ -48,7 +48,8 @@ class RolloutModelConfig(Section):
     """CPU threads of torch on each device of an engine. ``auto``: an equal share of the cores, which the trainer's
     processes and all engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
-    """Maximum number of sequences generated at once. Further requests wait for the next static batch."""
+    """Maximum number of sequences that an engine generates at once. Further requests wait: with ``transformers`` for
+    the next static batch, with ``vllm`` until a sequence ends."""
     lease: float = Field(default=60.0, ge=5)
     """Seconds that an engine keeps running after its host is gone: long enough for a restart of the host."""
     host: str = "127.0.0.1"
@@ -119,10 +120,10 @@ class ExplorerConfig(Section):
     eval_on_startup: bool = True
     """Evaluate before the first batch."""
     max_timeout: float = Field(default=360.0, gt=0)
-    """Seconds for one attempt of one run. The value may be several hours if ``batch_timeout`` and ``stall_timeout``
-    allow it."""
+    """Seconds for one attempt of one run of a task. The value may be several hours if ``batch_timeout`` and
+    ``stall_timeout`` allow it."""
     max_retry_times: int = Field(default=2, ge=0)
-    """Number of further attempts after a run has failed."""
+    """Maximum number of further attempts after the first attempt of a task's run has failed."""
     max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
     """Maximum number of runs in one slice. None: all runs of a task, sampled with a single request."""
     batch_timeout: float = Field(default=3600.0, gt=0)
@@ -137,9 +138,9 @@ class ExplorerConfig(Section):
     max_open_batches: int = Field(default=8, ge=1)
     """Maximum number of batches open at a time."""
     max_consecutive_empty: int = Field(default=3, ge=1)
-    """Number of consecutive empty batches that ends the run with an error."""
+    """Number of batches in a row without an experience to train on after which the whole run ends with an error."""
     stall_timeout: float = Field(default=7200.0, gt=0)
-    """Seconds without any progress after which the run saves its state and ends with an error."""
+    """Seconds without any progress after which the whole run saves its state and ends with an error."""
     unfinished: Literal["requeue", "drop"] = "requeue"
     """Treatment of tasks that have no finished run when their batch closes: ``requeue`` them once, or ``drop`` them."""
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
@@ -178,8 +179,8 @@ class ExplorerConfig(Section):
 class CircuitBreakerConfig(Section):
     """Pauses a lane (training or evaluation) while infrastructure that its slices need is unavailable: a sandbox, a
     tool, a provider or the environment, but not the model. A slice without a finished run that failed for such a reason
-    is returned to its queue and retried by any runner. It fails for good after 16 tries, or once it has happened twice
-    that other slices succeeded between two of its tries.
+    is returned to its queue and retried by any runner. It fails for good after 16 tries (``tries_alone`` if no other
+    slice fails at the time), or if other slices succeeded between its tries twice (once if no other slice fails).
 
     The first pause takes 5 seconds. Then the runner tries one slice: if one of its runs finishes, the pause ends; if
     the slice fails for such a reason again, the next pause is twice as long, up to 300 seconds. While all runners pause

@@ -65,7 +65,7 @@ class EngineRefused(EngineError):
         self.status = status
         """HTTP status."""
         self.code = code
-        """Machine-readable reason, from the error body or from the check of the answer. None: neither names a reason."""
+        """Machine-readable reason, from the error body or from the check of the answer; None if neither names it."""
 
 
 class VersionMismatch(EngineRefused):

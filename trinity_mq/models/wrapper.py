@@ -159,8 +159,8 @@ class ModelWrapper(RecordedModel):
         ]
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
-        """Return ``n`` continuations of each prompt, in the order of the prompts. The requests are concurrent; errors as
-        :meth:`chat`, but in an ExceptionGroup.
+        """Return ``n`` continuations of each prompt, in the order of the prompts. The prompts are sent concurrently;
+        errors as :meth:`chat`, but in an ExceptionGroup.
         """
         calls = [self._call({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:

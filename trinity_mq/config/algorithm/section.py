@@ -93,9 +93,9 @@ class AlgorithmConfig(LossConfig):
     entropy_decay: bool = False
     """Scale ``entropy_coef`` with the decay of the learning rate."""
     mini_batches: int = Field(default=1, ge=1)
-    """Number of optimizer steps into which a batch is divided."""
+    """Number of optimizer steps into which each pass over the experiences of a train step is divided."""
     epochs: int = Field(default=1, ge=1)
-    """Number of passes over a batch."""
+    """Number of passes over the experiences of a train step."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     critic: CriticConfig = Field(default_factory=CriticConfig)

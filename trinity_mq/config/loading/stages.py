@@ -39,7 +39,7 @@ ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("tasks
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of several runs."""
+    """One run of a file that describes several runs."""
 
     name: str
     """The ``stage_name``."""
