@@ -100,7 +100,8 @@ class OverRolloutConfig(Section):
     wait_after_min: float = Field(default=30.0, ge=0)
     """Seconds that the other tasks still have once enough tasks are done."""
     return_partial_tasks: bool = False
-    """Keep the finished runs of tasks that were cut off. Otherwise such tasks count as not run."""
+    """Keep the finished runs of tasks that were cut off for this reason. Otherwise such tasks count as not run. After
+    ``batch_timeout`` finished runs are always kept."""
 
 
 class RefillConfig(Section):
@@ -136,7 +137,7 @@ class ExplorerConfig(Section):
     again. After three such waits the batch is reported as failed. Without an operator, or while all operators are busy,
     batches wait."""
     max_open_batches: int = Field(default=8, ge=1)
-    """Maximum number of batches open at a time."""
+    """Maximum number of batches that are opened and not yet consumed by the trainer."""
     max_consecutive_empty: int = Field(default=3, ge=1)
     """Number of batches in a row without an experience to train on after which the whole run ends with an error."""
     stall_timeout: float = Field(default=7200.0, gt=0)
@@ -227,7 +228,8 @@ class RunnerConfig(Section):
     circuit_breaker: CircuitBreakerConfig = Field(default_factory=CircuitBreakerConfig)
     """Pauses a lane while a sandbox or a service that it needs is unavailable."""
     drain_timeout: float = Field(default=20.0, gt=0)
-    """Seconds that a draining runner has to finish its slices. Then it requeues them."""
+    """Seconds that a draining runner has to finish its slices; then it requeues them. Draining explorers, operators and
+    gateways do not wait longer for their work either."""
 
     @property
     def eval_slots(self) -> int:
@@ -292,12 +294,13 @@ class TrainerConfig(Section):
     """The trainer. It runs the optimizer steps."""
 
     save_interval: int = Field(default=50, ge=1)
-    """Number of batches between checkpoints."""
+    """Number of batches between checkpoints. A checkpoint is saved earlier for ``keep_every``, or if the batches since
+    the last checkpoint take more than a quarter of ``broker.ready_max_bytes``."""
     max_checkpoints_to_keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. Older checkpoints are deleted, unless ``keep_every`` keeps them."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Number of batches between checkpoints that are never deleted: a checkpoint is saved at each multiple of this
-    number of batches. None: no such checkpoints."""
+    """Number of batches between checkpoints that are never deleted: a checkpoint is saved by the train step that
+    reaches each multiple of this number of batches. None: no such checkpoints."""
     async_save: bool = True
     """Write checkpoints while training continues: training waits only until weights and optimizer state are copied to
     host memory. The copy's memory is reused for the next checkpoint. ``false``: training waits until the checkpoint is
@@ -404,8 +407,8 @@ class MonitorConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to the log files."""
     samples_per_step: int = Field(default=16, ge=0)
-    """Number of experiences of each train step that are kept in the run's folder ``samples``, as whole groups, so that
-    ``trinity-mq dash`` can show them without the broker. 0: none."""
+    """Approximate number of experiences of each batch that are kept in the run's folder ``samples`` when the batch was
+    trained on, as whole groups, so that ``trinity-mq dash`` can show them without the broker. 0: none."""
     samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Maximum bytes of all kept samples. The oldest samples are deleted first."""
     eval_answers_max_bytes: int = Field(default=32 * 1024**2, ge=0)

@@ -252,7 +252,7 @@ class Likelihood(Piece):
 
 class Distill(Piece):
     """``-sg[log teacher - log pi] pi / mu``: reverse KL to a teacher, with the live policy's logprob in the signal.
-    Tokens whose probability fell by more than ``bound`` since they were sampled are left out.
+    This term is 0 for tokens whose probability fell by more than ``bound`` since they were sampled.
     """
 
     kind: Literal["distill"] = "distill"
@@ -260,7 +260,7 @@ class Distill(Piece):
     bound: float = Field(default=0.2, gt=0, le=1)
     """Maximum fall of a probability."""
     square: float = Field(default=0.001, ge=0)
-    """Weight of the term ``log(pi / mu)^2``."""
+    """Weight of the additional term ``log(pi / mu)^2``, on all tokens."""
 
 
 class Pair(Piece):
@@ -543,8 +543,9 @@ class Schedule(Section):
 
 Anchor = Literal["mu", "old", "loglinear", "linear"]
 """The divisor of the ratio, as logprobs: ``mu``, the sampler's; ``old``, computed with the policy at the start of the
-train step by a forward pass; or an interpolation between the two by the age of the token, without a forward pass:
-``loglinear`` of the logprobs (arXiv 2512.06547), ``linear`` of the probabilities."""
+train step by a further forward pass; or an interpolation between the sampler and the trained policy by the age of the
+token, without a further forward pass: ``loglinear`` of the logprobs (arXiv 2512.06547), ``linear`` of the
+probabilities."""
 BY_AGE = frozenset({"loglinear", "linear"})
 """Anchors that need the age of each token."""
 
@@ -570,8 +571,9 @@ class LossConfig(Section):
 
     anchor: Anchor = "mu"
     """Logprobs by which the ratio divides. ``mu``: the sampler's. ``old``: the policy's at the start of the train step.
-    ``loglinear``: an interpolation between the two by the token's age, without a forward pass. ``linear``: the same
-    interpolation of probabilities instead of logprobs, so that the anchor of a token that became likely is higher."""
+    ``loglinear``: an interpolation between the sampler's and the trained policy's by the token's age, without a further
+    forward pass. ``linear``: the same interpolation of probabilities instead of logprobs, so that the anchor of a token
+    that became likely is higher."""
     ratio: Ratio = Field(default_factory=TokenRatio)
     """Ratio between policy and anchor."""
     surrogate: Surrogate = Field(default_factory=Clip)
