@@ -218,7 +218,8 @@ class RunnerConfig(Section):
     """Place where synchronous workflows run. ``thread``: in the runner. A workflow that never returns is abandoned, and
     its thread continues; with more than 16 such threads the runner requeues its slices and restarts. ``process``: in
     one process for each slice, which is killed when its time is over. An asynchronous workflow that blocks the event
-    loop for 30 seconds ends the process of the runner."""
+    loop for 30 seconds ends the process of the runner. A slice with an earlier delivery that failed or was lost always
+    runs in a process of its own."""
     recycle_after: int | None = Field(default=None, ge=1)
     """Number of slices after which a runner restarts, so that memory leaks of workflows do not add up. None: never."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -22,9 +22,8 @@ class ReplayConfig(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the replayed groups among all groups of a train step in which no fresh group is missing. Their number is
-    the same in every step and is added to the fresh groups; it is smaller if fewer groups are available. 0: no replay.
-    """
+    """Share of the replayed groups among all groups of a train step without missing fresh groups. Their number is the
+    same in every step and is added to the fresh groups; it is smaller if fewer groups are available. 0: no replay."""
     decay: float = Field(default=2.0, ge=0)
     """Number of train steps by which each use ages a group in the order of priority."""
     sigma: float = Field(default=0.0, ge=0)

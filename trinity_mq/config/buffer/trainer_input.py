@@ -135,8 +135,8 @@ class TrainerInputConfig(Section):
     ``schema_type`` ``sft`` or with records of your own. The algorithm imitates them: ``mix``, ``mix_chord``, or any
     algorithm with a weight for ``ce``."""
     expert_data_ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Share of the expert answers among all experiences of a train step in which no rollout is missing. Their number is
-    the same in every step and is added to the rollouts."""
+    """Share of the expert answers among all experiences of a train step without missing rollouts. Their number is the
+    same in every step and is added to the rollouts."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """Modes ``both`` and ``serve``: groups of earlier train steps that are added to the fresh groups."""

@@ -81,7 +81,7 @@ def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
     action mask of a merged experience covers the sampled tokens; tokens between the turns are masked and have logprob
     0. ``info["turns"]`` is the number of turns. The id comes from the first turn; response text, reward, info and
     metrics come from the last turn. Experiences of other types, and placeholders for prompts that are too long, are
-    returned as they are.
+    returned unchanged.
     """
     rows: list[list[Experience]] = []
     ends: TokenPrefixes[int] = TokenPrefixes()
