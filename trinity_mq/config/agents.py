@@ -304,8 +304,8 @@ class TrainerConfig(Section):
     reaches each multiple of this number of batches. None: no such checkpoints."""
     async_save: bool = True
     """Write checkpoints while training continues: training waits only until weights and optimizer state are copied to
-    host memory. The copy's memory is reused for the next checkpoint. ``false``: training waits until the checkpoint is
-    written."""
+    host memory. The copy's memory is reused for the next checkpoint. ``false``, and ``synchronizer.colocated`` with
+    ``export: every`` or ``model.lora``: training waits until the checkpoint is written."""
     export: Literal["every", "last"] = "every"
     """Places to which the model is written in the format of ``transformers``. ``every``: as ``model/`` in every
     checkpoint and as ``final/`` at the end. ``last``: only as ``final/``, which saves a quarter of a checkpoint's
@@ -324,8 +324,8 @@ class TrainerConfig(Section):
     share_prefixes: bool = True
     """Compute a common prefix of several sequences in a pass, such as the prompt of a group of answers, only once if
     that saves at least a tenth of the positions. It applies to padded rows in a single process without gradient
-    checkpointing, and to models in which every layer attends to all earlier tokens. The results are equal up to
-    rounding."""
+    checkpointing and ``model.router_replay``, if every layer of the model attends to all earlier tokens. The results
+    are equal up to rounding."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Keep only the input of each layer for the backward pass, which recomputes the rest of the layer: less memory,
     about a third more time. ``auto``: on a GPU if the model supports it, not on a CPU."""
