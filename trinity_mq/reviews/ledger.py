@@ -64,8 +64,8 @@ class ReviewLedger:
         return self._open.get(request) or self._closed.get(request)
 
     def closing(self, request: str) -> ReviewClosed | None:
-        """Return the closed event of a request, even if the request itself has not been read. Return None if the
-        request is still open.
+        """Return the closed event of a request, even if the request itself has not been read. Return None if no closed
+        event is known for the request.
         """
         review = self.get(request)
         return self._orphans.get(request) if review is None else review.closed
@@ -82,7 +82,7 @@ class ReviewLedger:
         return [review for review in self._open.values() if review.is_pending]
 
     def apply(self, event: ReviewEvent, message_id: str) -> EventEffect:
-        """Apply the next event of the stream.
+        """Apply the next event of the stream; return its effect.
 
         Args:
             event: The event.

@@ -100,7 +100,7 @@ class RewardFn(Protocol):
 
 
 class RewardError(ValueError):
-    """A reward function cannot be called, or returned no parts."""
+    """A reward function cannot be called, cannot judge this task, or did not return its parts as numbers."""
 
 
 def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
@@ -269,7 +269,8 @@ def parts_of(
         optional: Values of RESPONSE_EXTRAS.
 
     Raises:
-        RewardError: ``reward_fn`` cannot be called as a reward function, or did not return numbers by name.
+        RewardError: ``reward_fn`` cannot be called as a reward function, judges conversations, or did not return
+            numbers by name.
     """
     optional |= {"tokens": tokens, "record": record, "prompt_end": prompt_end}
     return _bound(reward_fn)(response, truth, finished=finished, **optional)

@@ -105,7 +105,9 @@ class FakeChannel:
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
     async def catch_up_source(self) -> Any:
-        """Return the last committed version, or None if ``can_pull`` was False."""
+        """Return the last committed version with its description and its manifest. Return None before the first commit,
+        or if ``can_pull`` was False at the last commit.
+        """
         return self.kept
 
     async def close(self) -> None:
@@ -164,10 +166,12 @@ class FakeLearner:
 
 @dataclass
 class FakeRunner:
-    """Runs task slices from a bus: after ``seconds``, ``make`` creates one experience for each run.
+    """Runs task slices from a bus: after ``seconds``, and once ``version`` is not None, ``make`` creates one experience
+    for each run, if the slice wants experiences. Then it publishes the result.
 
-    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``. ``name``
-    is the runner's id in the results. ``done`` receives each executed slice; pass ``deque(maxlen=0)`` for a long run.
+    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"failed"`` (failed, with a message) or another text
+    (failed, without a message). A failed slice has no runs and no experiences. ``name`` is the runner's id in the
+    results. ``done`` receives each executed slice; pass ``deque(maxlen=0)`` for a long run of the system.
     """
 
     bus: Bus
@@ -242,7 +246,9 @@ def small_experience(task_slice: TaskSlice, run: int, version: Version) -> Exper
 
 
 class FakeRunnerAgent(Agent):
-    """Sends a runner's heartbeats for a :class:`FakeRunner`, so that timeouts see a living runner."""
+    """A runner agent whose work is the coroutine of ``work``, such as :meth:`FakeRunner.run`. Its heartbeats show
+    timeouts a living runner.
+    """
 
     role = "runner"
 
