@@ -49,7 +49,7 @@ def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrappe
     """Set ``teacher_logprobs`` ``[response]`` of each experience, and its metric ``kl_divergence``.
 
     The teacher's logits are divided by the experience's temperature, like the student's logits. An experience whose
-    prompt was cut gets zeros: none of its tokens are trained on.
+    prompt was cut gets zeros and no metric: none of its tokens are trained on.
 
     Raises:
         AuxiliaryError: The teacher cannot be reached, or its answer does not fit the tokens.
@@ -118,7 +118,8 @@ ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
 class DistillWorkflow(SimpleWorkflow):
     """One request for all runs of a single-turn task; the teacher scores each response token by token.
 
-    The reward is the rule reward of the task, if it has one, minus ``kl_reward`` times the estimated divergence.
+    The reward is the rule reward, or 0 for a task with neither a reward function nor a ground truth, minus
+    ``kl_reward`` times the estimated divergence of the whole response.
     """
 
     arguments_kind: ClassVar[type[DistillationArguments]] = DistillationArguments

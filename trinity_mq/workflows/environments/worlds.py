@@ -193,8 +193,8 @@ def refused_purchase(action: str, search_bar: bool, clickables: Sequence[str]) -
 
 
 def split_purchase(action: str) -> tuple[str, str]:
-    """Return the name and the argument, in small letters, of an action ``name[argument]``. The argument is "" if the
-    first line does not have this form.
+    """Return the name of an action ``name[argument]``, and its argument in small letters. Return the whole action and
+    "" if its first line does not have this form.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
