@@ -83,7 +83,7 @@ class RewardDefault(BaseModel):
 
 
 class HumanReview(ExperienceOperatorV1):
-    """Lets people judge selected runs: they keep a run, drop it, or give it another reward.
+    """Lets people judge selected runs of tasks: they keep a run, drop it, or give it another reward.
 
     The questions of a batch are asked at once and have one deadline. The batch waits for all answers, at most
     ``seconds``. During this time the operator process does not process another batch.
@@ -163,7 +163,7 @@ class HumanReview(ExperienceOperatorV1):
 
 
 def _uniform_hash(seed: int, uid: str) -> float:
-    """Return a number in [0, 1) that is a hash of an id."""
+    """Return a number in [0, 1) that is a hash of a seed and an id."""
     digest = hashlib.sha256(f"{seed}\n{uid}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

@@ -87,7 +87,7 @@ class FakeEngine:
 
 
 class FakeChannel:
-    """A broadcast that takes time and moves no data."""
+    """A weight channel whose broadcast takes time and moves no data."""
 
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds

@@ -116,7 +116,7 @@ ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
 
 
 class DistillWorkflow(SimpleWorkflow):
-    """One request for all runs of a single-turn task; the teacher scores each response token by token.
+    """Makes one request for all runs of a slice of a single-turn task; the teacher scores each response token by token.
 
     The reward is the rule reward, or 0 for a task with neither a reward function nor a ground truth, minus
     ``kl_reward`` times the estimated divergence of the whole response.

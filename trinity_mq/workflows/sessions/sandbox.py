@@ -61,7 +61,7 @@ def interpreter() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an agent ended."""
+    """Exit code and last output of an agent."""
 
     code: int | None
     """Exit code. None: the agent was killed at its time limit."""

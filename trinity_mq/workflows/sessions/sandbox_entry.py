@@ -38,7 +38,7 @@ async def main(settings: dict[str, Any]) -> int:
 
 
 async def _pass_on(socket: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Connect an accepted connection to the gateway until one of both ends closes."""
+    """Connect an accepted connection to the gateway until either end closes."""
     with contextlib.suppress(OSError):  # a connection that breaks ends; the agent and the gateway see that
         gateway_reader, gateway_writer = await asyncio.open_unix_connection(socket)
         await asyncio.gather(_copy(reader, gateway_writer), _copy(gateway_reader, writer))
