@@ -45,7 +45,7 @@ class ExperienceOperatorV1(ABC):
     asks_people: ClassVar[bool] = False
     """Whether the operator needs :attr:`reviews`. The operator agent then follows the run's stream of reviews."""
     reviews: Reviews | None = None
-    """Asks people about runs of the current batch. None outside an operator agent, or if :attr:`asks_people` is False."""
+    """Asks people about runs of the current batch. None outside an operator agent, or if ``asks_people`` is False."""
 
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
         """Prepare the operator before its first batch."""
