@@ -22,9 +22,9 @@ from trinity_mq.reviews.base import Answer, Decision, Question
 LONGEST_TEXT = 20_000
 """Maximum characters of a prompt or a response that are shown. A longer text is shown by its beginning and end."""
 MOST_CALLS = 50
-"""Maximum steps of a run that are shown: the last steps."""
+"""Maximum steps of the reviewed run that are shown: the last steps."""
 MOST_PARTS = 50
-"""Maximum metrics of a run that are shown."""
+"""Maximum metrics of the reviewed run that are shown."""
 NO_TEXT = "(no text was recorded)"
 
 

@@ -1,4 +1,4 @@
-"""Derives the reviews of a run from the events on their stream: a pure function of the order of the events.
+"""Derives the reviews of a run of the system from the events on their stream: a pure function of the events in order.
 
 Operators, the command line and the dashboard read the same stream and derive the same reviews. The first request with
 an id opens the review, and its deadline counts. The first verdict on a review is recorded. The first ``review_closed``
@@ -35,7 +35,7 @@ ReviewEvent = ReviewRequest | ReviewVerdict | ReviewClosed
 
 @dataclass(slots=True)
 class Review:
-    """A request and its current state."""
+    """A request for a review, the first verdict on it and the event that closed it."""
 
     request: ReviewRequest
     verdict: ReviewVerdict | None = None

@@ -38,7 +38,7 @@ class NoReviews(QueueGone):
 
 
 class ReviewStream(EventLog):
-    """Follows the reviews of a run.
+    """Follows the reviews of a run of the system.
 
     Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Inside the block, :attr:`ledger` is up
     to date after each :attr:`changed`, and :meth:`send` sends verdicts.

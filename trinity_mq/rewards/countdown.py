@@ -84,7 +84,7 @@ def parse_game(truth: str | None) -> tuple[float, list[int]]:
     """Return target and numbers of a game.
 
     Raises:
-        ValueError: ``truth`` is not JSON with both.
+        ValueError: ``truth`` is not JSON with ``target`` and ``numbers``.
     """
     try:
         game = json.loads(truth or "")

@@ -57,7 +57,7 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
             "reward_fn": reward or None,
             **{field: _arguments(field, getattr(task, field), *rule) for field, rule in rules.items()},
             "record_args": list(outsiders.record_args),
-            "index": {},  # the position of a record in a taskset, which also names metrics
+            "index": {},  # only a record of a taskset has a position in it
         }
     )
 

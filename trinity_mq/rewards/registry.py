@@ -171,7 +171,7 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
         if not {"response", "truth"}.issubset(names):
             raise
         signature.bind(**dict.fromkeys((*names, *extras)))
-    # another function that takes any name may pass its names on to a function of ours
+    # a function that takes any name may pass the names on to a function that has them
     if takes_any_name and (names or not extras.isdisjoint(RESPONSE_EXTRAS)):
         extras |= RESPONSE_EXTRAS
     return extras, names

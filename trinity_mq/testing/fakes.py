@@ -183,7 +183,7 @@ class FakeRunner:
     name: str = "runner-0"
     make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: small_experience)
     answer: Callable[[TaskSlice], str] = lambda task_slice: ""
-    """Returns the answer of each run of an evaluation's slice."""
+    """Returns the answer that all runs of an evaluation's slice have."""
 
     async def run(self) -> None:
         """Consume task slices until cancelled."""
@@ -233,7 +233,7 @@ class FakeRunner:
 
 
 def small_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
-    """Return a small experience of a run; its reward differs between runs."""
+    """Return a small experience of a run, with reward 0 for an even run number and 1 for an odd run number."""
     return Experience(
         eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
         tokens=torch.tensor([3, 4, 5, 1], dtype=torch.int32),

@@ -208,7 +208,9 @@ class SearchArguments(ReActArguments):
     """Arguments of :class:`AgentScopeV1ReactSearchWorkflow`."""
 
     search_client_type: Literal["searxng", "tavily"] = "searxng"
-    """The search: a SearXNG at ``SEARXNG_URL``, or Tavily with the key ``TAVILY_API_KEY``; both in ``runner.env``."""
+    """The search: a SearXNG at the address ``SEARXNG_URL``, or Tavily with the key ``TAVILY_API_KEY``. Set the variable
+    in ``runner.env``.
+    """
     max_model_tokens: int = Field(default=24000, ge=1)
     """Experiences with more tokens are left out. If all have more, the first remains."""
 

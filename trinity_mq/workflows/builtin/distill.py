@@ -111,7 +111,7 @@ def kl_estimate(experience: Experience) -> float:
 
 
 ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
-"""Sampling parameters of a minimal request. The explicit seed keeps it from using up a seed of the run's own sequence.
+"""Sampling parameters of a minimal request. Because of its own seed it does not use up a seed of the run's sequence.
 """
 
 
@@ -134,7 +134,7 @@ class DistillWorkflow(SimpleWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
         responses = self._numbered_responses(await self._scored_responses())
-        if self.task.reward_fn is not None or self.truth is not None:  # else trained on the teacher alone
+        if self.task.reward_fn is not None or self.truth is not None:  # otherwise only the teacher trains
             await self._with_rewards(responses)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())

@@ -136,6 +136,6 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
 
 
 class AsyncToolAgentWorkflow(ToolAgentWorkflow):
-    """:class:`ToolAgentWorkflow` on the event loop; functions may be asynchronous, others run in threads."""
+    """:class:`ToolAgentWorkflow` on the event loop; synchronous functions run in threads."""
 
     is_async = True

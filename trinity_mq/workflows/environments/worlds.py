@@ -142,8 +142,8 @@ class WebShopArguments(ChildArguments):
 
 
 class WebShopWorkflow(ChildWorkflow):
-    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the reward; without a
-    purchase the reward is -0.1.
+    """A purchase in WebShop. The record's prompt is the number of WebShop's session. The purchase gives the reward;
+    without a purchase the reward is -0.1.
     """
 
     arguments_kind = WebShopArguments

@@ -39,8 +39,8 @@ class EpisodeArguments(Arguments):
     memory: bool = True
     """True: each step sees the whole conversation. False: each step sees only the current state."""
     merge_turns: bool = True
-    """Merge steps whose prompt begins with exactly the tokens of the steps before into one experience. The same tokens
-    are trained on, and the shared prefix is processed once.
+    """With ``memory``: merge steps into one experience where the prompt of a step begins with exactly the tokens of the
+    steps before it. The same tokens are trained on, and the shared prefix is processed once.
     """
     terse: bool = False
     """Show only the game, without instructions and comments, as very small models need it."""

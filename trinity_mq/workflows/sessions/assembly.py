@@ -213,9 +213,9 @@ def _followers(answers: Sequence[_Answer]) -> dict[str, list[_Answer]]:
     """Return the answers of the call that follows each tree, by the id of the tree's first call.
 
     Such a call began after the last answer of the tree. It is the first call that continues an answer from before the
-    tree: the caller of a sub-agent, which waited for it. Without such a call it is the first call that begins another
-    tree, such as the call after a compaction or a prefix break. Trees that run at the same time do not follow each
-    other.
+    tree, such as the call of an agent that waited for its sub-agent. Without such a call it is the first call that
+    begins another tree, such as the call after a compaction or a prefix break. Trees that run at the same time do not
+    follow each other.
     """
     calls: dict[int, list[_Answer]] = {}
     for answer in answers:
