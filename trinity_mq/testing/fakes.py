@@ -27,7 +27,7 @@ ENGINE_RETRY = 0.01
 
 
 class FakeEngine:
-    """An engine that accepts any weights and records every version that it served."""
+    """A fake engine that accepts any weights and records every version that it served."""
 
     def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
         self.snapshot = EngineSnapshot(engine_id, alive=True, state="empty", url="http://127.0.0.1:9", name="fake")
@@ -122,7 +122,7 @@ class FakeChannel:
 
 
 class FakeLearner:
-    """A learner that counts its steps."""
+    """A fake learner that records the numbers of its training steps."""
 
     def __init__(self, step_seconds: float = 1.0) -> None:
         self.step_seconds = step_seconds

@@ -68,7 +68,7 @@ class MailQuestion(BaseModel):
     """Ids of the mails with the answer."""
     inbox_address: str
     query_date: str
-    """``YYYY-MM-DD``."""
+    """Date of the question, ``YYYY-MM-DD``."""
 
     @field_validator("query_date", mode="before")
     @classmethod

@@ -157,7 +157,7 @@ class JudgedArguments(Arguments):
 
 
 class _JudgedWorkflow(SimpleWorkflow):
-    """A workflow that asks an auxiliary model about its answers."""
+    """A workflow that asks an auxiliary model about the answers of the policy."""
 
     arguments_kind: ClassVar[type[JudgedArguments]] = JudgedArguments
     _judge_sampling: ClassVar[dict[str, Any]] = {}

@@ -214,7 +214,7 @@ class InterCodeArguments(ChildArguments):
     max_env_steps: int = Field(default=10, ge=1, le=1000)
     """Maximum answers of the model in one run."""
     auto_submit: bool = True
-    """Submit the last result if the model has not done so."""
+    """Submit the last result at the limit of steps if the model has not done so."""
     verbose: bool = False
     """Has no effect: prints of the environment are never shown."""
 
