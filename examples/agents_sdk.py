@@ -1,5 +1,5 @@
-"""An agent written with the OpenAI Agents SDK (``pip install openai-agents``), trained as it is: the SDK is handed the
-recorded client, and what the model sampled during a run becomes the run's experiences.
+"""An agent of the OpenAI Agents SDK (``pip install openai-agents``), trained without a change: it gets the recorded
+client, and the answers that the model samples during a run become the experiences of the run.
 """
 
 from agents import Agent, AgentsException, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
@@ -39,10 +39,10 @@ class CalculatorAgent(AsyncRewardPropagationWorkflow):
                 agent,
                 self.task.task_desc or "",
                 max_turns=MAX_TURNS,
-                run_config=RunConfig(tracing_disabled=True),  # else it reports each run to the SDK's maker
+                run_config=RunConfig(tracing_disabled=True),  # otherwise the SDK sends a record of each run to OpenAI
             )
             self.answer = str(result.final_output)
-        except AgentsException:  # too many turns, or a call of a tool that does not exist: the model's doing
+        except AgentsException:  # a mistake of the model: too many turns, or a call of a tool that does not exist
             self.answer = ""
         return False
 

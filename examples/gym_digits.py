@@ -1,4 +1,4 @@
-"""An environment of Gymnasium whose observations and actions are text: digits are to be taken, the largest first."""
+"""A Gymnasium environment with observations and actions as text: take the digits of a row, the largest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gymnasium.spaces import Text
 class LargestFirst(gymnasium.Env[str, str]):
     """A row of different digits such as ``3,7,2=``. The action is one of them; it leaves the row if it is the largest.
 
-    A wrong digit ends the episode. Each right one is worth an equal share of 1.
+    A wrong digit ends the episode. Each right digit has the reward 1 divided by ``digits``.
 
     Args:
         digits: Digits in the row at the beginning, from 2 to 9.
@@ -31,7 +31,7 @@ class LargestFirst(gymnasium.Env[str, str]):
         return self._shown(), {"success": False}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take a digit away."""
+        """Take ``action`` from the row if it is the largest digit; otherwise end the episode."""
         is_right = int(action) == max(self.row)
         if is_right:
             self.row.remove(max(self.row))

@@ -1,8 +1,8 @@
-"""An operator with a model: a judge reads question and answer, and its score becomes part of the reward.
+"""An operator with a model: a judge reads question and answer, and its score is added to the reward.
 
-The judge is an entry of ``explorer.auxiliary_models``; llm-judge.yaml names both. What a judge says is read as any text
-from outside: an answer without a score in it changes nothing and is counted. A judge that cannot be asked fails the
-batch, which is tried again, and at last parked for ``trinity-mq dead replay``.
+The judge is an entry of ``explorer.auxiliary_models``; llm-judge.yaml names both. The text of a judge is not trusted:
+an answer without a score in it leaves the reward unchanged and is counted. If a judge cannot be asked, the batch fails
+and is retried. After the last attempt it is a dead letter, which ``trinity-mq dead replay`` sends again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ INSTRUCTIONS = (
     "you. Reply with one line: Score: N, where N is a whole number from 0 (useless) to 10 (could not be better)."
 )
 LONGEST = 8000
-"""Characters of question and answer each that the judge is shown."""
+"""Maximum characters of the question, and of the answer, that the judge sees."""
 VERDICT = re.compile(r"score\s{0,3}[:=]\s{0,3}(\d{1,3})(?!\d|\.\d)", re.IGNORECASE)
 
 
 class LlmJudge(ExperienceOperatorV1):
-    """Adds ``weight`` times the judge's score (0 to 1) to the reward, and notes it as metric ``judge_score``.
+    """Adds ``weight`` times the judge's score (0 to 1) to the reward, and records the score as metric ``judge_score``.
 
     Args:
         model: Name of the judge in ``explorer.auxiliary_models``.
-        weight: What the best score is worth.
-        concurrency: Questions to the judge at a time.
-        max_tokens: Of the judge's answer.
+        weight: Reward of the best score.
+        concurrency: Maximum number of concurrent requests to the judge.
+        max_tokens: Maximum tokens of the judge's answer.
     """
 
     def __init__(self, model: str = "judge", weight: float = 1.0, concurrency: int = 16, max_tokens: int = 64) -> None:
@@ -39,13 +39,17 @@ class LlmJudge(ExperienceOperatorV1):
         self._free = asyncio.Semaphore(concurrency)
 
     async def prepare(self) -> None:
-        """See that there is a judge."""
+        """Check that the judge exists.
+
+        Raises:
+            ValueError: ``explorer.auxiliary_models`` does not have this model.
+        """
         if not self.auxiliary_models.get(self.model):
             known = ", ".join(map(str, self.auxiliary_models)) or "there are none"
             raise ValueError(f"the judge {self.model!r} is no model of explorer.auxiliary_models: {known}")
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """Return all experiences, and how the judge did."""
+        """Return all experiences, the numbers of judged and of other experiences, and the mean score."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._score(number, exp)) for number, exp in enumerate(exps)]
         scores = [task.result() for task in tasks]
@@ -61,7 +65,7 @@ class LlmJudge(ExperienceOperatorV1):
         }
 
     async def _score(self, number: int, exp: Experience) -> float | None:
-        """Return the judge's score of one experience, None if it gave none."""
+        """Return the judge's score of an experience. Return None if the judge gave no score."""
         clients = self.auxiliary_models[self.model]
         question, answer = ((text or "")[:LONGEST] for text in (exp.prompt_text, exp.response_text))
         async with self._free:
@@ -78,6 +82,8 @@ class LlmJudge(ExperienceOperatorV1):
 
 
 def score_in(text: str | None) -> float | None:
-    """Return the last score in a judge's answer, from 0 to 1; None if there is none or it is over 10."""
+    """Return the last score in a judge's answer, divided by 10. Return None if the answer has no score, or if the last
+    score is over 10.
+    """
     found = VERDICT.findall((text or "")[-1000:])
     return int(found[-1]) / 10 if found and int(found[-1]) <= 10 else None

@@ -1,10 +1,10 @@
-"""Publish a task to a running trinity-mq and wait for its outcome, with nothing but an AMQP client.
+"""Publish a task to a running trinity-mq and wait for its outcome. Only an AMQP client is needed.
 
     trinity-mq run examples/arithmetic.yaml            # in one terminal
     python examples/submit_task.py --broker "$(cat runs/arithmetic/broker.url)" --run arithmetic
 
 Any language with an AMQP 0-9-1 client can do the same: a JSON body to the exchange tmq.<run>.tasks under the key
-"submit", and a queue of one's own in reply_to.
+"submit", with the name of your own queue in reply_to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import aio_pika
 async def submit(broker: str, run: str, question: str, answer: str, seconds: float) -> dict[str, object]:
     """Return the outcome of one task."""
     async with await aio_pika.connect(broker) as connection:
-        # returned messages raise: no queue took it
+        # a message that reaches no queue is returned, and raises an error here
         channel = await connection.channel(on_return_raises=True)
         replies = await channel.declare_queue(exclusive=True)
         tasks = await channel.get_exchange(f"tmq.{run}.tasks", ensure=False)
@@ -30,7 +30,7 @@ async def submit(broker: str, run: str, question: str, answer: str, seconds: flo
         message = aio_pika.Message(
             json.dumps(body).encode(),
             content_type="application/json",
-            message_id=submission,  # the same id again is not done again
+            message_id=submission,  # a second message with this id is not executed
             correlation_id=submission,
             reply_to=replies.name,
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
@@ -47,7 +47,7 @@ async def submit(broker: str, run: str, question: str, answer: str, seconds: flo
 
 
 def decode(message: aio_pika.abc.AbstractIncomingMessage) -> dict[str, object]:
-    """Return the body of an outcome: a map, in msgpack unless it says JSON."""
+    """Return the body of an outcome, a map: in JSON if its content type says so, else in msgpack."""
     if message.content_type == "application/json":
         found: dict[str, object] = json.loads(message.body)
         return found

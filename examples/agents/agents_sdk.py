@@ -1,4 +1,4 @@
-"""An agent of the OpenAI Agents SDK that is trained through the gateway: it is handed a client, and that is all.
+"""An agent of the OpenAI Agents SDK, trained through the gateway. The only change to it is the client that it gets.
 
 trinity-mq serve examples/serve.yaml
 pip install openai-agents && python examples/agents/agents_sdk.py --sessions 4000
@@ -19,7 +19,7 @@ AT_ONCE = 48
 
 
 async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.Random) -> float:
-    """Run the agent in a session of its own and return what its answer was worth."""
+    """Run the agent in its own session; return the reward of its answer."""
     digits = [str(draw.randrange(10)) for _ in range(3)]
     question, right = f"{','.join(digits)}=", max(digits)
     made = (await gateway.post("/sessions", json={})).raise_for_status().json()
@@ -27,7 +27,7 @@ async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.
     agent = Agent(name="largest digit", model=OpenAIResponsesModel(model="any", openai_client=client))
     try:
         said = str((await Runner.run(agent, question)).final_output)
-    except ModelBehaviorError:  # the SDK's word for an answer that was cut off at its limit
+    except ModelBehaviorError:  # raised by the SDK for an answer that was cut at its limit
         said = ""
     worth = 1.0 if said == right else 0.4 * said.startswith(right) + 0.1 * (len(said) == 1)
     (await gateway.post(f"/s/{made['id']}/end", json={"reward": worth})).raise_for_status()
@@ -35,8 +35,8 @@ async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.
 
 
 async def main(url: str, sessions: int) -> None:
-    """Run sessions, some at a time, and print how their reward goes."""
-    set_tracing_disabled(True)  # it would send what it did to OpenAI
+    """Run sessions, ``AT_ONCE`` at a time. Print the mean reward of each 500 sessions."""
+    set_tracing_disabled(True)  # otherwise the SDK sends a record of each run to OpenAI
     draw, rewards, left = random.Random(0), list[float](), iter(range(sessions))
     async with httpx.AsyncClient(base_url=url, timeout=120) as gateway, AsyncOpenAI(api_key="of-the-session") as openai:
 

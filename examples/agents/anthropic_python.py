@@ -1,4 +1,4 @@
-"""An agent that is trained through the gateway: Anthropic's client as it is.
+"""An agent that uses Anthropic's client without a change and is trained through the gateway.
 
 trinity-mq serve examples/serve.yaml
 pip install anthropic && python examples/agents/anthropic_python.py --sessions 4000
@@ -17,7 +17,7 @@ AT_ONCE = 48
 
 
 async def session(gateway: httpx.AsyncClient, anthropic: AsyncAnthropic, draw: random.Random) -> float:
-    """Ask one question in a session of its own and return what the answer was worth."""
+    """Ask one question in its own session; return the reward of the answer."""
     digits = [str(draw.randrange(10)) for _ in range(3)]
     question, right = f"{','.join(digits)}=", max(digits)
     made = (await gateway.post("/sessions", json={})).raise_for_status().json()
@@ -31,7 +31,7 @@ async def session(gateway: httpx.AsyncClient, anthropic: AsyncAnthropic, draw: r
 
 
 async def main(url: str, sessions: int) -> None:
-    """Run sessions, some at a time, and print how their reward goes."""
+    """Run sessions, ``AT_ONCE`` at a time. Print the mean reward of each 500 sessions."""
     draw, rewards, left = random.Random(0), list[float](), iter(range(sessions))
     async with (
         httpx.AsyncClient(base_url=url, timeout=120) as gateway,

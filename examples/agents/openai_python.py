@@ -1,4 +1,4 @@
-"""An agent that is trained through the gateway: the OpenAI client as it is, and a request that says what it was worth.
+"""An agent that uses the OpenAI client without a change, trained through the gateway. Another request sends the reward.
 
 trinity-mq serve examples/serve.yaml
 python examples/agents/openai_python.py --sessions 4000
@@ -17,7 +17,7 @@ AT_ONCE = 48
 
 
 async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.Random) -> float:
-    """Ask one question in a session of its own and return what the answer was worth."""
+    """Ask one question in its own session; return the reward of the answer."""
     digits = [str(draw.randrange(10)) for _ in range(3)]
     question, right = f"{','.join(digits)}=", max(digits)
     made = (await gateway.post("/sessions", json={"labels": {"agent": "example"}})).raise_for_status().json()
@@ -31,7 +31,7 @@ async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.
 
 
 async def main(url: str, key: str, sessions: int) -> None:
-    """Run sessions, some at a time, and print how their reward goes."""
+    """Run sessions, ``AT_ONCE`` at a time. Print the mean reward of each 500 sessions."""
     draw, rewards, left = random.Random(0), list[float](), iter(range(sessions))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with (

@@ -1,4 +1,4 @@
-"""An environment of `verifiers`: an even digit is asked for. It is imported in the environment's own Python only."""
+"""An environment of `verifiers` that asks for an even digit. It is imported only in the Python of the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 
 class Even(vf.Task[vf.TaskData]):
-    """Asks, and scores the answer."""
+    """A task that scores whether the answer begins with an even digit."""
 
     @vf.reward
     async def even(self, trace: vf.Trace) -> float:

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 import agents
 
 API = {"responses": agents.OpenAIResponsesModel, "chat_completions": agents.OpenAIChatCompletionsModel}[sys.argv[1]]
-SETTINGS = agents.RunConfig(tracing_disabled=True)  # otherwise the SDK reports each run to its maker
+SETTINGS = agents.RunConfig(tracing_disabled=True)  # otherwise the SDK sends a record of each run to OpenAI
 
 
 @agents.function_tool

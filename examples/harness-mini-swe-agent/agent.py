@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-# otherwise: a greeting, the user's own configuration, a download of prices, ten tries with long pauses
+# otherwise it prints a greeting, reads the user's configuration, downloads prices and retries with long pauses
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir()}
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2"}
 

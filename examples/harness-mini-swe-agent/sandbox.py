@@ -39,7 +39,7 @@ WRAP = [
     *("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp", "--size", str(TEMPORARY_BYTES), "--tmpfs", "/dev/shm"),
 ]
 READ_ONLY = ("--remount-ro", "/dev", "--remount-ro", "/")
-"""The root and /dev are in memory, too, without a limit of their size."""
+"""Arguments that make the root and /dev read-only: both are also in memory, and their size is not limited."""
 
 
 def root_folders() -> list[str]:

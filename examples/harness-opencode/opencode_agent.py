@@ -14,7 +14,7 @@ class OpenCode(SandboxedAgentWorkflow):
     def files(self, session: LocalSession) -> Mapping[str, str]:
         name = self.model.model_name
         provider = {
-            "npm": "@ai-sdk/openai-compatible",  # part of OpenCode: nothing is installed
+            "npm": "@ai-sdk/openai-compatible",  # OpenCode contains this package
             "options": {"baseURL": session.base_url, "apiKey": "{env:OPENAI_API_KEY}"},
             "models": {name: {"limit": {"context": 32768, "output": 4096}}},
         }

@@ -11,7 +11,7 @@ from trinity_mq.workflows import AsyncRewardPropagationWorkflow
 
 
 def price(item: str, prices: dict[str, int]) -> str:
-    """The tool: return the price of an item, or ``?`` if there is no such item."""
+    """Return the price of an item, or ``?`` if the item does not exist. This function is the tool."""
     return str(prices.get(item, "?"))
 
 
@@ -34,7 +34,7 @@ class MyAgent(AsyncRewardPropagationWorkflow):
     stop_on_truncation = False  # max_response_tokens cuts each answer after its one letter or digit
 
     async def step_async(self, step_num: int) -> bool:
-        """One request to the model. Return whether another one follows."""
+        """Make one request to the model; return whether another request follows."""
         if step_num == 0:
             self.calls: list[str] = []
             self.answer = ""
@@ -51,7 +51,7 @@ class MyAgent(AsyncRewardPropagationWorkflow):
         return True
 
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Judge the run. ``exps`` are the requests of the run with their tokens."""
+        """Return the reward of the run. ``exps`` are the answers of the run with their tokens."""
         record = self.task.raw_task
         value = reward(self.calls, self.answer, record["question"], record["answer"])
         for experience in exps:

@@ -48,7 +48,8 @@ class RolloutModelConfig(Section):
     """CPU threads of torch on each device of an engine. ``auto``: an equal share of the cores, which the trainer's
     processes and all engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
-    """Maximum number of sequences generated at once. Further requests wait for the next static batch."""
+    """Maximum number of sequences that an engine generates at once. Further requests wait: with ``transformers`` for
+    the next static batch, with ``vllm`` until a sequence ends."""
     lease: float = Field(default=60.0, ge=5)
     """Seconds that an engine keeps running after its host is gone: long enough for a restart of the host."""
     host: str = "127.0.0.1"
@@ -99,7 +100,8 @@ class OverRolloutConfig(Section):
     wait_after_min: float = Field(default=30.0, ge=0)
     """Seconds that the other tasks still have once enough tasks are done."""
     return_partial_tasks: bool = False
-    """Keep the finished runs of tasks that were cut off. Otherwise such tasks count as not run."""
+    """Keep the finished runs of tasks that were cut off for this reason. Otherwise such tasks count as not run. After
+    ``batch_timeout`` finished runs are always kept."""
 
 
 class RefillConfig(Section):
@@ -119,10 +121,10 @@ class ExplorerConfig(Section):
     eval_on_startup: bool = True
     """Evaluate before the first batch."""
     max_timeout: float = Field(default=360.0, gt=0)
-    """Seconds for one attempt of one run. The value may be several hours if ``batch_timeout`` and ``stall_timeout``
-    allow it."""
+    """Seconds for one attempt of one run of a task. The value may be several hours if ``batch_timeout`` and
+    ``stall_timeout`` allow it."""
     max_retry_times: int = Field(default=2, ge=0)
-    """Number of further attempts after a run has failed."""
+    """Maximum number of further attempts after the first attempt of a task's run has failed."""
     max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
     """Maximum number of runs in one slice. None: all runs of a task, sampled with a single request."""
     batch_timeout: float = Field(default=3600.0, gt=0)
@@ -135,11 +137,11 @@ class ExplorerConfig(Section):
     again. After three such waits the batch is reported as failed. Without an operator, or while all operators are busy,
     batches wait."""
     max_open_batches: int = Field(default=8, ge=1)
-    """Maximum number of batches open at a time."""
+    """Maximum number of batches that are opened and not yet consumed by the trainer."""
     max_consecutive_empty: int = Field(default=3, ge=1)
-    """Number of consecutive empty batches that ends the run with an error."""
+    """Number of batches in a row without an experience to train on after which the whole run ends with an error."""
     stall_timeout: float = Field(default=7200.0, gt=0)
-    """Seconds without any progress after which the run saves its state and ends with an error."""
+    """Seconds without any progress after which the whole run saves its state and ends with an error."""
     unfinished: Literal["requeue", "drop"] = "requeue"
     """Treatment of tasks that have no finished run when their batch closes: ``requeue`` them once, or ``drop`` them."""
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
@@ -178,8 +180,8 @@ class ExplorerConfig(Section):
 class CircuitBreakerConfig(Section):
     """Pauses a lane (training or evaluation) while infrastructure that its slices need is unavailable: a sandbox, a
     tool, a provider or the environment, but not the model. A slice without a finished run that failed for such a reason
-    is returned to its queue and retried by any runner. It fails for good after 16 tries, or once it has happened twice
-    that other slices succeeded between two of its tries.
+    is returned to its queue and retried by any runner. It fails for good after 16 tries (``tries_alone`` if no other
+    slice fails at the time), or if other slices succeeded between its tries twice (once if no other slice fails).
 
     The first pause takes 5 seconds. Then the runner tries one slice: if one of its runs finishes, the pause ends; if
     the slice fails for such a reason again, the next pause is twice as long, up to 300 seconds. While all runners pause
@@ -216,7 +218,8 @@ class RunnerConfig(Section):
     """Place where synchronous workflows run. ``thread``: in the runner. A workflow that never returns is abandoned, and
     its thread continues; with more than 16 such threads the runner requeues its slices and restarts. ``process``: in
     one process for each slice, which is killed when its time is over. An asynchronous workflow that blocks the event
-    loop for 30 seconds ends the process of the runner."""
+    loop for 30 seconds ends the process of the runner. A slice with an earlier delivery that failed or was lost always
+    runs in a process of its own."""
     recycle_after: int | None = Field(default=None, ge=1)
     """Number of slices after which a runner restarts, so that memory leaks of workflows do not add up. None: never."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -226,7 +229,8 @@ class RunnerConfig(Section):
     circuit_breaker: CircuitBreakerConfig = Field(default_factory=CircuitBreakerConfig)
     """Pauses a lane while a sandbox or a service that it needs is unavailable."""
     drain_timeout: float = Field(default=20.0, gt=0)
-    """Seconds that a draining runner has to finish its slices. Then it requeues them."""
+    """Seconds that a draining runner has to finish its slices; then it requeues them. Draining explorers, operators and
+    gateways do not wait longer for their work either."""
 
     @property
     def eval_slots(self) -> int:
@@ -291,16 +295,17 @@ class TrainerConfig(Section):
     """The trainer. It runs the optimizer steps."""
 
     save_interval: int = Field(default=50, ge=1)
-    """Number of batches between checkpoints."""
+    """Number of batches between checkpoints. A checkpoint is saved earlier for ``keep_every``, or if the batches since
+    the last checkpoint take more than a quarter of ``broker.ready_max_bytes``."""
     max_checkpoints_to_keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints to keep. Older checkpoints are deleted, unless ``keep_every`` keeps them."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Number of batches between checkpoints that are never deleted: a checkpoint is saved at each multiple of this
-    number of batches. None: no such checkpoints."""
+    """Number of batches between checkpoints that are never deleted: a checkpoint is saved by the train step that
+    reaches each multiple of this number of batches. None: no such checkpoints."""
     async_save: bool = True
     """Write checkpoints while training continues: training waits only until weights and optimizer state are copied to
-    host memory. The copy's memory is reused for the next checkpoint. ``false``: training waits until the checkpoint is
-    written."""
+    host memory. The copy's memory is reused for the next checkpoint. ``false``, and ``synchronizer.colocated`` with
+    ``export: every`` or ``model.lora``: training waits until the checkpoint is written."""
     export: Literal["every", "last"] = "every"
     """Places to which the model is written in the format of ``transformers``. ``every``: as ``model/`` in every
     checkpoint and as ``final/`` at the end. ``last``: only as ``final/``, which saves a quarter of a checkpoint's
@@ -319,8 +324,8 @@ class TrainerConfig(Section):
     share_prefixes: bool = True
     """Compute a common prefix of several sequences in a pass, such as the prompt of a group of answers, only once if
     that saves at least a tenth of the positions. It applies to padded rows in a single process without gradient
-    checkpointing, and to models in which every layer attends to all earlier tokens. The results are equal up to
-    rounding."""
+    checkpointing and ``model.router_replay``, if every layer of the model attends to all earlier tokens. The results
+    are equal up to rounding."""
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Keep only the input of each layer for the backward pass, which recomputes the rest of the layer: less memory,
     about a third more time. ``auto``: on a GPU if the model supports it, not on a CPU."""
@@ -403,8 +408,8 @@ class MonitorConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to the log files."""
     samples_per_step: int = Field(default=16, ge=0)
-    """Number of experiences of each train step that are kept in the run's folder ``samples``, as whole groups, so that
-    ``trinity-mq dash`` can show them without the broker. 0: none."""
+    """Approximate number of experiences of each batch that are kept in the run's folder ``samples`` when the batch was
+    trained on, as whole groups, so that ``trinity-mq dash`` can show them without the broker. 0: none."""
     samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Maximum bytes of all kept samples. The oldest samples are deleted first."""
     eval_answers_max_bytes: int = Field(default=32 * 1024**2, ge=0)

@@ -58,7 +58,7 @@ def expand_user(path: str) -> Path:
 
 
 UserFile = Annotated[str | None, AfterValidator(lambda value: str(expand_user(value)) if value else None)]
-"""Path of a file of the user, or None."""
+"""Path of a file of the user, with the home of ``~`` filled in. None: no file; an empty text also becomes None."""
 FiniteArgs = Annotated[dict[str, Any], AfterValidator(_finite)]
 """Keyword arguments for code of the user. Their numbers are finite."""
 

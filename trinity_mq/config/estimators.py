@@ -93,12 +93,14 @@ class GroupEstimator(EstimatorBase):
     """``balance``: drop runs below their task's mean, chosen by a hash of their id, until they are at most as many as
     the runs above it."""
     nonzero_scale: bool = False
-    """Multiply the advantages by the number of runs divided by the number of runs with a nonzero reward."""
+    """Multiply the advantages by the number of the batch's runs divided by the number of its runs with a nonzero
+    reward."""
     step_norm: bool = False
     """Divide the advantages of a run by the number of its experiences, so that a run of many steps weighs as much as a
     run of few steps."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs`` for a
+    baseline that uses the task's other runs, otherwise 1."""
 
     @property
     def compares_runs(self) -> bool:
@@ -158,12 +160,12 @@ class GigpoEstimator(EstimatorBase):
 
 
 class DotsEstimator(EstimatorBase):
-    """Comparison of the rewards that follow each task and each hint of a pack within the pack (Connect the Dots)."""
+    """Comparison of the returns of each task and each hint of a pack over the runs of the pack (Connect the Dots)."""
 
     kind: Literal["cod"] = "cod"
     returns: Literal["mean", "sliding_window_mean", "discounted"] = "mean"
-    """Return of a task or a hint from the rewards ahead of it: their mean, the mean of the first ``window``, or their
-    discounted sum."""
+    """Return of a task or a hint, from its own reward and the rewards of the later tasks of its pack: their mean, the
+    mean of the first ``window``, or their discounted sum."""
     window: int = Field(default=1, ge=1)
     """sliding_window_mean: number of rewards."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -262,7 +264,8 @@ class EstimatorPlugin(EstimatorBase):
     """Whether the runs of a task are compared, so that a task needs at least two. ``advantage_fn`` unsets it for a
     class that a module in ``plugin_dirs`` registers: the class gets groups of any size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
+    """Function: minimum number of finished runs of a task; tasks with fewer are dropped. None:
+    ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:

@@ -1,4 +1,4 @@
-"""The model section: the policy that is trained, and its length limits."""
+"""The model section: a model and its length limits, for the policy or for an auxiliary model."""
 
 from __future__ import annotations
 

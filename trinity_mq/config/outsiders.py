@@ -12,10 +12,11 @@ Keys = tuple[str, ...]
 class OutsidersConfig(Section):
     """Permissions of outsiders: programs that submit tasks, and agents whose sessions end with a replay.
 
-    An outsider may name the workflows and reward functions of the run's own tasksets, for training and evaluation, and
-    the additional workflows and reward functions listed here. The arguments of the taskset apply. The outsider may set
-    only the keys listed here, to any value. Do not list a key that names a command, path, URL, module or model, unless
-    every outsider may choose it.
+    An outsider may name each ``workflow`` and ``reward_fn`` of the run's own tasksets, for training and evaluation, and
+    the additional workflows and reward functions listed here. Names in ``allowed_workflows`` and ``allowed_reward_fns``
+    of a taskset may only stand in the task's record. The arguments of the taskset apply. The outsider may set only the
+    keys listed here, to any value. Do not list a key that names a command, path, URL, module or model, unless every
+    outsider may choose it.
     """
 
     workflows: dict[str, Keys] = Field(default_factory=dict)

@@ -101,7 +101,7 @@ def _section_check(check: Callable[[Config], Iterator[str]]) -> Callable[[Config
 
 
 class Config(Section):
-    """One run."""
+    """The settings of one run."""
 
     name: str = Field(default="run", pattern=r"^[a-z0-9-]{1,40}$")
     """Name of the run. It is part of every name on the broker, which many runs may share."""

@@ -65,9 +65,10 @@ def _tables() -> tuple[dict[tuple[str, str], OldImport], dict[str, set[tuple[str
 
 
 def counterpart(module: str, name: str) -> OldImport:
-    """Return the row of a name. If the name does not have its own row, return the only import here of the same name,
-    since modules there also export the names that they import; else the row of its module or of a package above.
-    Without any row, the result says that the name does not have a counterpart.
+    """Return the row of a name. A plug-in module's name is imported here from the module itself, without the prefix
+    :data:`PLUGINS`. If another name does not have its own row, return the only import here of the same name, since
+    modules there also export the names that they import; else the row of its module or of a package above. Without any
+    row, the result says that the name does not have a counterpart.
     """
     rows, imports = _tables()
     if module.startswith(PLUGINS):

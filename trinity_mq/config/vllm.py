@@ -44,14 +44,14 @@ DEDICATED_GPU, SHARED_GPU = 0.9, 0.5
 
 
 class VllmConfig(Section):
-    """Settings of vLLM's server, used if ``explorer.rollout_model.engine`` is vllm."""
+    """Settings of vLLM's server, for engines of the policy or of an auxiliary model whose ``engine`` is vllm."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU the rest of ``gpu_memory_utilization``."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    """Fraction of the GPU's memory for model and cache. None: 0.9 if ``trinity-mq run`` has given the engine a GPU
-    that no other process of the run uses, else 0.5. With
-    ``kv_cache_memory_bytes``: only the fraction that must be free when the server starts."""
+    """Fraction of the GPU's memory for model and cache. None: 0.9 if ``trinity-mq run`` has given the engine a GPU that
+    no other process of the run uses, else 0.5. With ``kv_cache_memory_bytes``: only the fraction that must be free when
+    the server starts."""
     enforce_eager: bool | None = None
     """Whether to run without compilation and CUDA graphs: the server starts sooner and samples more slowly. None: only
     on a CPU."""

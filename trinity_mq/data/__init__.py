@@ -1,4 +1,4 @@
-"""Tasksets: files, Hugging Face datasets, synthetic problems. Imports no torch."""
+"""Data of a run: tasksets with their selectors, storages, and priorities of replayed groups. Imports no torch."""
 
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.mixture import TasksetMixture

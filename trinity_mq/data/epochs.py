@@ -7,7 +7,7 @@ from typing import Literal
 
 
 class EpochOrder:
-    """Yields each record once per epoch, over any number of epochs.
+    """Returns the indexes of records in order: each record once per epoch, over any number of epochs.
 
     With ``shuffle`` the order of each epoch is a function of the seed and the epoch only. The position is therefore two
     numbers, and a restart from it continues with the same records.
@@ -60,7 +60,7 @@ class EpochOrder:
 
 
 def checked_position(epoch: object, cursor: object, count: int) -> tuple[int, int]:
-    """Return a saved position in an order of ``count`` records.
+    """Return a saved position in an order of ``count`` records as numbers, after a check.
 
     Raises:
         ValueError: The position is invalid.

@@ -1,7 +1,9 @@
-"""The exception for tasksets that cannot be used."""
+"""The exception for tasks and training data that cannot be used."""
 
 from trinity_mq.runtime.errors import FatalError
 
 
 class TasksetError(FatalError, ValueError):
-    """A taskset cannot be read, or a saved position does not match it. The message gives the place and the remedy."""
+    """Tasks or training data cannot be read, a saved position does not match them, or a selector or formatter cannot be
+    used. The message gives the place and the remedy.
+    """

@@ -23,6 +23,9 @@ class TasksetMixture:
     Args:
         tasksets: At least one taskset. Either all have a ratio or none has.
         seed: Seed of the order of turns.
+
+    Raises:
+        TasksetError: The ratio of a taskset is so small that it gets no turn in an epoch.
     """
 
     def __init__(self, tasksets: Sequence[Taskset], seed: int) -> None:

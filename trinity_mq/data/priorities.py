@@ -37,7 +37,7 @@ class PriorityFunction(ABC):
 
 
 class PriorityError(FatalError, ValueError):
-    """A class of priorities cannot be made, or did not return a priority."""
+    """The object of a priority class cannot be created, raised an error, or did not return a priority."""
 
 
 class Priorities:

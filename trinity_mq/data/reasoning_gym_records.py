@@ -22,7 +22,7 @@ MORE_DRAWS = 50
 
 
 class ReasoningGymStorage(Storage):
-    """The dataset of reasoning-gym that ``path`` names."""
+    """Storage of the datasets of reasoning-gym; ``path`` names the dataset."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
         """Return the records of a taskset, drawn with ``seed``."""
@@ -31,7 +31,8 @@ class ReasoningGymStorage(Storage):
 
 
 def _rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a taskset, each with its origin: all available records, or ``limit`` of them.
+    """Yield the records of a taskset, each with its place for messages: ``limit`` records (500 without a limit), or
+    fewer if not enough generated questions belong to the split. Each record names its dataset under :data:`ORIGIN`.
 
     The split of a question is a function of its text: training and evaluation never share a question, even with
     different seeds.

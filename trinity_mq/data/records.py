@@ -20,7 +20,8 @@ Record = Mapping[str, Any]
 
 
 def read_records(config: RecordsConfig, max_bytes: int | None = None, seed: int = 0) -> tuple[list[Record], str]:
-    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash of them.
+    """Return the records that ``config`` names, at most ``config.limit`` of them, and their identity: their number and
+    a hash of their content.
 
     Args:
         config: The source of the records. Every record must have its ``required_keys``.
@@ -28,8 +29,8 @@ def read_records(config: RecordsConfig, max_bytes: int | None = None, seed: int 
         seed: Seed of generated records.
 
     Raises:
-        TasksetError: The source does not exist or cannot be read, or a record lacks a key, cannot be serialised, or
-            exceeds ``max_bytes``.
+        TasksetError: The source does not exist, cannot be read or is empty, or a record lacks a key, cannot be
+            serialised, or exceeds ``max_bytes``.
     """
     digest, keys = hashlib.sha256(), config.required_keys
     rows: list[Record] = []
@@ -58,9 +59,9 @@ def check_records_unchanged(
     Args:
         what: Name for the message: ``taskset 'train'``.
         config: The source of the records.
-        saved: Hash of the records at the start of the run.
+        saved: Identity of the records at the start of the run, as :func:`read_records` returns it.
         rows: The current records; empty for recorded experiences.
-        identity: Hash of the current records.
+        identity: Identity of the current records.
 
     Raises:
         TasksetError: The records differ. The message describes the change.
@@ -88,7 +89,7 @@ def _describe_change(config: RecordsConfig, saved: str, rows: Sequence[Record], 
 
 def _packable(value: Any) -> Any:
     """Return a JSON-like form of a value for which MessagePack has no type: decimals as numbers, or as text beyond 64
-    bits; dates and times as text; durations in seconds.
+    bits; dates, times and UUIDs as text; durations in seconds; values of NumPy as numbers or lists.
 
     Raises:
         TypeError: The value has no such form.
@@ -111,7 +112,11 @@ def _packable(value: Any) -> Any:
 
 
 def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any) -> bytes:
-    """Return the serialised record, after checking that a task can be made from it."""
+    """Return the serialised record, after checking that it has a value at each of ``keys``.
+
+    Raises:
+        TasksetError: The row is not a record, lacks a key, or cannot be serialised.
+    """
     if not isinstance(row, Mapping):
         raise TasksetError(f"taskset {config.name!r}: {where}: holds a {type(row).__name__}, wanted a record with keys")
     for setting, key in keys.items():

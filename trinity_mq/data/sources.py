@@ -15,7 +15,7 @@ from trinity_mq.telemetry import mask_passwords
 
 
 class SyntheticStorage(Storage):
-    """Problems of a generator, without any file."""
+    """Storage of synthetic problems, which a generator makes without any file."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
         """Yield the problems of the split."""
@@ -24,7 +24,7 @@ class SyntheticStorage(Storage):
 
 
 class FileStorage(Storage):
-    """A file in one of the formats of :mod:`trinity_mq.data.files`."""
+    """Storage in a file, in one of the formats of :mod:`trinity_mq.data.files`."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
         """Yield the records of the file."""
@@ -35,10 +35,10 @@ class FileStorage(Storage):
 
 
 class HuggingFaceStorage(Storage):
-    """A dataset folder, or a dataset of the hub."""
+    """Storage in a dataset folder, or in a dataset of the hub."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of the split."""
+        """Yield the rows of the split; all rows if a saved folder holds a single dataset."""
         try:
             import datasets
         except ImportError as error:
@@ -63,10 +63,10 @@ class HuggingFaceStorage(Storage):
 
 
 class SqlStorage(Storage):
-    """A database: rows of a query as records, and experiences as rows of a table."""
+    """Storage in a database: rows of a query are records, and experiences become rows of a table."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of the query."""
+        """Yield the rows of the query, or of the table that it names in the order of its primary key."""
         try:
             import sqlalchemy
             from sqlalchemy.exc import SQLAlchemyError
@@ -94,7 +94,7 @@ class SqlStorage(Storage):
                 engine.dispose()
 
     def open_output(self, config: ExplorerOutputConfig, run_folder: Path) -> ExperienceSink:
-        """Return the table of ``config``, created if missing."""
+        """Return an output that writes to the table of ``config``, created if missing."""
         from trinity_mq.data.sinks.sql import SqlSink
 
         return SqlSink(config.path, config.table)

@@ -23,11 +23,11 @@ NO_SQLALCHEMY = (
     "storage_type sql needs the package SQLAlchemy: pip install 'trinity-mq[sql]', and a driver for databases other "
     "than SQLite, such as psycopg"
 )
-"""Message if the package of databases is not installed."""
+"""Error message if the package SQLAlchemy is not installed."""
 
 
 class SinkError(FatalError):
-    """The output cannot be used. The message gives the remedy."""
+    """An output of experiences cannot be used. The message gives the remedy."""
 
 
 class ExperienceSink(Protocol):

@@ -14,7 +14,7 @@ from trinity_mq.messages import TaskBody
 
 
 class Taskset:
-    """Records with a position that continues over epochs.
+    """Makes tasks from records, at a position that continues over epochs.
 
     A selector chooses the next record. Its choice is a function of the seed, the position and the observations, so a
     restored taskset returns the same tasks as an uninterrupted taskset.
@@ -151,13 +151,14 @@ def open_taskset(
     Args:
         config: The source of the records, and the settings of their tasks.
         repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
-        seed: Seed of the selector, if it has none, and of generated records (``reasoning_gym``).
+        seed: Seed of the selector, if its settings set none, and of generated records (``reasoning_gym``).
         is_eval: Marks the tasks as evaluation.
         max_bytes: Maximum bytes of a record in a message. None: unlimited.
 
     Raises:
-        TasksetError: The records cannot be read, the source is empty, or a record names a workflow or reward function
-            that records may not name. One line gives the place and the reason.
+        TasksetError: The records cannot be read, the source is empty, a record names a workflow or reward function that
+            records may not name or has a system prompt that is not a text, or the selector cannot be created. One line
+            gives the place and the reason.
     """
     rows, identity = read_records(config, max_bytes, seed)
     for number, record in enumerate(rows):

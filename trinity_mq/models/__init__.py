@@ -1,4 +1,4 @@
-"""Models and their servers: engines, the host of an engine, and the model wrapper that workflows receive.
+"""Models as workflows and runners use them: the model wrapper, connections to engines, their errors, and model folders.
 
 Modules that need torch or HTTP load on first use, so importing this package costs neither.
 """

@@ -1,4 +1,4 @@
-"""Pooled HTTP connections to engines, one pool per process. Returns answers as JSON values; raises typed errors.
+"""Pooled HTTP connections to engines. Returns answers as JSON values; raises typed errors.
 
 Requests on the event loop use aiohttp: a batch of requests costs a ninth of the CPU time of httpx (32 at once: 10 ms
 instead of 90 ms). Callers in threads use httpx.
@@ -35,7 +35,7 @@ VERSION_HEADER = "X-TMQ-Version"
 it.
 """
 GROUPED = ("/v1/chat/completions", "/v1/completions")
-"""Routes whose requests are sent in groups."""
+"""Routes whose requests are sent in groups to servers that take groups."""
 IDLE_SECONDS = 30.0
 """Seconds after which an idle connection is closed. The server closes later, so no request meets a closing connection.
 """
@@ -67,7 +67,8 @@ class EngineClients:
 
         Raises:
             EngineNotReady: The engine answered 503.
-            EngineLost: The engine did not answer within ``timeout`` seconds.
+            EngineLost: The connection failed, the engine did not answer within ``timeout`` seconds, or the answer
+                cannot be read.
             EngineRefused: The engine answered with another error; the subclass depends on the error code.
         """
         all_headers = {**headers, **trace_headers()}
@@ -183,7 +184,11 @@ class EngineClients:
 
 
 def parse_answer(status: int, headers: Mapping[str, str], body: bytes, url: str) -> Any:
-    """Return the JSON of an answer, or raise the error that the answer reports."""
+    """Return the JSON of an answer, with the weight version from its headers.
+
+    Raises:
+        EngineError: The answer reports an error, or its body is not JSON.
+    """
     try:
         answer = json.loads(body)
     except ValueError:
@@ -192,7 +197,7 @@ def parse_answer(status: int, headers: Mapping[str, str], body: bytes, url: str)
 
 
 def checked(status: int, headers: Mapping[str, str], answer: Any, url: str) -> Any:
-    """Return an answer that is already decoded, or raise the error that it reports."""
+    """Return a decoded answer, with the weight version from its headers, or raise the error that the answer reports."""
     if status == 200:
         return with_version(answer, headers)
     raise engine_error(status, headers.get("Retry-After"), answer, url)
@@ -235,7 +240,9 @@ def with_version(answer: Any, headers: Mapping[str, str]) -> Any:
 
 
 def engine_error(status: int, retry_after: str | None, answer: Any, url: str) -> EngineError:
-    """Return the exception for an error answer. ``answer`` is its JSON body, or the ``error`` object in the body."""
+    """Return the exception for an error answer. ``answer`` is its JSON body, or the ``error`` object in the body; None
+    if the body is not JSON.
+    """
     error = answer.get("error", answer) if isinstance(answer, dict) else {}
     if not isinstance(error, dict):
         error = {"message": str(error)}

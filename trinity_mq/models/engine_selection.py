@@ -15,12 +15,12 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.models.inference import ModelRole
 
 STALE = 5.0
-"""Seconds without a heartbeat after which an engine is used only if all other engines are as silent. An engine sends
-one heartbeat every two seconds.
+"""Seconds without a heartbeat after which an engine is used only if all other engines are silent or did not answer
+recently. An engine sends one heartbeat every two seconds.
 """
 BACKOFF = 5.0
-"""Seconds for which an engine that did not answer is used only if the other engines are silent too. Doubles with each
-further failure.
+"""Seconds for which an engine that did not answer is used only if the other engines are silent or did not answer
+either. Doubles with each further failure, up to ``MAX_BACKOFF``.
 """
 MAX_BACKOFF = 60.0
 STICKY_LOAD = 16
@@ -46,8 +46,8 @@ class AuxiliaryEngines(Protocol):
 def auxiliary_models(
     names: Sequence[str], models: object, explicit: Sequence[InferenceModel] = ()
 ) -> list[InferenceModel]:
-    """Return the auxiliary models of a workflow in the order of ``names``: ``explicit`` if it is not empty, else living
-    engines.
+    """Return the auxiliary models of a workflow: ``explicit`` if it is not empty, else a living engine for each name of
+    ``names``, in that order. Empty if ``models`` does not choose auxiliary engines.
 
     Raises:
         EngineLost: An auxiliary model has no living engine.
@@ -58,10 +58,11 @@ def auxiliary_models(
 
 
 class AuxiliaryAsPolicy:
-    """An auxiliary model instead of the policy, for evaluation tasks with ``rollout_args.model``.
+    """Chooses engines of an auxiliary model where a workflow expects the policy's engines, for evaluation tasks with
+    ``rollout_args.model``.
 
     Args:
-        name: Name of the model.
+        name: Name of the auxiliary model.
         choice: Chooses the engine of a model.
     """
 
@@ -77,7 +78,7 @@ class AuxiliaryAsPolicy:
         return self._choice.auxiliary(name)
 
     def lost(self, engine: InferenceModel) -> None:
-        """Report an engine that did not answer."""
+        """Report an engine that did not answer, if ``choice`` takes such reports."""
         if isinstance(self._choice, Engines):
             self._choice.lost(engine)
 
@@ -134,7 +135,7 @@ class EngineSelector:
         self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._entries}
 
     def lost(self, engine: InferenceModel) -> None:
-        """Rank an engine that did not answer last, until its backoff ends or the engine has another URL."""
+        """Give an engine the last rank because it did not answer, until its backoff ends or it has another URL."""
         backoff = self._backoffs.get(engine.id)
         if backoff is None or backoff.url != engine.url:
             backoff = self._backoffs[engine.id] = _Backoff(engine.url)

@@ -1,4 +1,4 @@
-"""Errors of models and engines, grouped by the party that has to act on them."""
+"""Errors of models and engines. Each class stands for a different reaction of the caller."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ if TYPE_CHECKING:
 
 
 class ModelError(FatalError):
-    """A model or its tokenizer is not available; the message is one line that says what to change."""
+    """A model or its tokenizer is not available or cannot be used as configured; the message is one line that says what
+    to change.
+    """
 
 
 class EngineError(Exception):
-    """Base class of the errors for an error answer of an engine, and for a missing answer."""
+    """Base class of the errors of engines: an error answer, a missing answer, or a process that does not work."""
 
     said = ""
-    """Message of the engine about the request, without the engine's address; empty if the engine sent none."""
+    """Message of an answer with an HTTP status from 400 to 499, without the engine's address; ``HTTP status N`` if that
+    answer has no message. Empty for all other errors."""
     param: str | None = None
-    """Request parameter that the engine named."""
+    """Request parameter that such an answer names. None: it names no parameter."""
 
 
 class EngineNotReady(EngineError):
-    """The engine is alive but serves nothing at present: it waits for weights or shuts down. Retry later."""
+    """The engine is alive but does not take the request at present: it waits for weights, is overloaded, or shuts down.
+    Retry later.
+    """
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -34,12 +39,14 @@ class EngineNotReady(EngineError):
 
 
 class EngineLost(EngineError):
-    """The engine did not answer: connection refused, connection reset, or timeout. Another engine may serve."""
+    """No usable answer came: the connection failed, the time ran out, the answer cannot be read, or no engine is alive.
+    Another engine may serve.
+    """
 
     def __init__(self, message: str, engine: InferenceModel | None = None) -> None:
         super().__init__(message)
         self.engine = engine
-        """The engine that did not answer; None if it is not known."""
+        """The engine without a usable answer; None if it is not known."""
 
     def __str__(self) -> str:
         """Return the message, with the lost engine."""
@@ -51,14 +58,14 @@ class EngineLost(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered with an error that a retry does not cure."""
+    """The engine answered with an error that a retry does not cure, or without data that the caller needs."""
 
     def __init__(self, message: str, status: int, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         """HTTP status."""
         self.code = code
-        """Machine-readable reason from the error body."""
+        """Machine-readable reason, from the error body or from the check of the answer; None if neither names it."""
 
 
 class VersionMismatch(EngineRefused):
@@ -76,7 +83,7 @@ class PromptTooLong(EngineRefused):
     def __init__(self, message: str, token_ids: list[int], limit: int) -> None:
         super().__init__(message, 400, "context_length_exceeded")
         self.token_ids = token_ids
-        """The first ``limit + 1`` token ids of the prompt."""
+        """Token ids of the prompt, at least the first ``limit + 1``."""
         self.limit = limit
         """Maximum number of prompt tokens."""
 

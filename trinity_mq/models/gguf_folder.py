@@ -44,7 +44,8 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _checked(gguf: Path, where: Path) -> dict[str, Any]:
-    """Return fields of the file after a check that disk and memory suffice.
+    """Return the metadata for the tokenizer, ``PRE_TOKENIZER`` and ``LONGEST``, as far as the file has them, after a
+    check that disk and memory suffice.
 
     Raises:
         ModelError: Disk or memory is too small.

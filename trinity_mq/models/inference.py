@@ -14,7 +14,9 @@ ModelRole = Literal["rollout", "auxiliary"]
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """Address and identity of a served model; plain data that travels in heartbeats."""
+    """Address and identity of a served model, as an engine's heartbeat announces them; plain data that a runner sends
+    to the processes of its slices.
+    """
 
     id: str
     """Id of the engine."""
@@ -23,7 +25,7 @@ class InferenceModel:
     name: str
     """Name of the model in requests."""
     model_path: str = ""
-    """Folder with tokenizer and configuration."""
+    """Folder with tokenizer and configuration; empty if the engine does not name a folder."""
     version: Version | None = None
     """``(generation, step)`` of the weights when the handle was made. None: no weights yet, or not versioned."""
     role: ModelRole = "rollout"
@@ -37,7 +39,7 @@ class InferenceModel:
         """Return the handle with these fields; unknown keys are ignored.
 
         Raises:
-            ValueError: ``id``, ``url`` or ``name`` is missing.
+            ValueError: ``id``, ``url`` or ``name`` is missing, or a field has a wrong type.
         """
         return TypeAdapter(cls).validate_python(data)
 
@@ -72,7 +74,7 @@ class EngineSnapshot:
         return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
 
     def unanswered(self, now: float) -> float:
-        """Return the seconds since the oldest unanswered request at loop time ``now``."""
+        """Return the seconds since the oldest unanswered admin request at loop time ``now``; 0 if all are answered."""
         return 0.0 if self.asked_at is None else round(now - self.asked_at, 1)
 
     def detail(self, role: ModelRole = "rollout") -> EngineStatus:

@@ -1,6 +1,6 @@
 """Model folders: a small model generated here, an existing folder, or a model downloaded by its hub id.
 
-The import is light: torch and transformers are loaded only when a folder has to be generated.
+The import is light: torch and transformers are loaded only to generate a folder or to build a model without weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYER_KEYS, MOST_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_laye
 the host memory of each process that reads it.
 """
 RECIPE = "recipe.json"
-"""Record of the settings from which a folder was generated. A folder of a different recipe is never reused."""
+"""Name of the file with the settings from which a folder was generated. A folder with other settings is not reused."""
 
 
 def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:
@@ -124,16 +124,18 @@ def _architecture(tiny: TinyModelConfig) -> Any:
 
 
 def model_without_weights(config: ModelConfig, layers: int | None = None, **arguments: Any) -> Any:
-    """Return the model of an architecture, whose weights are empty or random; only ``config.json`` is read.
+    """Return a model of the configured architecture without its trained weights. The weights are random, or without
+    memory on the device ``meta``. Weight files are not read.
 
     Args:
         config: The model.
-        layers: Number of its first layers to keep. None: all.
+        layers: Number of layers to build. None: all layers of the architecture.
         arguments: Arguments of ``from_config``, such as ``dtype``.
 
     Raises:
         ModelError: The architecture is not available on this machine; the message is one line with the reason.
-        torch.OutOfMemoryError: The device has too little free memory. MemoryError or torch.AcceleratorError likewise.
+        torch.OutOfMemoryError: The device has too little free memory. MemoryError and torch.AcceleratorError have the
+            same cause.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -245,7 +247,7 @@ def local_folder(model_path: str) -> Path | None:
 
 
 def configured_template(config: ModelConfig) -> str | None:
-    """Return the chat template from the configuration, or None if it does not set a template.
+    """Return the chat template from the configuration, or None if it sets no template or an empty text.
 
     Raises:
         ModelError: ``chat_template_path`` cannot be read.
@@ -269,8 +271,8 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def read_chat_template(folder: Path) -> str:
-    """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: the tokenizer lacks a template, or
-    has several.
+    """Return the chat template of the tokenizer in ``folder``; loads nothing. Empty: the tokenizer lacks a template or
+    has several, or its files cannot be read.
     """
     try:
         if (file := folder / CHAT_TEMPLATE_FILE).is_file():
@@ -308,7 +310,9 @@ def _existing(model_path: str) -> Path:
 
 
 def trinity_checkpoint_hint(folder: Path) -> str:
-    """Return the next step for a folder of a Trinity-RFT checkpoint without a model; empty for other folders."""
+    """Return the end of an error message about a folder of a Trinity-RFT checkpoint from which no model can be loaded:
+    the folder that holds the model, or the command that converts the checkpoint. Empty for other folders.
+    """
     places = [folder, folder / "actor", folder.parent] if folder.name == "huggingface" else [folder, folder / "actor"]
     marks = ("model_world_size_*_rank_*.pt", "dist_ckpt", "latest_*_iteration.txt", "global_step_*")
     is_checkpoint = any(any(place.glob(mark)) for place in places for mark in marks)

@@ -1,7 +1,7 @@
 """Sends requests made at about the same time to an engine as one group, if the engine takes groups.
 
-A slice requests the answers to one question, and a runner works on many slices. Without groups each of them would be a
-request of its own, with the work of an HTTP server and client for a few hundred bytes.
+A slice requests the answers to one question, and a runner works on many slices. Without groups each of these requests
+would be an HTTP request of its own, with the work of an HTTP server and client for a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _PendingRequest:
 
 
 class RequestGroups:
-    """Groups of requests to one server, on one event loop.
+    """Collects the requests to one server, on one event loop, and sends them in groups.
 
     Args:
         session: Returns the HTTP session to use.
@@ -71,7 +71,7 @@ class RequestGroups:
         return await pending.answer
 
     async def close(self) -> None:
-        """Cancel the groups under way; their callers get EngineLost."""
+        """Cancel the groups under way and drop the requests that wait for a group; their callers get EngineLost."""
         tasks = list(self._under_way)
         for task in tasks:
             task.cancel()

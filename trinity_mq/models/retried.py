@@ -19,7 +19,7 @@ def engine_retries(seconds: float, *, others: bool = False) -> dict[str, Any]:
     """Return the tenacity arguments for retries of a request to an engine that is not ready.
 
     Args:
-        seconds: Time limit in seconds for the start of the last try.
+        seconds: Seconds since the first try after which a failed try is not retried.
         others: Retry also after an engine was lost, because another engine may answer.
     """
     return {

@@ -47,8 +47,8 @@ class Routers:
         model: Model of transformers. The forward methods of its routers are wrapped.
 
     Raises:
-        ModelError: The model has no routers of a known kind, they differ in their number of experts per token, or there
-            are more experts than :data:`MOST_EXPERTS`.
+        ModelError: The model has no routers of a known kind, they differ in their number of experts or of experts per
+            token, or there are more experts than :data:`MOST_EXPERTS`.
     """
 
     def __init__(self, model: nn.Module) -> None:

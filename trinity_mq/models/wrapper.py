@@ -32,13 +32,13 @@ Message = Mapping[str, Any]
 class ModelWrapper(RecordedModel):
     """The model as one workflow run uses it.
 
-    Sampling parameters come from three places, weakest first: the parameters given here, ``rollout_args``, the
-    parameters of a call. With a ``seed`` every call gets its own seed, derived from ``seed`` and the number of the
-    call, so that a whole run is reproducible.
+    Sampling parameters come from three places, weakest first: the arguments ``temperature``, ``top_p`` and
+    ``max_response_tokens``, then ``rollout_args``, then the parameters of a call. With a ``seed`` every call gets its
+    own seed, derived from ``seed`` and the number of the call, so that the whole workflow run is reproducible.
 
     While the engine waits for weights (503), calls wait for up to ``not_ready_timeout`` seconds and then raise
-    :class:`~trinity_mq.models.EngineNotReady`. A call without any answer raises :class:`EngineLost` at once, because
-    another engine may serve it.
+    :class:`~trinity_mq.models.EngineNotReady`. A call without any answer raises :class:`EngineLost` without a retry,
+    because another engine may serve it.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class ModelWrapper(RecordedModel):
             model: Address and identity of the served model.
             rollout_args: Sampling parameters as in the OpenAI API; ``chat_template_kwargs``, ``enable_thinking`` and
                 ``reasoning_effort``, which apply to chats.
-            seed: Makes the run reproducible.
-            pinned: The only weight version that may answer; an engine with another version raises VersionMismatch.
+            seed: Makes the workflow run reproducible.
+            pinned: The only weight version that may answer; calls to an engine with another version raise
+                VersionMismatch.
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
             max_prompt_tokens: For a longer prompt, :meth:`chat` and :meth:`generate` return masked experiences. None:
                 the limit is the context length of the model, as for OpenAI clients, whose conversations grow.
@@ -131,7 +132,8 @@ class ModelWrapper(RecordedModel):
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation. The call blocks: it is for workflows in a thread.
 
-        If the last message is the assistant's, the answers continue its text, which is a part of their prompt.
+        If the last message is the assistant's, with text and without tool calls, the answers continue its text, which
+        is a part of their prompt.
 
         ``sampling`` takes the parameters of the OpenAI API, and ``chat_template_kwargs`` for the chat template, such as
         ``{"enable_thinking": False}``.
@@ -140,6 +142,7 @@ class ModelWrapper(RecordedModel):
             EngineNotReady: The engine had no weights within ``not_ready_timeout`` seconds.
             EngineLost: The engine did not answer.
             EngineRefused: The engine refused the request.
+            ValueError: ``stream`` is set.
         """
         return self._complete("/v1/chat/completions", self._call(_chat_prompt(messages), sampling))
 
@@ -156,7 +159,9 @@ class ModelWrapper(RecordedModel):
         ]
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
-        """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
+        """Return ``n`` continuations of each prompt, in the order of the prompts. The prompts are sent concurrently;
+        errors as :meth:`chat`, but in an ExceptionGroup.
+        """
         calls = [self._call({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._complete_async("/v1/completions", call)) for call in calls]
@@ -181,7 +186,8 @@ class ModelWrapper(RecordedModel):
 
         The action mask covers the assistant's turns. A conversation longer than the model's limit is cut and marked
         ``response_truncated``. With ``enable_prompt_truncation``, a conversation whose first answer begins behind
-        ``max_prompt_tokens`` becomes a masked experience. Errors as :meth:`chat`.
+        ``max_prompt_tokens`` becomes a masked experience. Errors as :meth:`chat`; ValueError if the kept tokens hold no
+        token of the assistant after a prompt.
         """
         body = self._conversation_body(messages, tools)
         tokenized = self._post("/v1/tokenize", body)
@@ -399,7 +405,9 @@ class ModelWrapper(RecordedModel):
 
 
 def _chat_prompt(messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the fields of a chat request for a conversation. A last message of the assistant is continued."""
+    """Return the fields of a chat request for a conversation. A last message of the assistant with text and without
+    tool calls is continued.
+    """
     last = messages[-1] if messages else {}
     continues = last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
     flags = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trinity_mq.reviews.base import Reviews
 
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
-"""Clients of auxiliary models by name."""
+"""OpenAI clients of each auxiliary model, by its name in ``explorer.auxiliary_models``."""
 
 Processed = tuple[list[Experience], dict[str, Any]]
 """The remaining experiences, and metrics."""
@@ -45,7 +45,7 @@ class ExperienceOperatorV1(ABC):
     asks_people: ClassVar[bool] = False
     """Whether the operator needs :attr:`reviews`. The operator agent then follows the run's stream of reviews."""
     reviews: Reviews | None = None
-    """Asks people about runs of the current batch. None outside an operator agent, and if no operator asks people."""
+    """Asks people about runs of the current batch. None outside an operator agent, or if ``asks_people`` is False."""
 
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
         """Prepare the operator before its first batch."""
@@ -54,8 +54,8 @@ class ExperienceOperatorV1(ABC):
     async def process(self, exps: list[Experience]) -> Processed:
         """Process all experiences of one batch; return the remaining experiences and metrics.
 
-        A metric without ``/`` in its name gets this operator's place in the chain as prefix. A metric with ``/`` keeps
-        its name.
+        A metric without ``/`` in its name gets the prefix ``experience_pipeline/{place}_{Class}/``, with the place in
+        the chain and the class of this operator. A metric with ``/`` keeps its name.
         """
 
     async def close(self) -> None:  # noqa: B027  nothing to release is the common case
@@ -101,7 +101,7 @@ class ColumnOperator(ExperienceOperatorV1):
 
 
 def operator_name(operator: ExperienceOperatorV1) -> str:
-    """Return the name of an operator's class, which metrics and errors show."""
+    """Return the class name of an operator, or of the operator that it wraps, for metrics and errors."""
     return type(operator.operator if isinstance(operator, WrappedOperator) else operator).__name__
 
 
@@ -111,7 +111,7 @@ def rows_of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
 
 
 class WrappedOperator(ThreadedOperator):
-    """An :class:`ExperienceOperator` behind the newer interface."""
+    """Runs an :class:`ExperienceOperator` behind the newer interface."""
 
     def __init__(self, operator: ExperienceOperator) -> None:
         self.operator = operator

@@ -17,7 +17,9 @@ Experiences = list[Experience] | ExperienceBatch
 
 
 class OperatorError(Exception):
-    """An operator failed on a batch. The message names the operator, its place and the line of the error."""
+    """An operator failed on a batch. The message names the operator, its place in the chain and, if the operator raised
+    an error, the line of the error.
+    """
 
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(f"operator {operator}: {message}")
@@ -30,7 +32,7 @@ async def run_chain(
 ) -> tuple[Experiences, dict[str, float]]:
     """Process the experiences of one batch with ``operators``, one after the other.
 
-    The result of an operator is the input of the next operator. If no experiences remain, the other operators are
+    The result of an operator is the input of the next operator. If no experiences remain, the later operators are
     skipped. A :class:`ColumnOperator` takes and returns an :class:`ExperienceBatch`, any other operator a list.
 
     Args:
@@ -41,7 +43,8 @@ async def run_chain(
     Returns:
         The remaining experiences, and the metrics: each operator's own metrics as
             ``experience_pipeline/{place}_{Class}/{name}`` (a name with ``/`` is unchanged), its seconds as
-            ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``.
+            ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``. Metrics of operators that
+            are not real numbers are left out.
 
     Raises:
         OperatorError: An operator failed, did not return experiences and metrics, or was running when the timeout

@@ -13,13 +13,13 @@ from trinity_mq.operators.base import ColumnOperator, rows_of_tasks
 
 
 class RewardFilter(ColumnOperator):
-    """Keeps experiences whose reward is at least ``threshold``. An experience without a reward is dropped."""
+    """Keeps experiences whose reward is at least ``threshold``. Drops experiences without a finite reward."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, and ``filtered_count``."""
+        """Return the remaining experiences, and the number of dropped experiences as ``filtered_count``."""
         rewards = batch.values("reward")
         rows = [number for number, reward in enumerate(rewards) if is_finite(reward) and reward >= self.threshold]
         return batch.select(rows), {"filtered_count": len(batch) - len(rows)}
@@ -36,15 +36,15 @@ class RewardStdFilter(ColumnOperator):
     """Drops tasks whose runs have (nearly) equal rewards: they give a group-relative algorithm no signal.
 
     A task remains if it has at least two runs and the population standard deviation of their rewards is above
-    ``threshold``. The reward of a run is the reward of its last step; runs without a reward do not count.
+    ``threshold``. The reward of a run is the reward of its last step. Runs without a finite reward do not count.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the remaining experiences, ``operator_filtered_count``, and the spread of the reward means and
-        deviations over all groups of at least two runs, before the filter.
+        """Return the remaining experiences, the number of dropped experiences as ``operator_filtered_count``, and the
+        spread of the reward means and deviations over all tasks with at least two such runs, before the filter.
         """
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}

@@ -22,9 +22,9 @@ from trinity_mq.reviews.base import Answer, Decision, Question
 LONGEST_TEXT = 20_000
 """Maximum characters of a prompt or a response that are shown. A longer text is shown by its beginning and end."""
 MOST_CALLS = 50
-"""Maximum steps of a run that are shown: the last steps."""
+"""Maximum steps of the reviewed run that are shown: the last steps."""
 MOST_PARTS = 50
-"""Maximum metrics of a run that are shown."""
+"""Maximum metrics of the reviewed run that are shown."""
 NO_TEXT = "(no text was recorded)"
 
 
@@ -34,13 +34,15 @@ class Disagreement(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     metric: str = Field(min_length=1)
-    """Key of the experience's ``metrics``, else of its ``info``."""
+    """Key of the ``metrics`` of the run's last step, else of its ``info``."""
     above: float = Field(allow_inf_nan=False)
     """A run with a greater value is reviewed."""
 
 
 class ReviewConditions(BaseModel):
-    """Conditions for a review: a run is reviewed if any of them holds."""
+    """Conditions for a review: a run is reviewed if any of them holds. The reward of a run is the reward of its last
+    step.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -51,13 +53,13 @@ class ReviewConditions(BaseModel):
     fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of all runs, selected by their ids. The selection is the same when a batch is processed again."""
     seed: int = 0
-    """Seed of the selection; another seed selects other runs."""
+    """Seed of this selection, and of the order in which ``limit`` takes the matching runs."""
     zero_variance: bool = False
-    """All runs of the task, at least two, have the same reward."""
+    """All runs of the task, at least two, have the same reward, or all have no reward."""
     truncated: bool = False
-    """A response of the run reached its limit."""
+    """A response of the run was cut at its length limit."""
     judges_disagree: Disagreement | None = None
-    """A metric of the run is above a bound."""
+    """A metric of the run's last step is above a bound."""
 
     @model_validator(mode="after")
     def _check_conditions(self) -> ReviewConditions:
@@ -81,14 +83,15 @@ class RewardDefault(BaseModel):
 
 
 class HumanReview(ExperienceOperatorV1):
-    """Lets people judge selected runs: they keep a run, drop it, or give it another reward.
+    """Lets people judge selected runs of tasks: they keep a run, drop it, or give it another reward.
 
     The questions of a batch are asked at once and have one deadline. The batch waits for all answers, at most
     ``seconds``. During this time the operator process does not process another batch.
 
     Args:
         choose: Conditions that select runs for review.
-        limit: Maximum number of reviewed runs per batch. If more runs match, their ids decide.
+        limit: Maximum number of reviewed runs per batch. If more runs match, a hash of their ids and of ``choose.seed``
+            decides.
         seconds: Maximum seconds to wait for the answers of a batch.
         default: Verdict for runs without an answer in time.
 
@@ -160,7 +163,7 @@ class HumanReview(ExperienceOperatorV1):
 
 
 def _uniform_hash(seed: int, uid: str) -> float:
-    """Return a number in [0, 1) that is a hash of an id."""
+    """Return a number in [0, 1) that is a hash of a seed and an id."""
     digest = hashlib.sha256(f"{seed}\n{uid}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 

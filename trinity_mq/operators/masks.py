@@ -14,10 +14,12 @@ from trinity_mq.operators.base import ColumnOperator
 
 
 class MaskResponseTruncated(ColumnOperator):
-    """Masks all tokens of a response that was cut at its limit. Its reward still counts in its group."""
+    """Masks all tokens of a response that was cut at its limit. Its reward still counts in its group. An experience
+    without an action mask is unchanged.
+    """
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, and ``masked_truncated_count``."""
+        """Return all experiences, and the number of masked responses as ``masked_truncated_count``."""
         lengths = batch.lengths("action_mask")
         cut = np.array([status == RESPONSE_TRUNCATED for status in batch.values("truncate_status")], dtype=np.bool_)
         cut &= lengths >= 0

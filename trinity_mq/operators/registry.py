@@ -53,7 +53,8 @@ def create_operators(
 
     Raises:
         UnknownNameError: A name does not exist. The message lists near misses.
-        OperatorConfigError: A name is not an operator class, or the class does not take these arguments.
+        OperatorConfigError: A name is not an operator class, its ``process`` is a coroutine function in the synchronous
+            interface or a plain function in the asynchronous interface, or the class does not take these arguments.
     """
     return [_create(config, auxiliary_models) for config in operator_configs]
 

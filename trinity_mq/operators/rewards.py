@@ -23,7 +23,7 @@ class RewardShaping(ColumnOperator):
         reward_shaping_configs: Mappings, each with ``stats_key`` (a key of ``info``, else of ``metrics``), ``op_type``
             (``ADD``, ``SUB``, ``MUL`` or ``DIV``; ``ADD`` by default) and ``weight`` (1 by default).
 
-    The reward is unchanged if the reward or the statistic is missing or not a finite number, or for a division by 0.
+    A change is skipped if the reward or the statistic is missing or not a finite number, or if it divides by 0.
 
     Raises:
         ValueError: A configuration does not have this form; raised by the constructor.
@@ -33,8 +33,8 @@ class RewardShaping(ColumnOperator):
         self.changes = [_parse_change(number, change) for number, change in enumerate(reward_shaping_configs)]
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over the experiences with a
-        reward.
+        """Return all experiences, the number of changed rewards as ``shaped_count``, and the differences of the rewards
+        as ``reward_diff_{mean,max,min}`` over the experiences with a finite reward.
         """
         rewards, infos, measured = (batch.values(name) for name in ("reward", "info", "metrics"))
         shaped = [
@@ -80,8 +80,8 @@ class LengthPenalty(ColumnOperator):
         self.penalty_factor = penalty_factor
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, ``penalized_count`` and ``reward_diff_{mean,max,min}`` over the experiences with a
-        reward.
+        """Return all experiences, the number of changed rewards as ``penalized_count``, and the differences of the
+        rewards as ``reward_diff_{mean,max,min}`` over the experiences with a finite reward.
         """
         rewards = batch.values("reward")
         shaped = [

@@ -98,5 +98,5 @@ def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
 
 
 def _bytes(tensor: Any) -> bytes:
-    """Return bytes that are equal for equal values of any integer type."""
+    """Return the values of a tensor as bytes that do not depend on its integer type."""
     return tensor.numpy(force=True).astype("int64").tobytes()  # type: ignore[no-any-return]

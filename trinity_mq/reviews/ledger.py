@@ -1,4 +1,4 @@
-"""Derives the reviews of a run from the events on their stream: a pure function of the order of the events.
+"""Derives the reviews of a run of the system from the events on their stream: a pure function of the events in order.
 
 Operators, the command line and the dashboard read the same stream and derive the same reviews. The first request with
 an id opens the review, and its deadline counts. The first verdict on a review is recorded. The first ``review_closed``
@@ -35,7 +35,7 @@ ReviewEvent = ReviewRequest | ReviewVerdict | ReviewClosed
 
 @dataclass(slots=True)
 class Review:
-    """A request and its current state."""
+    """A request for a review, the first verdict on it and the event that closed it."""
 
     request: ReviewRequest
     verdict: ReviewVerdict | None = None
@@ -64,8 +64,8 @@ class ReviewLedger:
         return self._open.get(request) or self._closed.get(request)
 
     def closing(self, request: str) -> ReviewClosed | None:
-        """Return the closed event of a request, even if the request itself has not been read. Return None if the
-        request is still open.
+        """Return the closed event of a request, even if the request itself has not been read. Return None if no closed
+        event is known for the request.
         """
         review = self.get(request)
         return self._orphans.get(request) if review is None else review.closed
@@ -82,7 +82,7 @@ class ReviewLedger:
         return [review for review in self._open.values() if review.is_pending]
 
     def apply(self, event: ReviewEvent, message_id: str) -> EventEffect:
-        """Apply the next event of the stream.
+        """Apply the next event of the stream; return its effect.
 
         Args:
             event: The event.

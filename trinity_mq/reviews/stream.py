@@ -38,7 +38,7 @@ class NoReviews(QueueGone):
 
 
 class ReviewStream(EventLog):
-    """Follows the reviews of a run.
+    """Follows the reviews of a run of the system.
 
     Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Inside the block, :attr:`ledger` is up
     to date after each :attr:`changed`, and :meth:`send` sends verdicts.
@@ -46,7 +46,7 @@ class ReviewStream(EventLog):
     Args:
         bus: A connected bus.
         topology: Names of the run.
-        declare: Create the stream if it does not exist. Otherwise :class:`NoReviews` is raised.
+        declare: Create the stream if it does not exist. False: :meth:`following` then raises :class:`NoReviews`.
     """
 
     def __init__(self, bus: Bus, topology: Topology, *, declare: bool = False) -> None:
@@ -100,7 +100,7 @@ class ReviewStream(EventLog):
         """Stop watching a request."""
         self._watched.pop(request, None)
 
-    # -- output
+    # -- publishing events
 
     async def publish(self, event: ReviewEvent, key: str, message_id: str, *, timeout: float | None = None) -> None:
         """Publish an event and wait for its confirm.
@@ -133,7 +133,7 @@ class ReviewStream(EventLog):
         message = envelope(event, message_id=f"verdict-{uuid.uuid4().hex}")
         return await self._publish_and_read_back(VERDICT, message, EFFECT_WITHIN)
 
-    # -- input
+    # -- applying the events that were read
 
     def _begin_after(self, cut: StreamCut) -> None:
         log.info("reviews_cut", asked=cut.asked, got=cut.got)

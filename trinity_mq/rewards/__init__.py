@@ -1,4 +1,4 @@
-"""Reward functions: pure functions that score a response, one file each."""
+"""Reward functions, which score a response. The built-in functions are pure."""
 
 from trinity_mq.rewards.math.trinity_answers import fix_fracs, match_answer, remove_right_units
 from trinity_mq.rewards.registry import (

@@ -23,7 +23,7 @@ _SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "
 
 
 class FormulaError(ValueError):
-    """A text is not a formula of whole numbers, + - * / and parentheses."""
+    """A text is too long, or is not a formula of whole numbers, + - * / and parentheses."""
 
 
 @accept_any_truth_type
@@ -84,7 +84,7 @@ def parse_game(truth: str | None) -> tuple[float, list[int]]:
     """Return target and numbers of a game.
 
     Raises:
-        ValueError: ``truth`` is not JSON with both.
+        ValueError: ``truth`` is not JSON with ``target`` and ``numbers``.
     """
     try:
         game = json.loads(truth or "")

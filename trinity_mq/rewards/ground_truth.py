@@ -19,7 +19,8 @@ MOST_ZEROS = 50
 
 
 def truth_text(truth: Any) -> str | None:
-    """Return a ground truth as text: a number with all its digits, any other value that is not a text as JSON.
+    """Return a ground truth as text: a number with all its digits (up to :data:`MOST_ZEROS`), any other value that is
+    not a text as JSON. None remains None.
 
     >>> truth_text(18), truth_text(0.00001), truth_text(1e16), truth_text(True)
     ('18', '0.00001', '10000000000000000', 'true')
@@ -36,13 +37,16 @@ def truth_text(truth: Any) -> str | None:
 
 
 def expected_answer(truth: Any) -> str | None:
-    """Return the expected answer to show to a person, as short text that is safe to send; None if unknown."""
+    """Return the expected answer to show to a person, as short text that can be sent. Return None if ``truth`` is None
+    or an empty text.
+    """
     text = truth_text(truth)
     return truncate_middle(text, MOST_TRUTH) if text else None
 
 
 def truncate_middle(text: str, most: int) -> str:
-    """Return text that is safe to send. A longer text loses its middle, because its end holds the answer.
+    """Return ``text`` with at most ``most`` characters, all of which can be sent as UTF-8. A longer text loses its
+    middle, because its end holds the answer.
 
     >>> truncate_middle("0123456789", 5), truncate_middle("01234", 5)
     ('0…789', '01234')

@@ -16,12 +16,14 @@ class NotAllowed(ValueError):
 
 
 def restrict_task(config: Config, task: TaskBody) -> TaskBody:
-    """Return a task from outside, with every value that the task may not set replaced by the configuration's value.
+    """Return a task from outside, completed with the configuration's values for everything that the task does not set
+    or may not set.
 
     Nothing is imported: names are compared as text.
 
     Raises:
-        NotAllowed: The task uses a name or a setting that is not allowed.
+        NotAllowed: The task uses a name that is not allowed, sets an argument that is not open to another value than
+            the configuration's, has too many runs, or has an invalid record.
     """
     outsiders, tasksets, taskset = config.outsiders, _tasksets(config), _taskset(config, task)
     try:
@@ -55,7 +57,7 @@ def restrict_task(config: Config, task: TaskBody) -> TaskBody:
             "reward_fn": reward or None,
             **{field: _arguments(field, getattr(task, field), *rule) for field, rule in rules.items()},
             "record_args": list(outsiders.record_args),
-            "index": {},  # the position of a record in a taskset, which also names metrics
+            "index": {},  # only a record of a taskset has a position in it
         }
     )
 
@@ -75,8 +77,8 @@ def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 
 def _taskset(config: Config, task: TaskBody) -> TasksetConfig:
-    """Return the taskset whose settings complete a task: the first taskset with its workflow and its reward function,
-    else the first with its workflow, else the first of all.
+    """Return the taskset whose settings complete a task: the first taskset with the task's workflow and, if the task
+    names a reward function, this function; else the first with its workflow; else the first of all.
     """
     first, *_ = tasksets = _tasksets(config)
     workflow = task.workflow or first.workflow
@@ -100,6 +102,9 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments that apply: the configuration's arguments, overridden by the task's arguments with an open
     key.
+
+    Raises:
+        NotAllowed: The task sets a closed key to another value than the configuration's.
     """
     closed = [
         key

@@ -100,7 +100,7 @@ class RewardFn(Protocol):
 
 
 class RewardError(ValueError):
-    """A reward function cannot be called, or returned no parts."""
+    """A reward function cannot be called, cannot judge this task, or did not return its parts as numbers."""
 
 
 def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
@@ -171,7 +171,7 @@ def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
         if not {"response", "truth"}.issubset(names):
             raise
         signature.bind(**dict.fromkeys((*names, *extras)))
-    # another function that takes any name may pass its names on to a function of ours
+    # a function that takes any name may pass the names on to a function that has them
     if takes_any_name and (names or not extras.isdisjoint(RESPONSE_EXTRAS)):
         extras |= RESPONSE_EXTRAS
     return extras, names
@@ -269,7 +269,8 @@ def parts_of(
         optional: Values of RESPONSE_EXTRAS.
 
     Raises:
-        RewardError: ``reward_fn`` cannot be called as a reward function, or did not return numbers by name.
+        RewardError: ``reward_fn`` cannot be called as a reward function, judges conversations, or did not return
+            numbers by name.
     """
     optional |= {"tokens": tokens, "record": record, "prompt_end": prompt_end}
     return _bound(reward_fn)(response, truth, finished=finished, **optional)

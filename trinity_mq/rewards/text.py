@@ -59,7 +59,7 @@ def format_reward(
     form: Form = "boxed",
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    r"""Return ``score`` if ``response`` ended by itself and has the format, else ``-score``.
+    r"""Return the part ``format_score``: ``score`` if ``response`` ended by itself and has the format, else ``-score``.
 
     Alone it trains only the format and reports no accuracy: add it to another reward in your own function.
 
@@ -128,7 +128,7 @@ def last_tagged(text: str) -> tuple[int, str] | None:
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Return the position and the content of the last non-empty ``\boxed{}``, or None."""
+    r"""Return the position and the content of the last non-empty ``\boxed{}`` or ``\fbox{}``; None without a box."""
     for opening in reversed(deque(_BOX.finditer(text), maxlen=MARKS)):
         depth = 1
         for place, character in enumerate(text[opening.end() : opening.end() + LONGEST_BOXED], opening.end()):

@@ -78,7 +78,7 @@ def tool_call(
         calls, clean = _read_calls(readers, response, prompt_end, expected)
     is_answered = finished and bool(
         answer or calls or not response
-    )  # unfinished thoughts do not decide that no tool is called
+    )  # thoughts alone do not decide that no tool is called
     if is_answered and clean and _same(expected, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
     return {"accuracy": 0.0, "partial_credit": partial_weight * _matching_score(expected, calls) if calls else 0.0}

@@ -230,7 +230,7 @@ class MathDAPORewardFn:
 
         Args:
             response: The text of the response.
-            response_token: The tokens of the response ``[response]``.
+            response_token: Token ids of the response ``[response]``. The penalty needs them.
             truth: The answer.
             more: ``info`` gets ``ground_truth`` and ``extracted_answer``; other arguments are ignored.
 
@@ -348,7 +348,7 @@ def _terminal(response: str) -> tuple[str, float] | None:
 
 MAX_FORMULA = 1000
 MAX_BITS = 4096
-"""Maximum bits of a whole number in a calculation; a larger number is not the target."""
+"""Maximum bits of the result of a power, by an estimate from above. A formula with a larger power has no value."""
 
 _FORMULA = re.compile(r"[\d+\-*/().\s]+")
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -364,8 +364,8 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 class CountDownRewardFn:
-    """Part ``score``: 1 for a formula with the target value that uses each number once, 0.1 for another formula, 0
-    without a formula.
+    """Part ``score``: 1 for a formula with the target value that uses each number once, 0.1 for any other content of
+    the tags, 0 without tags.
 
     The formula is in the last ``<answer></answer>`` of the last line. It may use ``+ - * / // **`` and parentheses.
     """

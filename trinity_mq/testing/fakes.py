@@ -27,7 +27,7 @@ ENGINE_RETRY = 0.01
 
 
 class FakeEngine:
-    """An engine that accepts any weights and records every version that it served."""
+    """A fake engine that accepts any weights and records every version that it served."""
 
     def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
         self.snapshot = EngineSnapshot(engine_id, alive=True, state="empty", url="http://127.0.0.1:9", name="fake")
@@ -87,7 +87,7 @@ class FakeEngine:
 
 
 class FakeChannel:
-    """A broadcast that takes time and moves no data."""
+    """A weight channel whose broadcast takes time and moves no data."""
 
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds
@@ -105,7 +105,9 @@ class FakeChannel:
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
     async def catch_up_source(self) -> Any:
-        """Return the last committed version, or None if ``can_pull`` was False."""
+        """Return the last committed version with its description and its manifest. Return None before the first commit,
+        or if ``can_pull`` was False at the last commit.
+        """
         return self.kept
 
     async def close(self) -> None:
@@ -120,7 +122,7 @@ class FakeChannel:
 
 
 class FakeLearner:
-    """A learner that counts its steps."""
+    """A fake learner that records the numbers of its training steps."""
 
     def __init__(self, step_seconds: float = 1.0) -> None:
         self.step_seconds = step_seconds
@@ -164,10 +166,12 @@ class FakeLearner:
 
 @dataclass
 class FakeRunner:
-    """Runs task slices from a bus: after ``seconds``, ``make`` creates one experience for each run.
+    """Runs task slices from a bus: after ``seconds``, and once ``version`` is not None, ``make`` creates one experience
+    for each run, if the slice wants experiences. Then it publishes the result.
 
-    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``. ``name``
-    is the runner's id in the results. ``done`` receives each executed slice; pass ``deque(maxlen=0)`` for a long run.
+    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"failed"`` (failed, with a message) or another text
+    (failed, without a message). A failed slice has no runs and no experiences. ``name`` is the runner's id in the
+    results. ``done`` receives each executed slice; pass ``deque(maxlen=0)`` for a long run of the system.
     """
 
     bus: Bus
@@ -179,7 +183,7 @@ class FakeRunner:
     name: str = "runner-0"
     make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: small_experience)
     answer: Callable[[TaskSlice], str] = lambda task_slice: ""
-    """Returns the answer of each run of an evaluation's slice."""
+    """Returns the answer that all runs of an evaluation's slice have."""
 
     async def run(self) -> None:
         """Consume task slices until cancelled."""
@@ -229,7 +233,7 @@ class FakeRunner:
 
 
 def small_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
-    """Return a small experience of a run; its reward differs between runs."""
+    """Return a small experience of a run, with reward 0 for an even run number and 1 for an odd run number."""
     return Experience(
         eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
         tokens=torch.tensor([3, 4, 5, 1], dtype=torch.int32),
@@ -242,7 +246,9 @@ def small_experience(task_slice: TaskSlice, run: int, version: Version) -> Exper
 
 
 class FakeRunnerAgent(Agent):
-    """Sends a runner's heartbeats for a :class:`FakeRunner`, so that timeouts see a living runner."""
+    """A runner agent whose work is the coroutine of ``work``, such as :meth:`FakeRunner.run`. Its heartbeats show
+    timeouts a living runner.
+    """
 
     role = "runner"
 

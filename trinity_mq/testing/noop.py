@@ -1,4 +1,4 @@
-"""A workflow without a model, which measures only the cost of the queue."""
+"""A workflow without a model, with which benchmarks measure the cost of the queue alone."""
 
 from __future__ import annotations
 

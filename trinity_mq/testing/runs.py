@@ -68,7 +68,7 @@ class LocalRun:
                 await self.process.wait()
 
     async def ended(self, seconds: float) -> tuple[int, str]:
-        """Return exit code and output once the run has ended by itself.
+        """Return exit code and output once the process of the run has ended.
 
         Raises:
             TimeoutError: The run did not end within ``seconds``.
@@ -132,7 +132,11 @@ class LocalRun:
         return int(lines[-1]["pid"]) if lines else None
 
     def kill(self, agent: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to an agent's process and return the process id."""
+        """Send a signal to the process of ``agent``, named as for :meth:`pid`; return its process id.
+
+        Raises:
+            ValueError: The process id is not known.
+        """
         pid = self.pid(agent)
         if pid is None:
             raise ValueError(f"no process of {agent} is known")

@@ -96,7 +96,11 @@ class ScriptedGenerator:
     def generate(
         self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
     ) -> list[list[Completion]]:
-        """Return ``n`` answers of the script for each request."""
+        """Return ``n`` answers of the script for each request.
+
+        Raises:
+            ScriptEnded: The script has too few answers.
+        """
         answers = []
         for number, request in enumerate(requests):
             [prompt] = self.codec.decode([request.prompt])

@@ -28,7 +28,7 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
     """Return the arguments of ``task`` as an instance of ``kind``.
 
     Args:
-        task: The task. Its ``workflow_args`` may hold only fields of ``kind``.
+        task: The task. Its ``workflow_args`` may hold only fields of ``kind``, unless ``kind`` ignores other arguments.
         kind: The pydantic model that declares the arguments.
         record_keys: Arguments that ``raw_task`` may also set. A value there overrides ``workflow_args`` unless it is
             None.

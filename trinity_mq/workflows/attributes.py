@@ -21,8 +21,8 @@ class RolloutArgs(dict[str, Any]):
     """Sampling parameters by name, a dict of the parameters that are set. Each parameter is also an attribute:
     ``rollout_args.temperature``.
 
-    A field that is not an item of the dict has a default: 1 for ``n``, the model's own value for the other parameters.
-    Defaults are not items, so ``**rollout_args`` passes on only the parameters that were set;
+    A field that is not an item of the dict has its value in ``defaults``, else 1 for ``n`` and the model's own value
+    for the other parameters. Defaults are not items, so ``**rollout_args`` passes on only the parameters that were set;
     ``dataclasses.asdict(rollout_args)`` returns all fields. None as a value means the model's own value.
     """
 
@@ -45,7 +45,9 @@ class RolloutArgs(dict[str, Any]):
         defaults: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        """Set the parameters in ``values`` and ``fields``. ``defaults``: values of the attributes that are not set."""
+        """Set the parameters in ``values`` and ``fields``, except ``fields`` that equal the default of the class.
+        ``defaults``: values of the attributes that are not set.
+        """
         super().__init__(sampling_parameters(values))
         if fields:
             chosen = {name: value for name, value in fields.items() if value != _FIELD_DEFAULTS.get(name)}
@@ -110,7 +112,7 @@ _FORMAT_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Fo
 
 
 def rollout_args_of(value: Any) -> RolloutArgs:
-    """Return the sampling parameters in ``value``, a mapping or an instance of any dataclass."""
+    """Return the sampling parameters in ``value``, a mapping or an instance of any dataclass; none for None."""
     if isinstance(value, RolloutArgs):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -120,7 +122,7 @@ def rollout_args_of(value: Any) -> RolloutArgs:
 
 def format_args_of(value: Any) -> FormatArgs:
     """Return the :class:`FormatArgs` in ``value``: a mapping, a section of the configuration, or an instance of any
-    dataclass with such fields.
+    dataclass with such fields. Unknown keys of a mapping or dataclass are ignored. None gives the defaults.
     """
     if isinstance(value, FormatArgs):
         return value

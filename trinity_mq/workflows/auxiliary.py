@@ -56,7 +56,7 @@ def auxiliary_errors(model: ModelWrapper, purpose: str) -> Iterator[None]:
     rollout engine. EngineNotReady passes through, so the caller waits for the model as usual.
 
     Raises:
-        AuxiliaryError: The model cannot be reached.
+        AuxiliaryError: The model cannot be reached, or did not answer as expected.
     """
     try:
         yield

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOO_LONG = "context_length_exceeded"
 ENDED_TRUNCATED = "ended_truncated"
-"""Metric of a run of steps: 1 if an answer that was cut at a limit ended the run, else 0."""
+"""Metric of the run of a workflow with steps: 1 if an answer that was cut at a limit ended the run, else 0."""
 
 
 class HistoryOffError(TaskError, AssertionError):

@@ -81,7 +81,11 @@ def _older_helpers(kind: type[DualWorkflow]) -> dict[str, str]:
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits."""
+    """Return the result of a coroutine that never waits.
+
+    Raises:
+        RuntimeError: The coroutine waits.
+    """
     try:
         coroutine.send(None)
     except StopIteration as end:

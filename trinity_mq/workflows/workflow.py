@@ -99,12 +99,12 @@ class Task:
 
     @property
     def task_desc(self) -> str | None:
-        """The prompt: ``raw_task[format_args.prompt_key]``."""
+        """The prompt: ``raw_task[format_args.prompt_key]``. None: the record has no such key."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
     def truth(self) -> Any:
-        """The ground truth: ``raw_task[format_args.response_key]``, unchanged."""
+        """The ground truth: ``raw_task[format_args.response_key]``, unchanged. None: the record has no such key."""
         return self.raw_task.get(self.format_args.response_key)
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None) -> Workflow:
@@ -163,7 +163,8 @@ class Task:
         """Return the task in ``body``.
 
         Raises:
-            TaskError: The body names no workflow, or ``format_args`` has unknown keys.
+            TaskError: The body names no workflow, ``format_args`` has unknown keys or invalid values, or the record's
+                system prompt is not a text.
             UnknownNameError: The workflow or the reward function is not known in this process.
         """
         if not body.workflow:
@@ -201,15 +202,15 @@ class Workflow:
     """Runs a task with a model and returns experiences with rewards.
 
     Write either :meth:`run` or, with ``is_async = True``, :meth:`run_async`. Each run of a task has its own instance
-    and its own view of the model, unless ``can_repeat`` is set: then one instance executes all runs of a slice in one
-    call.
+    and its own view of the model, with two exceptions. If ``can_repeat`` is set, one instance executes all runs of a
+    slice in one call. If ``can_reset`` is set, an instance may be reset and used again after its runs have succeeded.
 
     ``raw_task``, ``task_desc``, ``truth``, ``format_args``, ``rollout_args``, ``workflow_args``, ``reward_fn_args`` and
     ``is_eval`` are read from the current :attr:`task`. A workflow may assign other values.
     """
 
     can_reset: ClassVar[bool] = False
-    """True: :meth:`reset` can prepare an instance for another task."""
+    """True: :meth:`reset` can prepare an instance for a further run, of the same task or of another task."""
     can_repeat: ClassVar[bool] = False
     """True: one call executes all runs of a slice; see :meth:`set_repeat_times`."""
     is_async: ClassVar[bool] = False
@@ -359,7 +360,8 @@ def load_workflow(name: str) -> type[Workflow]:
     """Return the workflow class that ``name`` refers to: a registered name, an entry point or a dotted path.
 
     Raises:
-        UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
+        UnknownNameError: The name does not exist, cannot be imported, or is not a workflow class. The message lists
+            similar names.
     """
     workflow = resolve("workflow", name, WORKFLOWS, ENTRY_GROUP)
     if not (inspect.isclass(workflow) and issubclass(workflow, Workflow)):

@@ -1,4 +1,4 @@
-"""A reward of Trinity-RFT 0.6: the last number of the answer, and a little for a short answer."""
+"""A reward of Trinity-RFT 0.6: 1 for the right last number of the response, and a small part for a short response."""
 
 import re
 

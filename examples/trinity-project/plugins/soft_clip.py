@@ -1,4 +1,4 @@
-"""A policy loss of Trinity-RFT 0.6: the ratio is limited by a tangent hyperbolic in place of a clip."""
+"""A policy loss of Trinity-RFT 0.6: the ratio is limited by a hyperbolic tangent instead of a clip."""
 
 import torch
 from trinity.algorithm import POLICY_LOSS_FN, PolicyLossFn

@@ -1,4 +1,4 @@
-"""A workflow of Trinity-RFT 0.6: all runs of a task by one request, and one reward for each."""
+"""A workflow of Trinity-RFT 0.6: one request for all runs of a slice, and a reward for each response."""
 
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper

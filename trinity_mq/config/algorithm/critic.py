@@ -18,6 +18,6 @@ class CriticConfig(Section):
     """Number of train steps at the start of the run that train only the critic and leave the policy unchanged.
     """
     value_clip: float = Field(default=0.5, gt=0)
-    """Maximum change of a token's value in one train step; beyond it the value loss has no gradient."""
+    """Change of a token's value towards its return, in one train step, beyond which the value loss has no gradient."""
     clip_grad: float = Field(default=1.0, gt=0)
     """Maximum norm of the critic's gradient. A larger gradient is scaled down to it."""

@@ -252,7 +252,7 @@ class Likelihood(Piece):
 
 class Distill(Piece):
     """``-sg[log teacher - log pi] pi / mu``: reverse KL to a teacher, with the live policy's logprob in the signal.
-    Tokens whose probability fell by more than ``bound`` since they were sampled are left out.
+    This term is 0 for tokens whose probability fell by more than ``bound`` since they were sampled.
     """
 
     kind: Literal["distill"] = "distill"
@@ -260,7 +260,7 @@ class Distill(Piece):
     bound: float = Field(default=0.2, gt=0, le=1)
     """Maximum fall of a probability."""
     square: float = Field(default=0.001, ge=0)
-    """Weight of the term ``log(pi / mu)^2``."""
+    """Weight of the additional term ``log(pi / mu)^2``, on all tokens."""
 
 
 class Pair(Piece):
@@ -355,9 +355,9 @@ class Divergence(Piece):
 
 
 class SecondMoment(Piece):
-    """Keeps the tokens with the smallest squared log ratio, as many as possible while the mean square of the kept
-    tokens is at most ``bound``. It judges the tokens with ``A log(pi / mu) > 0`` (``active``), or all tokens, over the
-    whole optimizer step (M2PO, arXiv 2510.01161).
+    """Keeps the tokens with the smallest squared log ratio ``x``, as many as possible while the mean square of the kept
+    tokens is at most ``bound``. It judges the tokens with ``A x > 0`` (``active``), or all tokens, over the whole
+    optimizer step (M2PO, arXiv 2510.01161). ``x`` is the log of the ratio as in ``ImportanceWeight``.
     """
 
     kind: Literal["second_moment"] = "second_moment"
@@ -415,11 +415,13 @@ class VocabularyClip(Piece):
 
 
 class CovarianceClip(Piece):
-    """Leaves out a random share of the tokens whose logprob and advantage covary most (Clip-Cov, arXiv 2505.22617)."""
+    """Leaves out a few tokens, drawn at random from the tokens whose logprob and advantage covary strongly (Clip-Cov,
+    arXiv 2505.22617).
+    """
 
     kind: Literal["covariance_clip"] = "covariance_clip"
     share: float = Field(default=0.0002, gt=0, le=1)
-    """Share of the trained tokens; at least one token."""
+    """Number of tokens left out, as a share of all trained tokens: at least one token, at most all candidates."""
     low: float = 1.0
     """Only tokens with a covariance above this value are candidates."""
     high: float = 5.0
@@ -463,8 +465,8 @@ class ReferenceKL(Piece):
     kind: Literal["k1", "k2", "k3", "k3_clamped", "abs", "k3_weighted", "k3_k2"] = "k2"
     """Estimate of the KL. With ``d = log pi - log ref``: ``k1`` is ``d``. ``k2`` is ``d^2 / 2`` (as a loss it has the
     gradient of the reverse KL). ``k3`` is ``e^-d - 1 + d``. ``k3_clamped`` is k3 limited to +-10. ``abs`` is ``|d|``.
-    ``k3_weighted`` is k3 times the ratio, limited to 0 to 2 (DeepSeek-V3.2). ``k3_k2`` has the value of k3 with the
-    gradient of k2."""
+    ``k3_weighted`` is k3 times the ratio, which is limited to at most 2 (DeepSeek-V3.2). ``k3_k2`` has the value of k3
+    with the gradient of k2."""
     coef: float = Field(default=0.001, ge=0)
     """Weight of the term."""
 
@@ -482,7 +484,9 @@ class CovarianceKL(Piece):
 
 
 class SquaredLogRatio(Piece):
-    """``coef log(pi / anchor)^2``: holds the policy near the policy that sampled (Kimi k1.5, arXiv 2501.12599)."""
+    """``coef log(pi / anchor)^2``: holds the policy near the anchor, by default the policy that sampled (Kimi k1.5,
+    arXiv 2501.12599).
+    """
 
     kind: Literal["square"] = "square"
     coef: float = Field(default=0.001, ge=0)
@@ -530,7 +534,7 @@ class Schedule(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of train steps of the rise."""
     decay_steps: int = Field(default=0, ge=0)
-    """Number of train steps until the fall ends. 0: the weight stays at ``peak``."""
+    """Number of train steps of the fall, which follows the rise. 0: the weight stays at ``peak``."""
     peak: float = Field(default=0.1, ge=0, le=1)
     """Weight after the rise."""
     valley: float = Field(default=0.1, ge=0, le=1)
@@ -539,8 +543,9 @@ class Schedule(Section):
 
 Anchor = Literal["mu", "old", "loglinear", "linear"]
 """The divisor of the ratio, as logprobs: ``mu``, the sampler's; ``old``, computed with the policy at the start of the
-train step by a forward pass; or an interpolation between the two by the age of the token, without a forward pass:
-``loglinear`` of the logprobs (arXiv 2512.06547), ``linear`` of the probabilities."""
+train step by a further forward pass; or an interpolation between the sampler and the trained policy by the age of the
+token, without a further forward pass: ``loglinear`` of the logprobs (arXiv 2512.06547), ``linear`` of the
+probabilities."""
 BY_AGE = frozenset({"loglinear", "linear"})
 """Anchors that need the age of each token."""
 
@@ -566,8 +571,9 @@ class LossConfig(Section):
 
     anchor: Anchor = "mu"
     """Logprobs by which the ratio divides. ``mu``: the sampler's. ``old``: the policy's at the start of the train step.
-    ``loglinear``: an interpolation between the two by the token's age, without a forward pass. ``linear``: the same
-    interpolation of probabilities instead of logprobs, so that the anchor of a token that became likely is higher."""
+    ``loglinear``: an interpolation between the sampler's and the trained policy's by the token's age, without a further
+    forward pass. ``linear``: the same interpolation of probabilities instead of logprobs, so that the anchor of a token
+    that became likely is higher."""
     ratio: Ratio = Field(default_factory=TokenRatio)
     """Ratio between policy and anchor."""
     surrogate: Surrogate = Field(default_factory=Clip)

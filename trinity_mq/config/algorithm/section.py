@@ -42,10 +42,11 @@ class OptimizerConfig(Section):
     lr_warmup_steps: int = Field(default=10, ge=0)
     """Number of train steps during the linear rise of the learning rate from 0."""
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
-    """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``.
-    ``cosine`` falls from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``.
-    ``wsd`` (warm-up, stable, decay) is constant until the last ``lr_decay_ratio`` of the train steps. ``constant``
-    oscillated in our measurements."""
+    """``linear`` falls from the first train step on, as ``1 - step / total``, to ``min_lr_ratio``; ``total`` is the
+    number of train steps of the run. ``cosine`` falls from the end of the warm-up along half a cosine, to
+    ``min_lr_ratio`` at the last train step. ``wsd`` (warm-up, stable, decay) is constant until the last
+    ``lr_decay_ratio`` of the train steps. ``constant`` oscillated in our measurements. Except in mode ``train``, the
+    rate falls only if ``buffer.total_steps`` is set."""
     lr_decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """wsd: last share of the run over which the learning rate falls linearly to ``min_lr_ratio``."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -93,9 +94,9 @@ class AlgorithmConfig(LossConfig):
     entropy_decay: bool = False
     """Scale ``entropy_coef`` with the decay of the learning rate."""
     mini_batches: int = Field(default=1, ge=1)
-    """Number of optimizer steps into which a batch is divided."""
+    """Number of optimizer steps into which each pass over the experiences of a train step is divided."""
     epochs: int = Field(default=1, ge=1)
-    """Number of passes over a batch."""
+    """Number of passes over the experiences of a train step."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     critic: CriticConfig = Field(default_factory=CriticConfig)

@@ -38,7 +38,7 @@ SIZES = (
     "ngpus_trainer", "use_dynamic_bsz", "read_batch_size_expert", "read_batch_size_usual", "repeat_times",
 )  # fmt: skip
 """Arguments of ``mix`` and ``mix_chord`` that weight micro-batches. They have no effect here, since each part of the
-loss is the mean over its own tokens of the whole step."""
+loss is the mean over its own tokens of the whole optimizer step."""
 
 Arguments = dict[str, Any]
 Pieces = dict[str, Any]
@@ -247,7 +247,7 @@ class PolicyLoss:
     arguments: tuple[str, ...] = ()
     """Names of the arguments that ``special`` takes."""
     ignored: tuple[str, ...] = ()
-    """Arguments without an effect on the loss of a step."""
+    """Arguments that are accepted here and have no effect."""
     has_reduction: bool = True
     """Whether it has the argument ``loss_agg_mode``."""
 

@@ -22,8 +22,8 @@ class ReplayConfig(Section):
     model_config = ConfigDict(allow_inf_nan=False)
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of replayed groups in a train step, relative to all its rollouts. Their number is the same in every step
-    and is added to the fresh groups; it is smaller if fewer groups are available. 0: no replay."""
+    """Share of the replayed groups among all groups of a train step without missing fresh groups. Their number is the
+    same in every step and is added to the fresh groups; it is smaller if fewer groups are available. 0: no replay."""
     decay: float = Field(default=2.0, ge=0)
     """Number of train steps by which each use ages a group in the order of priority."""
     sigma: float = Field(default=0.0, ge=0)
@@ -32,7 +32,7 @@ class ReplayConfig(Section):
     max_uses: int = Field(default=3, ge=1)
     """Maximum number of times that a group is replayed."""
     cooldown: int = Field(default=1, ge=1)
-    """Number of train steps between two uses of a group, including its first use as a fresh group."""
+    """Minimum number of train steps from one use of a group to the next. The first use is as a fresh group."""
     max_age: int = Field(default=16, ge=1)
     """Maximum number of train steps since a group was fresh. ``synchronizer.max_staleness`` applies only to fresh
     groups."""
@@ -43,9 +43,9 @@ class ReplayConfig(Section):
     priority_fn_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the constructor of ``priority_fn``, which override its ``default_config``."""
     capacity: int = Field(default=10_000, ge=1)
-    """Maximum number of groups to choose from. The groups with the lowest priority are removed. 256 MiB of groups are
-    kept in memory; the others are read again from the broker's stream, whose retention (``broker.ready_max_bytes``)
-    limits their age."""
+    """Maximum number of groups to choose from. The groups with the lowest priority are removed. At most 256 MiB of
+    groups are kept in memory; the others are read again from the broker's stream, whose retention
+    (``broker.ready_max_bytes``) limits their age."""
 
     @field_validator("priority_fn")
     @classmethod

@@ -90,8 +90,8 @@ class DifficultyBasedSelector(SelectorBase):
     do_sample: bool = False
     """Judge each task by a sample from its posterior (Thompson sampling) instead of its mean."""
     adaptive_rho: bool = False
-    """Halve ``rho`` after each batch whose interpolated pass rates were wrong by a quarter or more on average: the two
-    models then say little about the policy."""
+    """Halve ``rho`` at each batch whose interpolated pass rates are wrong by a quarter or more on average, before it
+    updates the posteriors: the two models then say little about the policy."""
 
 
 class DifficultyPool(Section):

@@ -26,7 +26,7 @@ class StorageRow:
     holds_records: bool = True
     """Whether it holds records at ``path``. Otherwise messages bring the content."""
     holds_experiences: bool = False
-    """Whether it returns experiences as training data."""
+    """Whether it can return experiences as training data, instead of or in addition to records."""
     is_database: bool = False
     """Whether ``path`` is the URL of a database. As a source it needs a ``query``."""
     takes_args: bool = False

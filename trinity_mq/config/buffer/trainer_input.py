@@ -86,7 +86,8 @@ class ExperienceBufferConfig(Section):
     """Keys of the parts of a record."""
     too_long: Literal["skip", "cut"] = "skip"
     """Treatment of records with more tokens than ``model.max_model_len``: ``skip`` leaves them out, ``cut`` cuts their
-    answers. The metric ``data/too_long`` counts both."""
+    answers. A record whose prompt leaves no room for a trained token is always left out. The metric ``data/too_long``
+    counts records that were left out or cut."""
 
     @model_validator(mode="after")
     def _path(self) -> ExperienceBufferConfig:
@@ -109,7 +110,9 @@ class ExperienceBufferConfig(Section):
 
     @property
     def required_keys(self) -> dict[str, str]:
-        """Keys that every record must have, by the name of the setting that gives the key."""
+        """Keys that every record of ``schema_type`` sft, dpo or cpt must have, by the name of the setting that gives
+        the key. Empty for records of your own.
+        """
         keys = self.format
         if self.schema_type not in SCHEMAS:
             return {}
@@ -128,14 +131,15 @@ class TrainerInputConfig(Section):
     experience_buffer: ExperienceBufferConfig = Field(default_factory=ExperienceBufferConfig)
     """The data of each train step."""
     auxiliary_buffers: dict[str, ExperienceBufferConfig] = Field(default_factory=dict)
-    """Mode ``both``: expert answers that are added to the rollouts, by name; at most one source, of ``schema_type``
-    ``sft``. The algorithm imitates them: ``mix``, ``mix_chord``, or any algorithm with a weight for ``ce``."""
+    """Modes ``both`` and ``serve``: expert answers that are added to the rollouts, by name; at most one source, of
+    ``schema_type`` ``sft`` or with records of your own. The algorithm imitates them: ``mix``, ``mix_chord``, or any
+    algorithm with a weight for ``ce``."""
     expert_data_ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Share of expert answers in a train step, relative to all its rollouts. Their number is the same in every step and
-    is added to the rollouts."""
+    """Share of the expert answers among all experiences of a train step without missing rollouts. Their number is the
+    same in every step and is added to the rollouts."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    """Mode ``both``: groups of earlier train steps that are added to the fresh groups."""
+    """Modes ``both`` and ``serve``: groups of earlier train steps that are added to the fresh groups."""
 
     @model_validator(mode="after")
     def _experts(self) -> TrainerInputConfig:

@@ -31,7 +31,7 @@ _TOO_LARGE = (
     "its values, and without end inside of its anchor; write fewer aliases"
 )
 STAGES = "stages"
-"""Key of a file that describes several runs, one after another."""
+"""Key of the list of stages, in a file that describes several runs in succession."""
 
 
 class ConfigError(ValueError):
@@ -98,7 +98,8 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
     """Return the settings of :func:`load_config` before validation, with all interpolations resolved.
 
     Raises:
-        ConfigError: The file cannot be read, an override names a missing list item, or a variable is not set.
+        ConfigError: The file cannot be read, an override is not ``key=value`` with a YAML value or names a missing list
+            item, or a variable is not set.
     """
     if not OmegaConf.has_resolver("env"):
         OmegaConf.register_resolver("env", _environment)

@@ -1,4 +1,4 @@
-"""Explains the problems of settings: one line for each problem, with the line of the file that it is about."""
+"""Explains the problems of settings: a text of one line for each problem, and the line of the file that causes it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trinity_mq.telemetry.log import mask_passwords
 Location = tuple[int | str, ...]
 """Keys and list positions that lead to a value, from the top of the settings."""
 TEXT = "tag:yaml.org,2002:str"
-"""Tag of texts."""
+"""YAML tag of texts."""
 MERGE = "tag:yaml.org,2002:merge"
-"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
+"""YAML tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 _KEY = re.compile(r"^[a-z_]+(?= is )|[a-z_]+(?:\.[a-z0-9_]+)+")
 """A key in the text of a problem: several parts with dots, or the subject of the sentence."""
 
@@ -89,7 +89,7 @@ class KeyLines:
 
     def of(self, problem: Problem, within: Location = ()) -> int | None:
         """Return the line of a problem: of its key, of the section that lacks the key, or of the first key that the
-        text names.
+        text names. None: the file sets none of them, or the command line sets the key.
 
         Args:
             problem: The problem.
@@ -259,7 +259,7 @@ def _kind(section: type[BaseModel]) -> Any:
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections in a type, including sections in unions and lists."""
+    """Return the sections in a type, including sections in unions, lists and maps."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)

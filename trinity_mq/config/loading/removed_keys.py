@@ -1,4 +1,5 @@
-"""Settings that were removed: a key that a file still sets warns in release 0.2 and is refused from 0.3 on.
+"""Settings that were removed: a file that still sets such a key to another value than the constant gets a warning in
+release 0.2 and is refused from 0.3 on.
 
 Each row names the constant that replaced the setting and tells the user what to do instead. docs/renamed.md has the
 same list.

@@ -29,7 +29,7 @@ _PARTS = re.compile(rf"""(?i){_WORDS}["']?\s*[=:]|[\w+/=-]{{40,}}""")
 
 
 class Secrets:
-    """The secrets of settings.
+    """Hides the secrets of settings in texts.
 
     Args:
         settings: Sections, lists or texts. A value is a secret if its key is called ``api_key``, ``password`` or

@@ -39,7 +39,7 @@ ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("tasks
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of several runs."""
+    """One run of a file that describes several runs."""
 
     name: str
     """The ``stage_name``."""
@@ -58,8 +58,9 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     first stage.
 
     Raises:
-        ConfigError: As :func:`trinity_mq.config.load_config`; a stage has no name or a name that is already used; or an
-            override has no effect, because each stage sets the value itself.
+        ConfigError: As :func:`trinity_mq.config.load_config`; ``stages`` is not a list of settings; a stage has no
+            name or a name that is already used, or sets ``name`` or ``run_dir``; or an override has no effect, because
+            each stage sets the value itself.
     """
     settings, where = read_settings(path, overrides), config_title(path)
     raw_stages = settings.pop(STAGES, None)

@@ -45,7 +45,7 @@ class GatewayConfig(Section):
     """Seconds for which an ended session waits for a reward and for the other sessions of its group, unless it requests
     another limit."""
     group_size: int | None = Field(default=None, ge=2)
-    """Number of sessions in a group. None: ``algorithm.repeat_times``."""
+    """Number of sessions in a group, unless a session requests another number. None: ``algorithm.repeat_times``."""
     merge: Merge = "renderer"
     """Experiences of a session. ``renderer``: a turn whose prompt begins with exactly the tokens of an earlier turn is
     merged with that turn into one experience, and a prompt that continues a recorded answer is rendered behind the
@@ -76,12 +76,12 @@ class GatewayConfig(Section):
     """Seconds that an answer waits for the broker's confirm. After that the answer is returned anyway, and counted as
     not recorded."""
     when_behind: Literal["sample", "refuse"] = "sample"
-    """Treatment of new sessions while training is behind. ``sample``: some of them are recorded, the others are
-    answered but not recorded. ``refuse``: they get status 429."""
+    """Treatment of new sessions to train on while training is behind: a random share of them is recorded, smaller the
+    more sessions wait. ``sample``: the others are answered but not recorded. ``refuse``: the others get status 429."""
     max_waiting: int = Field(default=4096, ge=1)
     """Number of sessions waiting to be trained on at which training counts as behind."""
     max_kept_bytes: int = Field(default=512 * 1024**2, ge=1024**2)
-    """Bytes of all unsettled sessions at which recording stops."""
+    """Bytes of all unsettled sessions at which no new session is recorded."""
     max_open: int = Field(default=10_000, ge=1)
     """Maximum number of open sessions."""
     max_calls: int = Field(default=1000, ge=1)

@@ -18,7 +18,7 @@ FORMATTERS: Mapping[str, Formatter] = MappingProxyType({"sft": format_answer, "d
 
 
 def find_formatter(data: ExperienceBufferConfig, codec: TextCodec) -> Formatter:
-    """Return the formatter of training data: built in, or a class by its dotted path.
+    """Return the formatter of training data: built in, or a class by its dotted path or entry point.
 
     Raises:
         UnknownNameError: The class does not exist.

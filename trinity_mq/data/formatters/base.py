@@ -85,7 +85,11 @@ class Reader:
         return _read(read_tools, record[self.keys.tools_key], value, self.keys.tools_key)
 
     def prompt_messages(self, record: Mapping[str, Any]) -> list[Message]:
-        """Return the prompt of a plain-text record as messages."""
+        """Return the prompt of a plain-text record as messages: the system prompt, if any, and the user's message.
+
+        Raises:
+            FormatError: The prompt is not a non-empty text.
+        """
         key = self.keys.system_prompt_key
         system = record.get(key) if key is not None and record.get(key) else self.keys.system_prompt
         user: Message = {"role": "user", "content": self.text(record, self.keys.prompt_key)}
@@ -116,7 +120,8 @@ class Reader:
 
         Raises:
             TextError: The template rejects the answer or drops a part of it, or the vocabulary does not cover it.
-            FormatError: The template renders the prompt differently when an answer follows.
+            FormatError: The template renders the prompt differently when an answer follows, or marks no token of
+                several messages as the assistant's; or the model has no template and the answer calls tools.
         """
         if len(answer) > 1:
             return self._turns_after(prompt, answer, tools)
@@ -160,7 +165,7 @@ Raises:
 
 def fit_to_length(experience: Experience, max_tokens: int, too_long: Literal["skip", "cut"]) -> Experience | None:
     """Return the experience if it has at most ``max_tokens`` tokens, with its answers cut if ``too_long`` allows it.
-    Return None if it does not fit.
+    Return None if it does not fit, or if a cut answer would keep no trained token.
 
     Args:
         experience: The experience of a record.

@@ -47,7 +47,7 @@ def class_formatter(path: str, codec: TextCodec, keys: RecordFormatConfig, data:
     """Return a formatter that calls an object of a class.
 
     Args:
-        path: Dotted path of the class.
+        path: Dotted path or entry point of the class.
         codec: The model's tokenizer.
         keys: The section ``format``.
         data: Name of the data, for error messages.

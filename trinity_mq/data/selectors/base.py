@@ -21,7 +21,8 @@ class TaskStats(NamedTuple):
 
 @runtime_checkable
 class Selector(Protocol):
-    """Chooses the tasks of a taskset. It is constructed from the records, a seed and arguments of the configuration.
+    """Chooses the tasks of a taskset. A user-defined selector is constructed from the records, a seed and arguments of
+    the configuration.
 
     Its choices must be a function of its arguments, its position and its observations. When an explorer resumes after a
     kill, it constructs a new selector, calls :meth:`observe` with all earlier observations in the same order, and then
@@ -32,7 +33,7 @@ class Selector(Protocol):
         """Return the indexes of the next ``count`` tasks, and advance the position."""
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Learn from the results of a batch's tasks, whether or not operators keep their groups."""
+        """Learn from the results of a batch's tasks, whether or not operators keep the groups of these tasks."""
 
     def state(self) -> Mapping[str, Any]:
         """Return the position as a small mapping of plain types. Observations are stored separately."""

@@ -124,7 +124,7 @@ class ClassSelector:
         """Return the indexes of the next ``count`` tasks.
 
         Raises:
-            TasksetError: The object did not return numbers.
+            TasksetError: The object raised an error, or did not return numbers.
         """
         result = self._called("get_indices", count)
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
@@ -137,7 +137,7 @@ class ClassSelector:
             ) from error
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Give the object the mean rewards of the tasks."""
+        """Give the object the mean rewards of the tasks. It is not called without tasks."""
         if stats:
             self._called("feedback", [item.task for item in stats], [item.reward for item in stats])
 
@@ -145,7 +145,7 @@ class ClassSelector:
         """Return the object's state in plain types.
 
         Raises:
-            TasksetError: The state is not a mapping, or has other types.
+            TasksetError: The object raised an error, or its state is not a mapping or has other types.
         """
         state = self._called("state_dict")
         if not isinstance(state, Mapping):

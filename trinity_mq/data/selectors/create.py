@@ -40,7 +40,7 @@ def create_selector(config: SelectorConfig, rows: Sequence[Record], seed: int, t
         taskset: Name of the taskset, for error messages.
 
     Raises:
-        TasksetError: A record lacks a feature, or a custom class cannot be used.
+        TasksetError: A record has no valid number at a key of ``feature_keys``, or a custom class cannot be used.
         UnknownNameError: The custom class does not exist.
     """
     seed = seed if config.seed is None else config.seed

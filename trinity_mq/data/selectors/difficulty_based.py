@@ -16,9 +16,9 @@ from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 Floats = NDArray[np.float64]
 
 CAPABILITY_KEPT = 0.9
-"""Decay per update of the sums from which the capability is computed."""
+"""Factor by which each update multiplies the earlier sums from which the capability is computed."""
 WRONG = 0.25
-"""Mean absolute error of interpolated pass rates from which their weight is reduced."""
+"""Mean absolute error of interpolated pass rates at and above which their weight is halved."""
 LEAST_GAP = 1e-6
 """Added to the gap between the strong and the weak model for each task, so that the sum is not 0."""
 
@@ -31,7 +31,7 @@ class PassRates:
         m: Number of runs that an observed pass rate counts as.
         lamb: Fraction of the posterior that an update forgets.
         rho: Weight of the interpolated pass rates, as a fraction of ``m``.
-        adaptive: Halve ``rho`` after each update with wrong interpolated pass rates.
+        adaptive: Halve ``rho`` at the beginning of each update with wrong interpolated pass rates.
     """
 
     def __init__(self, features: Floats, m: float, lamb: float, rho: float, *, adaptive: bool = False) -> None:
@@ -43,7 +43,7 @@ class PassRates:
         self._gained = self._gap = 0.0
 
     def update(self, indexes: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """Learn the pass rates, from 0 to 1, of finished tasks. Repeated indexes count by their mean."""
+        """Learn the pass rates, from 0 to 1, of finished tasks. Several pass rates of a task count by their mean."""
         tasks, places = np.unique(np.asarray(indexes, dtype=np.int64), return_inverse=True)
         rates = np.bincount(places, weights=np.asarray(pass_rates, dtype=np.float64)) / np.bincount(places)
         weak, strong = self._weak[tasks], self._strong[tasks]

@@ -13,8 +13,8 @@ from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 class DifficultyPools(DrawPosition):
     """Draws tasks with replacement, with probabilities proportional to the weights of their pools.
 
-    If all weights are 0, for example because all tasks are in disabled pools, all tasks are equally likely, so that a
-    run does not end for lack of a suitable task.
+    If all tasks have weight 0, because they are all in disabled pools, they are equally likely, so that a run does not
+    end for lack of a suitable task.
 
     Args:
         count: Number of tasks, at least 1.
@@ -39,7 +39,7 @@ class DifficultyPools(DrawPosition):
         return indexes
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Put each task into the pool with the highest threshold that its mean reward reaches."""
+        """Put each task into the pool with the highest threshold that its mean reward reaches, else into the lowest."""
         for task_stats in stats:
             place = int(np.searchsorted(self._thresholds, task_stats.reward, side="right")) - 1
             self._pools[task_stats.task] = max(0, place)

@@ -65,7 +65,7 @@ class _FolderStorage(Storage, ABC):
 
 
 class BodyStorage(_FolderStorage):
-    """Experience bodies, which store the experiences exactly."""
+    """Output of files with an experience body, which stores the experiences exactly."""
 
     suffix = ".tmqx"
 
@@ -75,7 +75,7 @@ class BodyStorage(_FolderStorage):
 
 
 class JsonLinesStorage(_FolderStorage):
-    """One JSON line per experience, with the plain columns of a dataset's row."""
+    """Output of files with a JSON line for each experience, with the plain columns of a dataset's row."""
 
     suffix = ".jsonl"
 
@@ -89,7 +89,9 @@ class JsonLinesStorage(_FolderStorage):
 
 
 class ParquetStorage(_FolderStorage):
-    """Rows as in :func:`trinity_mq.experience.to_hf_datasets`; ``from_hf_datasets`` reads such rows."""
+    """Output of Parquet files with rows as in :func:`trinity_mq.experience.to_hf_datasets`; ``from_hf_datasets`` reads
+    such rows.
+    """
 
     suffix = ".parquet"
 

@@ -39,7 +39,8 @@ _KINDS = {
 
 
 class SqlSink:
-    """Writes the rows of :func:`trinity_mq.experience.to_hf_datasets` into a table, one transaction per batch.
+    """Writes the rows of :func:`trinity_mq.experience.to_hf_datasets`, with the experience's uid and the batch number,
+    into a table, in one transaction for each batch.
 
     Args:
         url: URL of the database, as SQLAlchemy takes it.

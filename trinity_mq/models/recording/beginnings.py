@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Beginnings(Generic[T]):
-    """Items that are each stored under the digest of a byte sequence. Finds all items whose bytes begin a longer
-    sequence.
+    """Stores each item under the digest of a byte sequence, and finds all items whose bytes are the beginning of
+    another sequence, or all of it.
     """
 
     def __init__(self) -> None:

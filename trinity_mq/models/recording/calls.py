@@ -116,7 +116,7 @@ class RecordedModel:
         self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
         self.history, self.seeds = ExperienceHistory(), Seeds(seed)
         self.note_version: Version | None = None
-        """Version that gave the latest answer."""
+        """Weight version that gave the latest answer. None: no answer with a version yet."""
 
 
 class RecordedCall:
@@ -171,7 +171,13 @@ class RecordedCall:
         return experiences
 
     def note_version(self, answer: Mapping[str, Any], experiences: list[Experience] | None = None) -> None:
-        """Store the version that gave ``answer``."""
+        """Store the weight version that gave ``answer`` in the wrapper, if it is known and the wrapper has not begun
+        another run since.
+
+        Args:
+            answer: The answer.
+            experiences: Experiences made from it. Their newest version takes precedence over the answer's own.
+        """
         version = answer.get("weight_version")
         if experiences and experiences[0].versions:
             version = experiences[0].version_max
@@ -238,7 +244,7 @@ class StreamedAnswer:
         """Add the events that end in ``data``.
 
         Raises:
-            EngineError: The events report an error, or the bytes are not an event stream.
+            EngineError: The events report an error, or the bytes are not an event stream. Then nothing is recorded.
         """
         try:
             chunks = self._reader.feed(data)
@@ -271,7 +277,9 @@ Recording = WholeAnswer | StreamedAnswer
 
 
 def _body(wrapper: RecordedModel, fields: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
-    """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields."""
+    """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields, a derived seed,
+    and, with ``tokens``, the fields that request token ids and logprobs.
+    """
     present = {name: value for name, value in fields.items() if value is not None}
     body = {"model": wrapper.model.name, **wrapper.sampling}
     if "max_completion_tokens" in present:

@@ -57,8 +57,8 @@ class TokenPrefixes(Generic[T]):
         self._beginnings.remove(sequence.length * TOKEN_BYTES, sequence.state.digest(), item)
 
     def longest(self, start: TokenDigest, tokens: Sequence[int] | Tensor) -> list[T]:
-        """Return the items of the longest sequence with which the prompt begins. Empty: it begins with no
-        sequence.
+        """Return the items of the longest sequence with which the prompt begins. Empty: the prompt does not begin with
+        any sequence.
 
         Args:
             start: Beginning of the prompt. Only sequences longer than ``start`` count.
@@ -80,7 +80,8 @@ def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
     first is appended and the others stay separate, because otherwise the common part would be trained on twice. The
     action mask of a merged experience covers the sampled tokens; tokens between the turns are masked and have logprob
     0. ``info["turns"]`` is the number of turns. The id comes from the first turn; response text, reward, info and
-    metrics come from the last turn.
+    metrics come from the last turn. Experiences of other types, and placeholders for prompts that are too long, are
+    returned unchanged.
     """
     rows: list[list[Experience]] = []
     ends: TokenPrefixes[int] = TokenPrefixes()

@@ -199,10 +199,10 @@ def _rewritten(request: httpx2.Request, call: RecordedCall) -> httpx2.Request:
 
 
 def _refused(response: httpx2.Response, call: RecordedCall) -> None:
-    """Raise our error for problems of the engine (409, 503). Errors of the caller's request are left to the OpenAI
-    client.
+    """Raise our error for HTTP status 409 and 503. All other errors are left to the OpenAI client.
 
-    A prompt that is too long is handled in both places: the client raises, and the history gets the masked experiences.
+    A prompt that is too long is handled in both places: the client raises, and the history, if it is enabled, gets the
+    masked experiences.
     """
     try:
         answer = response.json()

@@ -1,4 +1,4 @@
-"""Converts an engine's answer to experiences: all answers to one prompt at once where possible, else one by one."""
+"""Converts an engine's answer to experiences: all choices at once where possible, else choice by choice."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trinity_mq.models.recording.sse import malformed_calls_of, numbers, text_of
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
 LEAST_LOGPROB, LARGEST_LOGPROB = -9999.0, 1e30
-"""A logprob outside these limits does not belong to a sampled token. vLLM writes the lower limit for minus infinity."""
+"""Logprobs of sampled tokens lie between these limits. vLLM writes the lower limit for minus infinity."""
 WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
-"""Finish reasons of a response that ended by itself."""
+"""Finish reasons of a response that counts as complete; any other response is ``response_truncated``."""
 _NONE = repeat(None)
 
 
@@ -48,7 +48,8 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         text_only: If token ids are missing, make experiences from the texts alone, without trainable tokens.
 
     Raises:
-        EngineRefused: The answer holds no choices, no token ids, or not one logprob per token.
+        EngineRefused: The answer holds no choices, no token ids, not one logprob per token, or experts that cannot be
+            read.
     """
     choices = answer.get("choices")
     if not isinstance(choices, list):
@@ -86,7 +87,7 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
 
 
 def _malformed(choice: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metric of calls that begin in a choice but cannot be read; no metric if all can be read."""
+    """Return the metric of tool calls that begin in a choice but cannot be read; no metric if all can be read."""
     count = malformed_calls_of(choice)
     return {"malformed_calls:sum": count} if count else {}
 
@@ -182,7 +183,9 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
 
 
 def is_asked(experiences: Sequence[Experience]) -> bool:
-    """Return False if every experience is a placeholder for a prompt that is too long: the model was not asked."""
+    """Return whether the model was asked. False: there are experiences, and each is a placeholder for a prompt that is
+    too long.
+    """
     return not experiences or any(
         getattr(experience, "truncate_status", None) != PROMPT_TRUNCATED for experience in experiences
     )
@@ -233,7 +236,7 @@ def conversation_experience(
         temperature: Divisor of the logits.
 
     Raises:
-        ValueError: The cut conversation has no token of the assistant, or begins with one.
+        ValueError: The cut conversation has no token of the assistant, or begins with a token of the assistant.
     """
     mask = list(assistant_mask[: len(tokens)])
     first = mask.index(1) if 1 in mask else 0
@@ -255,11 +258,12 @@ def conversation_experience(
 
 
 def experiences_from_columns(answer: Mapping[str, Any], temperature: float) -> list[Experience] | None:
-    """Return the experiences of an answer whose choices share a prompt and are complete, as
-    :func:`experiences_of` does. Return None for any other answer, which the caller converts choice by choice.
+    """Return the experiences of an answer in the usual form, as :func:`experiences_of` does: the choices share a
+    prompt, and each has token ids, a finite logprob for each token, and at most one weight version. Return None for any
+    other answer, which the caller converts choice by choice.
 
-    All checks of the Experience constructor are done here, for all choices at once. The experiences share no memory
-    that is written to, although their tensors are slices of the same arrays.
+    All checks of the Experience constructor are done here, for all choices at once. The tensors of the experiences are
+    slices of common arrays and do not overlap.
 
     Args:
         answer: JSON body with ``choices``.

@@ -69,7 +69,7 @@ class SurrogateRepairer:
 
 
 class AnswerAssembler:
-    """The answer assembled from chunks, in the form of an answer without streaming. Threads may share it."""
+    """Assembles the chunks of a stream to an answer in the form of an unstreamed answer. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,7 +121,9 @@ def malformed_calls_of(choice: Mapping[str, Any]) -> int:
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
-    """Return the complete text of a choice. Tool calls that a server moved out of the text are reconstructed."""
+    """Return the text of a choice: ``response_text`` if the engine sent it, else the content of the choice, with the
+    tool calls that a server moved out of it but without the thoughts that a server moved out of it.
+    """
     return repair_surrogates(_text_of(choice))
 
 

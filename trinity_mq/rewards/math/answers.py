@@ -91,7 +91,8 @@ answer into a wrong answer.
 MEMORY = 2 * 2**30
 """Maximum bytes that a child may allocate."""
 SILENCE = 120.0
-"""Seconds that a child may take to reply. After them the machine counts as failed; the answer does not count as wrong.
+"""Maximum seconds until a child replies. Then :class:`ChildTimeoutError` is raised, because the machine is overloaded;
+the answer does not count as wrong.
 """
 CHILD = Path(__file__).with_name("judge_child.py")
 
@@ -112,7 +113,9 @@ class StatedAnswer(NamedTuple):
 
 @accept_any_truth_type
 def is_correct(response: str, truth: str | None, *, finished: bool) -> bool:
-    """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states."""
+    """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states. Without a
+    truth, return False.
+    """
     if not truth:
         return False
     right = truth_answer(truth)
@@ -139,7 +142,9 @@ def extract_answer(text: str, *, finished: bool, words: bool = False) -> StatedA
 
 
 def read(text: str, *, latex: bool) -> StatedAnswer:
-    """Return the answer that the whole ``text``, a formula or prose, denotes: its only quantity, else all of it."""
+    """Return the answer that the whole ``text``, a formula or prose, denotes: its only quantity, else all of it. The
+    answer is empty if the text is longer than :data:`TAIL`.
+    """
     if len(text) > TAIL:
         return StatedAnswer("")
     shown = plain(text)
@@ -153,8 +158,9 @@ def read(text: str, *, latex: bool) -> StatedAnswer:
 
 
 def equal(right: StatedAnswer, answer: StatedAnswer) -> bool:
-    """Return whether two answers are equal. Numbers are compared exactly. An answer that is empty or too long equals no
-    answer.
+    """Return whether two answers are equal. Numbers are compared exactly; if only one of them is a percentage, ``50%``
+    equals both ``50`` and ``0.5``. Different letters of a choice are never equal. An answer that is empty or too long
+    equals no answer.
     """
     if not (0 < len(right.text) <= LONGEST and 0 < len(answer.text) <= LONGEST):
         return False

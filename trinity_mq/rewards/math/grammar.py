@@ -42,7 +42,7 @@ _UNITS = re.compile(
 _UNIT_LETTERS = frozenset("mghsLlCFKAVW")
 """Letters that are a unit after a number; inside a formula only after a number and a space."""
 _SHORT_WORDS = re.compile(r"an|as|at|by|he|if|in|is|it|me|my|of|on|or|per|so|to|us|we|the|dry", re.IGNORECASE)
-"""Formula letters that are read as a word: two letters, or three without a vowel."""
+"""Letters in a formula that are read as a word and not as a product: words of two letters, and a few others."""
 _SIGNS = {"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "**": "^"} | {
     "\u22c5": "*",
     "\u2219": "*",
@@ -288,7 +288,9 @@ class _Side(NamedTuple):
 def _quantity(
     text: str, run: list[_Token], around: tuple[_Token | None, _Token | None], latex: bool, checked: bool
 ) -> list[Quantity]:
-    """Return the quantity of a run of tokens without words, in a list; an empty list if the run is not a quantity."""
+    """Return the quantity in ``run``, adjacent tokens without words, as a list; an empty list if they are not a
+    quantity.
+    """
     before, after = (token is not None and token.kind == "word" for token in around)
     is_equation = any(token.kind == "equal" for token in run)
     cut = [False, False]  # whether words cut off the left and the right end: "hours * 3", "3 + tax"
@@ -346,7 +348,9 @@ def _equation(
 
 
 def _agree(left: _Side, right: _Side, checked: bool, about: bool) -> bool:
-    """Return whether two sides are the same number; the result of a calculation may be rounded or truncated."""
+    """Return whether two sides are the same number; the result of a calculation may be rounded or truncated. A side
+    without a value agrees with any side and, unless ``checked``, so does a calculation.
+    """
     if left.amount is None or right.amount is None or left.amount == right.amount:
         return True
     if left.decimals is not None and not about:

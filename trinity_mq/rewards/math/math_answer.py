@@ -23,7 +23,7 @@ def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end:
     unevaluated calculation (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is also a calculation: otherwise
     a model would learn to repeat the question. A boolean ``truth`` requires the word. For any other ``truth`` that is
     not a number (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same spelling is right. No response is right for a
-    ``truth`` in words. Use ``math_equal`` for these.
+    ``truth`` in words. Use ``math_equal`` for truths that are not numbers.
     """
     right = truth_answer(truth) if truth else None
     is_boolean = right is not None and right.text.lower() in BOOLEANS

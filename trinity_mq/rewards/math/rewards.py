@@ -32,7 +32,7 @@ def math_reward(
     """Return accuracy 1 or 0 and, unless ``format_score`` is 0, the part ``format_score``: this value for a finished
     response in the expected ``form``, else minus this value.
 
-    The two parts and the sizes 1 and 0.1 follow Trinity-RFT's reward of this name, where the format counts by default.
+    The two parts follow Trinity-RFT's ``math_reward``, where ``format_score`` is 0.1 by default.
     """
     parts = accuracy_reward(response, truth, finished=finished, prompt_end=prompt_end)
     if format_score:

@@ -6,11 +6,12 @@ Trinity-RFT has several rules, and each of its rewards and workflows uses its ow
 * ``boxed``: the last ``\boxed{}`` is compared as text, after the normalisation of Qwen2.5-Math.
 * ``qwen``: an answer is extracted and compared as in the evaluation of Qwen2.5-Math: numbers to 4 digits (also as
   percentages), intervals and matrices by element, else by sympy.
-* ``dapo``: the comparison of PRIME and of OpenAI's prm800k.
+* ``dapo``: the comparisons of OpenAI's prm800k and of PRIME; ``graded``: of prm800k alone, for an extracted answer.
 
 The code runs in the child process of :class:`trinity_mq.rewards.math.answers.AnswerComparer`, which bounds its time and
-memory. It imports no torch. sympy evaluates text as Python, so :func:`_expression` passes only text without attributes,
-quotes and names of functions other than mathematical functions.
+memory. :class:`trinity_mq.rewards.trinity_rewards.MathBoxedRewardFn` runs the rule ``boxed`` in its own process. The
+code imports no torch. sympy evaluates text as Python, so :func:`_is_formula` lets only text pass that has no
+attributes, no quotes and no names of functions other than mathematical functions.
 
 Sources of the rules, which were used as descriptions of results: Trinity-RFT 0.6.0 (Apache-2.0),
 https://github.com/QwenLM/Qwen2.5-Math, https://github.com/openai/prm800k, verl's ``prime_math``.
@@ -29,7 +30,9 @@ from typing import Any, Literal, NamedTuple
 LONGEST_ANSWER = 2000
 """Maximum characters of an extracted answer that is compared by a rule; a longer answer is wrong."""
 SHOWN_UNBOXED = 20
-"""Maximum characters of a response without a box that the rule ``dapo`` compares."""
+"""Maximum characters of a response without a box that the rule ``dapo`` compares. A longer text is cut and marked as
+cut.
+"""
 
 
 class RuleResult(NamedTuple):
@@ -37,7 +40,7 @@ class RuleResult(NamedTuple):
 
     right: bool
     answer: str | None = None
-    """The extracted answer, for rules that extract text."""
+    """The extracted answer; for ``graded`` its normal form. None: the rule extracts no text, or found no answer."""
 
 
 # -- units and words, as data

@@ -1,4 +1,4 @@
-"""Agents of AgentScope on the trained model: the model in AgentScope's form, and its answers as experiences.
+"""Runs agents of AgentScope on the trained model: the model in AgentScope's form, and experiences from its answers.
 
 The workflows have the names, arguments and rewards of Trinity-RFT.
 """
@@ -125,7 +125,8 @@ class AgentScopeWorkflowAdapterV1(AgentScopeWorkflowAdapter):
         """Run the agent and the judge.
 
         Raises:
-            TaskError: The judge's function does not exist.
+            UnknownNameError: The dotted path of the judge's function cannot be imported.
+            TaskError: The judge's function is not asynchronous.
             RunFailedError: A function returned no reward, or the agent has not asked the model.
         """
         judge = self.arguments.judge_func
@@ -146,10 +147,11 @@ class AgentScopeWorkflowAdapterV1(AgentScopeWorkflowAdapter):
 
 
 def function_of(name: str, function: Any) -> Callable[..., Any]:
-    """Return the asynchronous function that an argument names.
+    """Return the asynchronous function that an argument holds or names.
 
     Raises:
-        TaskError: The argument names no such function.
+        UnknownNameError: The dotted path cannot be imported.
+        TaskError: The argument is not an asynchronous function.
     """
     resolved = resolve(f"workflow_args.{name}", function) if isinstance(function, str) else function
     if not inspect.iscoroutinefunction(resolved):

@@ -68,7 +68,7 @@ class MailQuestion(BaseModel):
     """Ids of the mails with the answer."""
     inbox_address: str
     query_date: str
-    """``YYYY-MM-DD``."""
+    """Date of the question, ``YYYY-MM-DD``."""
 
     @field_validator("query_date", mode="before")
     @classmethod
@@ -130,8 +130,8 @@ class MailArchive:
         """Ids of the mails that the agent has asked for."""
 
     def search(self, inbox: str, keywords: Sequence[str], before: str) -> list[dict[str, str]]:
-        """Return the newest mails to or from an address that are from before a date and have all keywords, each with a
-        snippet. Blocks.
+        """Return the ids of the newest mails, at most :data:`MOST_MAILS`, to or from an address that are from before a
+        date and have all keywords, each with a snippet. Blocks.
 
         Raises:
             ValueError: No keyword was given.

@@ -81,7 +81,7 @@ class SearchAnswer(BaseModel):
 
 
 def result_of(message: Any) -> str:
-    """Return the final answer in a message: the result in its metadata, else its text."""
+    """Return the final answer in a message: the result in its metadata, else its content. Empty without a message."""
     metadata = getattr(message, "metadata", None)
     if isinstance(metadata, Mapping) and "result" in metadata:
         return str(metadata["result"])
@@ -208,9 +208,11 @@ class SearchArguments(ReActArguments):
     """Arguments of :class:`AgentScopeV1ReactSearchWorkflow`."""
 
     search_client_type: Literal["searxng", "tavily"] = "searxng"
-    """The search: a SearXNG at ``SEARXNG_URL``, or Tavily with the key ``TAVILY_API_KEY``; both in ``runner.env``."""
+    """The search: a SearXNG at the address ``SEARXNG_URL``, or Tavily with the key ``TAVILY_API_KEY``. Set the variable
+    in ``runner.env``.
+    """
     max_model_tokens: int = Field(default=24000, ge=1)
-    """Experiences with more tokens are left out."""
+    """Experiences with more tokens are left out. If all have more, the first remains."""
 
 
 SEARCHES = {

@@ -49,7 +49,7 @@ def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrappe
     """Set ``teacher_logprobs`` ``[response]`` of each experience, and its metric ``kl_divergence``.
 
     The teacher's logits are divided by the experience's temperature, like the student's logits. An experience whose
-    prompt was cut gets zeros: none of its tokens are trained on.
+    prompt was cut gets zeros and no metric: none of its tokens are trained on.
 
     Raises:
         AuxiliaryError: The teacher cannot be reached, or its answer does not fit the tokens.
@@ -111,14 +111,15 @@ def kl_estimate(experience: Experience) -> float:
 
 
 ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
-"""Sampling parameters of a minimal request. The explicit seed keeps it from using up a seed of the run's own sequence.
+"""Sampling parameters of a minimal request. Because of its own seed it does not use up a seed of the run's sequence.
 """
 
 
 class DistillWorkflow(SimpleWorkflow):
-    """One request for all runs of a single-turn task; the teacher scores each response token by token.
+    """Makes one request for all runs of a slice of a single-turn task; the teacher scores each response token by token.
 
-    The reward is the rule reward of the task, if it has one, minus ``kl_reward`` times the estimated divergence.
+    The reward is the rule reward, or 0 for a task with neither a reward function nor a ground truth, minus
+    ``kl_reward`` times the estimated divergence of the whole response.
     """
 
     arguments_kind: ClassVar[type[DistillationArguments]] = DistillationArguments
@@ -133,7 +134,7 @@ class DistillWorkflow(SimpleWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
         responses = self._numbered_responses(await self._scored_responses())
-        if self.task.reward_fn is not None or self.truth is not None:  # else trained on the teacher alone
+        if self.task.reward_fn is not None or self.truth is not None:  # otherwise only the teacher trains
             await self._with_rewards(responses)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())

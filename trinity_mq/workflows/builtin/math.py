@@ -83,7 +83,7 @@ class BoxedArguments(SimpleArguments):
 
 
 class BoxedAnswerWorkflow(SimpleWorkflow):
-    """Math problems with the answer in a box: one request for all runs of a task. A response that was cut at a limit
+    """Math problems with the answer in a box: one request for all runs of a slice. A response that was cut at a limit
     gets a reward, but is not trained on, because its final answer is unknown.
     """
 
@@ -136,10 +136,10 @@ class AsyncBoxedAnswerWorkflow(BoxedAnswerWorkflow):
 
 
 class MathBenchmarkWorkflow(SimpleWorkflow):
-    """Math problems as an evaluation, all samples of a task in one request. The taskset's system prompt and reward
+    """Math problems as an evaluation: one request for all runs of a slice. The taskset's system prompt and reward
     function are ignored, so that runs trained with different prompts and rewards can be compared.
 
-    Metrics: ``accuracy``, ``majority`` of several samples, and ``finished``, 0 for a response that was cut at a limit.
+    Metrics: ``accuracy``, ``majority`` for several runs, and ``finished``, 0 for a response that was cut at a limit.
     """
 
     _default_reward_fn = "math_answer"

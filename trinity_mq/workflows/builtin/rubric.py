@@ -122,9 +122,9 @@ def assign_rubric_rewards(
 
 
 class RubricWorkflow(ScoringJudgeWorkflow):
-    """One request for all runs of a single-turn task; each response is judged by the task's rubric.
+    """Makes one request for all runs of a slice of a single-turn task; a judge scores each response by a rubric.
 
-    The judge is the auxiliary model ``workflow_args.judge``.
+    The judge is the auxiliary model ``workflow_args.judge``. The rubric belongs to the task.
     """
 
     arguments_kind = RubricArguments

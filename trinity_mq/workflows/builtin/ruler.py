@@ -63,7 +63,7 @@ def assign_ruler_rewards(responses: Sequence[Experience], shown: Sequence[str], 
 
 
 class RulerWorkflow(ScoringJudgeWorkflow):
-    """One request for all runs of a single-turn task, ranked by a judge.
+    """Makes one request for all runs of a slice of a single-turn task; a judge compares the responses.
 
     The judge is the auxiliary model ``workflow_args.judge``. It sees the runs of one slice: leave
     ``explorer.max_repeat_times_per_runner`` unset, so that a slice holds all runs of the task.

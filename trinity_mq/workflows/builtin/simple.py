@@ -49,7 +49,9 @@ class SimpleArguments(Arguments):
 
 
 def set_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
-    """Give a response the sum of the reward's ``parts`` as reward, and the parts as metrics."""
+    """Give a response the sum of the reward's ``parts`` as reward, and the parts as metrics. If a part is not a finite
+    number, add the reason to its ``info``.
+    """
     response.reward = sum(parts.values())
     response.metrics.update(parts)
     if fault := invalid_parts_reason(reward_fn, parts):
@@ -61,7 +63,8 @@ def add_majority(responses: Sequence[Experience]) -> None:
     (self-consistency, arXiv 2203.11171). If two answers are equally frequent, the earlier answer counts.
 
     The answer of a response is the last box after the thoughts, else the content of the last ``<answer>`` there, else
-    all the text there. A response without an answer has no vote, unless no response has an answer.
+    all the text there. A response without an answer has no vote, unless no response has an answer. Nothing is added
+    for a single response, or if a response has no metric ``accuracy``.
     """
     if len(responses) < 2 or any(ACCURACY not in response.metrics for response in responses):
         return
@@ -74,8 +77,8 @@ def add_majority(responses: Sequence[Experience]) -> None:
 
 
 class SimpleWorkflow(DualWorkflow):
-    """One request for all runs of a single-turn task, each response rewarded by a rule. A greedy first run needs a
-    second request (:class:`SimpleArguments`).
+    """Makes one request for all runs of a slice of a single-turn task, and rewards each response by a rule. A greedy
+    first run needs a second request (:class:`SimpleArguments`).
 
     A subclass may assign other values to the attributes of the task (``task_desc``, ``truth``, ``system_prompt``,
     ``reply_prefix``, ``reward_fn``, ...), in :meth:`reset` or later, and override :meth:`format_messages`. All other

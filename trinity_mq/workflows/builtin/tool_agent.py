@@ -45,7 +45,7 @@ class ToolAgentArguments(Arguments):
 class ToolAgentWorkflow(FinalRewardWorkflow):
     """A tool-using agent, one run at a time.
 
-    Each turn is an experience. All turns get the reward of the answer that ends the run. That answer is empty if the
+    Each turn is an experience. All turns get the reward of the text of the last turn, which counts as unfinished if the
     run reached the limit of turns or of context first. Tool results are in the prompt of the next turn, so they are not
     trained on.
     """
@@ -92,7 +92,7 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         return bool(calls)
 
     async def _run_reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the last answer; its parts and the tool counters become metrics."""
+        """Return the reward of the text of the last turn; its parts and the tool counters become metrics."""
         # the whole sampled text is judged: the message lacks the thoughts, which the prompt may have opened
         sampled = exps[-1].response_text if exps else None
         judge = functools.partial(
@@ -136,6 +136,6 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
 
 
 class AsyncToolAgentWorkflow(ToolAgentWorkflow):
-    """:class:`ToolAgentWorkflow` on the event loop; functions may be asynchronous, others run in threads."""
+    """:class:`ToolAgentWorkflow` on the event loop; synchronous functions run in threads."""
 
     is_async = True

@@ -21,7 +21,7 @@ class ToolCallArguments(SimpleArguments):
 
 
 class ToolChoiceWorkflow(SimpleWorkflow):
-    """Tool selection, all runs of a task in one request. The ground truth is a JSON list of calls ``{"name",
+    """Tool selection, with one request for all runs of a slice. The ground truth is a JSON list of calls ``{"name",
     "arguments"}``; no tool is executed.
     """
 

@@ -48,7 +48,7 @@ class TrainableRulerArguments(Arguments):
 
 
 class MathTrainableRulerWorkflow(MathAnswerWorkflow):
-    """:class:`MathAnswerWorkflow` whose answers are compared by the policy itself, for all runs of a task at once."""
+    """:class:`MathAnswerWorkflow` whose answers are compared by the policy itself, for all runs of a slice at once."""
 
     arguments_kind = TrainableRulerArguments
     _arguments: TrainableRulerArguments

@@ -285,7 +285,7 @@ class ToolCallWorkflow(SimpleWorkflow):
 
 
 def tool_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation of a record behind a system prompt with the tools.
+    """Return the conversation of a record behind a system prompt with the tools. Turns of unknown roles are left out.
 
     Raises:
         TaskError: The record does not have the form of :class:`ToolCallWorkflow`.

@@ -157,7 +157,7 @@ class JudgedArguments(Arguments):
 
 
 class _JudgedWorkflow(SimpleWorkflow):
-    """A workflow that asks an auxiliary model about its answers."""
+    """A workflow that asks an auxiliary model about the answers of the policy."""
 
     arguments_kind: ClassVar[type[JudgedArguments]] = JudgedArguments
     _judge_sampling: ClassVar[dict[str, Any]] = {}
@@ -306,7 +306,9 @@ class AsyncRubricJudgeWorkflow(RubricJudgeWorkflow):
 
 
 class OutsideJudgeArguments(JudgedArguments):
-    """``workflow_args`` of a judge behind an OpenAI API that the run does not know."""
+    """``workflow_args`` of a judge behind an OpenAI API, which is not one of ``explorer.auxiliary_models``; ``judge``
+    has no effect.
+    """
 
     judge_model_name: str = Field(min_length=1)
     judge_api_base_url_env: str = "OPENAI_BASE_URL"

@@ -33,10 +33,11 @@ class ThinkingBudgetArguments(Arguments):
 
 
 class ThinkingBudgetWorkflow(SimpleWorkflow):
-    """One answer for each run to the record's ``messages``, with at most ``thinking_token_budget`` tokens of thoughts.
+    """Asks for an answer to the record's ``messages`` for each run, with at most ``thinking_token_budget`` tokens of
+    thoughts.
 
     The tokens of the first text that ends the thoughts are not trained on, whether the model or this workflow wrote
-    them. The reward is the task's reward, if it has one; else a subclass or an operator gives it.
+    them. The task's reward function gives the reward. Without one, a subclass or an operator must give it.
     """
 
     arguments_kind: ClassVar[type[ThinkingBudgetArguments]] = ThinkingBudgetArguments
@@ -105,7 +106,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
         student = self.model.clone_with_isolated_history()
         answers: list[Experience] = await call(self.is_async, student, "generate", texts, **ONE_TOKEN)
         end, other = (answer.tokens[: answer.prompt_length].tolist() for answer in answers)
-        begins = len(end) > 1 and len(other) > 1 and end[0] == other[0]  # the token that begins each text
+        begins = len(end) > 1 and len(other) > 1 and end[0] == other[0]  # a token before each text
         end = end[1:] if begins else end
         if not end:
             raise TaskError(f"workflow_args.reasoning_end_str is {texts[0]!r}, which has no tokens")

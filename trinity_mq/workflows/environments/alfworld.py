@@ -70,8 +70,8 @@ class AlfworldWorkflow(GameFileWorkflow):
 class StepWiseAlfworldWorkflow(AlfworldWorkflow):
     """:class:`AlfworldWorkflow` with an experience for each step, all with the reward of the game.
 
-    ``info`` of each has ``env_state_hash``, the SHA-256 digest of what the model saw, and ``step_reward``: GiGPO
-    compares steps by these two facts.
+    ``info`` of each has ``env_state_hash``, the SHA-256 digest of the step's message with the observation, and
+    ``step_reward``: GiGPO compares steps by these two facts.
     """
 
     async def _play(self, environment: ChildEnvironment) -> list[Experience]:
@@ -117,8 +117,8 @@ class Attempt:
 class RAFTAlfworldWorkflow(GameFileWorkflow):
     """A game of ALFWorld whose successful conversations are trained on, for ``algorithm_type: raft``.
 
-    A run without success, or with an answer that lacks a part, gives a masked experience, so that only its metrics
-    count.
+    A run without success, a run with an answer that lacks a part, and each run of an evaluation give a masked
+    experience, so that only their metrics count.
     """
 
     arguments_kind = RaftAlfWorldArguments

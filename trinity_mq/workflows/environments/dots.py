@@ -67,7 +67,9 @@ class GridPackArguments(Arguments):
     reveal_radius: int = Field(default=1, ge=0, le=64)
     """Number of cells that are seen in each direction around an entered cell."""
     context_compression_mode: Literal["keep_all", "remove_think", "keep_answer"] = "keep_all"
-    """Part of an answer that later rounds of a task see: all, all but its thoughts, or the move."""
+    """Part of an answer that later rounds of a task, and the author of hints, see: all, all but its thoughts, or the
+    move.
+    """
     length_penalty_coef: float = Field(default=0.0, ge=0)
     """Factor of the penalty for long answers and many rounds, which only a task with a reward above 0 has."""
     len_zero_penalty: int | None = Field(default=None, ge=1)

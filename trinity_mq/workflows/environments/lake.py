@@ -38,7 +38,7 @@ class TrinityLakeArguments(Arguments):
     """Arguments of :class:`TrinityFrozenLakeWorkflow`. A record sets ``size``, ``p`` and ``seed``."""
 
     env_max_steps: int = Field(default=8, ge=1, le=1000)
-    """Maximum moves of a way to the goal, by which maps are chosen."""
+    """Maximum moves from the start to a place next to the goal. A drawn map without such a way is drawn again."""
     agent_max_steps: int = Field(default=10, ge=1, le=1000)
     """Maximum answers of the model in one run."""
     desc: tuple[str, ...] | None = None
@@ -119,7 +119,7 @@ def prompt(step: int, seen: str, *, unmoved: bool, left: int) -> str:
     The sentences are part of the task; source: Trinity-RFT 0.6.0, Apache-2.0.
 
     Args:
-        step: Number of moves so far.
+        step: Number of answers so far.
         seen: The lake as the model sees it.
         unmoved: Whether the last answer left the lake unchanged.
         left: Number of further answers.
@@ -200,7 +200,7 @@ def draw_map(size: int, p: float, seed: int, max_steps: int) -> LakeMap:
         size: Rows and columns, at least 2.
         p: Probability that a place is ice.
         seed: Seed of the map.
-        max_steps: Maximum moves of a way to the goal.
+        max_steps: Maximum moves from the start to a place next to the goal; see :func:`_has_way`.
 
     Raises:
         LakeError: None of MAX_DRAWS maps has such a way.

@@ -122,7 +122,7 @@ class TextWorld(TextEnvironment):
     packages: tuple[str, ...] = ("textworld:pip install textworld",)
 
     def wrappers(self) -> list[Any]:
-        """Return the wrappers of a game."""
+        """Return the wrappers that TextWorld puts around the environment of a game. Default: none."""
         return []
 
     def open(self, args: dict[str, Any]) -> tuple[Any, State]:

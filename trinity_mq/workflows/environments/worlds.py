@@ -142,8 +142,8 @@ class WebShopArguments(ChildArguments):
 
 
 class WebShopWorkflow(ChildWorkflow):
-    """A purchase in WebShop. The record's prompt is the number of the session. The purchase gives the reward; without a
-    purchase the reward is -0.1.
+    """A purchase in WebShop. The record's prompt is the number of WebShop's session. The purchase gives the reward;
+    without a purchase the reward is -0.1.
     """
 
     arguments_kind = WebShopArguments
@@ -193,8 +193,8 @@ def refused_purchase(action: str, search_bar: bool, clickables: Sequence[str]) -
 
 
 def split_purchase(action: str) -> tuple[str, str]:
-    """Return the name and the argument, in small letters, of an action ``name[argument]``. The argument is "" if the
-    first line does not have this form.
+    """Return the name of an action ``name[argument]``, and its argument in small letters. Return the whole action and
+    "" if its first line does not have this form.
     """
     line = action.partition("\n")[0]
     end = line.rfind("]")
@@ -214,7 +214,7 @@ class InterCodeArguments(ChildArguments):
     max_env_steps: int = Field(default=10, ge=1, le=1000)
     """Maximum answers of the model in one run."""
     auto_submit: bool = True
-    """Submit the last result if the model has not done so."""
+    """Submit the last result at the limit of steps if the model has not done so."""
     verbose: bool = False
     """Has no effect: prints of the environment are never shown."""
 

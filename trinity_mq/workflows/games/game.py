@@ -33,12 +33,14 @@ class EpisodeArguments(Arguments):
     max_steps: int = Field(default=10, ge=1, le=1000)
     """Maximum answers of the model in one run."""
     seed: int | None = None
-    """Seed of the game. None: the record's position in its taskset, so each record is a different game."""
+    """Seed of the episode. None: the record's position in its taskset, so each record is a different episode; 0 without
+    a position.
+    """
     memory: bool = True
     """True: each step sees the whole conversation. False: each step sees only the current state."""
     merge_turns: bool = True
-    """Merge steps whose prompt begins with exactly the tokens of the steps before into one experience. The same tokens
-    are trained on, and the shared prefix is processed once.
+    """With ``memory``: merge steps into one experience where the prompt of a step begins with exactly the tokens of the
+    steps before it. The same tokens are trained on, and the shared prefix is processed once.
     """
     terse: bool = False
     """Show only the game, without instructions and comments, as very small models need it."""
@@ -52,7 +54,7 @@ class GameArguments(EpisodeArguments):
 
 
 class Episode(ABC):
-    """The game of one run, as its workflow sees it."""
+    """The episode of one run, such as a game or an environment in play, as its workflow sees it."""
 
     instructions: str = ""
     """The system prompt, unless the taskset's format has a system prompt."""
@@ -97,7 +99,7 @@ class Game(Episode):
 
 
 def game_seed(task: Task, arguments: EpisodeArguments) -> int:
-    """Return the seed of the task's game: all runs of a task play the same game."""
+    """Return the seed of the task's episode: all runs of a task play the same episode."""
     if arguments.seed is not None:
         return arguments.seed
     position = task.index.get("index")

@@ -269,7 +269,7 @@ class SudokuGame(Game):
 
     @property
     def progress(self) -> float:
-        """Share of the blanks that hold the right digit."""
+        """Share of the places blank at the beginning that now hold the right digit."""
         return self.state.right / self.state.blanks
 
     def metrics(self) -> dict[str, float]:

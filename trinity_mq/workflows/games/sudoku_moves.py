@@ -26,7 +26,7 @@ MAX_STEPS = 20
 MAX_MOVES = 5
 """Maximum entries of one step."""
 BLANKS = 40
-"""Number of blanks of a random board, for a record without a board: half of the fields."""
+"""Number of blanks of a random board, for a record without a board: about half of the fields."""
 
 # Prompt of Trinity-RFT 0.6.0, Apache-2.0.
 PROMPT = (
@@ -52,8 +52,8 @@ PROMPT = (
 
 
 class SudokuMovesWorkflow(DualWorkflow):
-    """One request for each step, each answer an experience: reward 1 for the solved board, -1 for an invalid answer,
-    which ends the run, and 0 for other steps.
+    """Makes one request for each step. Each answer is an experience: reward 1 for the solved board, -1 for an invalid
+    answer, which ends the run, and 0 for other steps.
 
     A record may have ``puzzle`` and ``solution``, each a list of rows with 0 for a blank. Else the board is random.
     """

@@ -41,8 +41,8 @@ def session_experiences(
     * The last answer of a lineage has the reward of its lineage in ``lineage_rewards``. Without such a reward it has
       ``d`` times the reward of the call that follows its tree (:func:`_followers`), else the session's reward.
 
-    Answers without a reward are left out, and answers whose client repeated the request. If later calls continue some
-    choices of a request, its other choices are left out too, unless ``call_rewards`` names them by index.
+    Answers are left out if they have no reward or no tokens, or if the client repeated their request. If later calls
+    continue some choices of a request, its other choices are left out too, unless ``call_rewards`` names them by index.
 
     Turns that are merged into one experience share the reward of the last turn.
 
@@ -135,6 +135,9 @@ def _trained_answers(
 
     The parent of an answer is usually the answer that its call continues by record. Another gateway may have recorded a
     longer answer that the recording gateway did not know. Therefore all answers are looked up by their tokens.
+
+    Raises:
+        ValueError: A call continues a call that is missing.
     """
     by_name: dict[tuple[str, int], _Answer] = {}
     prefixes: TokenPrefixes[_Answer] = TokenPrefixes()
@@ -210,9 +213,9 @@ def _followers(answers: Sequence[_Answer]) -> dict[str, list[_Answer]]:
     """Return the answers of the call that follows each tree, by the id of the tree's first call.
 
     Such a call began after the last answer of the tree. It is the first call that continues an answer from before the
-    tree: the caller of a sub-agent, which waited for it. Without such a call it is the first call that begins another
-    tree, such as the call after a compaction or a prefix break. Trees that run at the same time do not follow each
-    other.
+    tree, such as the call of an agent that waited for its sub-agent. Without such a call it is the first call that
+    begins another tree, such as the call after a compaction or a prefix break. Trees that run at the same time do not
+    follow each other.
     """
     calls: dict[int, list[_Answer]] = {}
     for answer in answers:

@@ -246,7 +246,7 @@ class PersistentProgram:
         """Return the answer to a request.
 
         Raises:
-            SandboxFailed: The program cannot be started, or ended before it answered.
+            SandboxFailed: The program cannot be started, was not ready in time, or ended before it answered.
         """
         async with self._starting:
             if not self.runs:
@@ -266,7 +266,7 @@ class PersistentProgram:
 
 
 _KEPT: dict[asyncio.AbstractEventLoop, dict[tuple[Program, int], PersistentProgram]] = {}
-"""Kept programs by event loop."""
+"""Kept programs by event loop, and by program and number of the process."""
 
 
 def kept(program: Program, number: int = 0) -> PersistentProgram:

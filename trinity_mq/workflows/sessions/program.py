@@ -68,7 +68,7 @@ class CallReward(BaseModel):
     """Reward of one answer, or of a lineage."""
 
     call: str | int | None = None
-    """Id of the call, or its number from 0."""
+    """Id of the call, or its number from 0. A negative number counts from the end."""
     lineage: str | int | None = None
     """Id or number of any call of the lineage that is rewarded, instead of ``call``."""
     choice: int | None = None

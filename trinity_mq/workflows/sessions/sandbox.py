@@ -61,7 +61,7 @@ def interpreter() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an agent ended."""
+    """Exit code and last output of an agent."""
 
     code: int | None
     """Exit code. None: the agent was killed at its time limit."""
@@ -272,8 +272,8 @@ def _open_first(info: int) -> int | None:
 async def _end(process: asyncio.subprocess.Process, first: asyncio.Task[int | None]) -> None:
     """Kill a sandbox, and wait for its last process.
 
-    ``bwrap`` may end before the processes in the sandbox. The kernel reports the end of the first of them after the
-    end of all others.
+    ``bwrap`` may end before the processes in the sandbox. The kernel reports the end of the first process in the
+    sandbox after the end of all other processes in it.
 
     Raises:
         SandboxFailed: A process did not end.

@@ -38,8 +38,8 @@ async def main(settings: dict[str, Any]) -> int:
 
 
 async def _pass_on(socket: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Connect an accepted connection to the gateway until one of both ends closes."""
-    with contextlib.suppress(OSError):  # a connection that breaks ends; the agent and the gateway see that
+    """Connect an accepted connection to the gateway until either end closes."""
+    with contextlib.suppress(OSError):  # a broken connection is closed, which the agent and the gateway notice
         gateway_reader, gateway_writer = await asyncio.open_unix_connection(socket)
         await asyncio.gather(_copy(reader, gateway_writer), _copy(gateway_reader, writer))
     writer.close()
@@ -56,4 +56,4 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 if __name__ == "__main__":
     code = asyncio.run(main(json.load(sys.stdin)))
-    sys.exit(code if code >= 0 else 128 - code)  # ended by a signal: as shells report it
+    sys.exit(code if code >= 0 else 128 - code)  # for an agent that a signal ended, the exit code of shells

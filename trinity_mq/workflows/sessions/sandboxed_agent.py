@@ -90,7 +90,7 @@ class SandboxedAgentWorkflow(ProgramWorkflow):
 
         Raises:
             EngineLost: The engine did not answer the agent.
-            SandboxFailed: The agent could not be started, or ended before it asked the model.
+            SandboxFailed: The agent could not be started, or ended or was killed before the model answered it.
             RunFailedError: No answer could be rewarded.
         """
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="trinity-mq-agent-"))

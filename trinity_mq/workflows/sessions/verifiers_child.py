@@ -18,7 +18,7 @@ import json
 from typing import Any
 
 OURS = "TRINITY_MQ_UNUSED_KEY"
-"""A placeholder variable that does not hold the key: the key is sent in a header."""
+"""Name of an environment variable with a placeholder for the key: the key itself is sent in a header."""
 INFRASTRUCTURE = {
     "SandboxError": "sandbox",
     "ProviderError": "provider",
