@@ -75,7 +75,7 @@ class FeedbackBody(Body):
 
 
 def shown(session: Session) -> dict[str, Any]:
-    """Return the description of a session, the response body of ``GET``."""
+    """Return the description of a session, the response body of ``GET /s/<id>``."""
     opened = session.opened
     description: dict[str, Any] = {
         "id": session.id,
