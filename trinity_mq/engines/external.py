@@ -31,8 +31,8 @@ from trinity_mq.runtime.http import read_body
 log = structlog.get_logger(__name__)
 
 HEALTH_INTERVAL = 10.0
-"""Seconds between two health checks of the server, which request its list of models. A failed call triggers a check at
-once.
+"""Seconds between two health checks of the server, which request its list of models. A call that loses the connection
+triggers a check after a second.
 """
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
@@ -304,7 +304,7 @@ class ExternalEngine(Engine):
 
 
 def _key(model: AuxiliaryModelConfig) -> str | None:
-    """Return the server's API key.
+    """Return the server's API key, or None if none is configured.
 
     Raises:
         ModelError: The configured file or environment variable does not hold the key.

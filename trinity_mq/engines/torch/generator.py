@@ -54,7 +54,9 @@ complete.
 
 
 class TextGenerator:
-    """Generates batches of requests, each batch in one call."""
+    """A model with its tokenizer: generates batches of requests, each batch in one call, scores tokens, and takes new
+    weights.
+    """
 
     def __init__(self, model: Any, codec: TextCodec, *, max_model_len: int, routers: Routers | None = None) -> None:
         self.model = model.eval()
@@ -71,7 +73,7 @@ class TextGenerator:
 
     @classmethod
     def build(cls, config: ModelConfig, folder: Path, *, num_threads: int) -> TextGenerator:
-        """Return a generator with random weights; the trainer sends the real weights later.
+        """Return a generator whose weights have arbitrary values; the real weights are applied later.
 
         Raises:
             ModelError: The folder does not describe a causal language model that can be built.
@@ -177,7 +179,9 @@ class TextGenerator:
         copy_into(self.model, checked)
 
     def sleep(self, level: SleepLevel) -> None:
-        """Free the memory of the weights; level 2 discards their values. A cache exists only during a batch step."""
+        """Free the memory of parameters and buffers. Level 2 discards the values of the parameters; all other values
+        are kept in host memory. A cache exists only during a batch step.
+        """
         buffers = list(self.model.buffers())
         if level == 2:
             self._discarded.park(self.model.parameters(), keep=False)
@@ -186,7 +190,9 @@ class TextGenerator:
             self._parked.park([*self.model.parameters(), *buffers])
 
     def wake_weights(self) -> None:
-        """Give the weights their memory again. Discarded weights have arbitrary values until :meth:`apply`."""
+        """Give parameters and buffers their memory again. Discarded parameters have arbitrary values until
+        :meth:`apply`.
+        """
         self._discarded.unpark()
         self._parked.unpark()
 
