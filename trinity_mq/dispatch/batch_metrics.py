@@ -42,7 +42,7 @@ MAX_LISTED = 4
 """Maximum number of kinds of failure in a heartbeat."""
 MAX_TEXT, MAX_TAIL = 300, 80
 """Maximum characters of a failure text in a heartbeat. A longer text keeps its last ``MAX_TAIL`` characters, because
-the end names the place in the file.
+its end names the file and the line of the failure.
 """
 OTHERS = "other failures; each agent's log has them"
 

@@ -39,11 +39,11 @@ publishers' connections.
 """
 PREFETCH = 256
 INLINE = 1024 * 1024
-"""Maximum bytes of a part that is decoded on the event loop. For such a part, a handover to a thread would take
+"""Maximum bytes of a message that is decoded on the event loop. For such a message, a handover to a thread would take
 longer.
 """
 BURST = 16
-"""Number of parts to read before other tasks of the event loop get a turn."""
+"""Number of messages to read before other tasks of the event loop get a turn."""
 
 
 class _Held:
@@ -145,7 +145,7 @@ class Collector:
                     if count % BURST == 0:
                         await asyncio.sleep(0)
             except (QueueGone, StoreUnavailable) as error:
-                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure raises this error
+                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure reports this error
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
         """Return once the experiences of the attempts of ``results`` have been read. Parts that cannot be decoded are

@@ -191,7 +191,9 @@ class Dispatcher:
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """Examine batch queues and repair queues that do not accept messages, until cancelled."""
+        """Examine batch queues, replace queues that do not accept messages, and maintain a spare queue, until
+        cancelled.
+        """
         await self.caught_up()
         await self.queues.watch()
 
@@ -240,7 +242,7 @@ class Dispatcher:
     def make_ticket(
         self, tasks: Sequence[TaskBody], batch_id: BatchId, *, deliver: Deliver, lane: Lane = "train", **more: Any
     ) -> Ticket:
-        """Return a ticket with the limits of this run filled in."""
+        """Return a ticket with the limits of the configuration filled in. Record its submissions in the trace."""
         explorer = self.config.explorer
         more.setdefault("keep_partial", deliver == "pipeline" and explorer.over_rollout.return_partial_tasks)
         ticket = new_ticket(

@@ -38,7 +38,7 @@ class LibraryUnfit(Exception):
     """The package cannot render for this model; the message gives the reason."""
 
 
-# -- calls
+# -- reading of calls
 
 
 class MarkTokenizer:

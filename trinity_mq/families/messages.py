@@ -33,7 +33,7 @@ class MessageError(ValueError):
         """Path of the fault, such as ``messages.0.role``."""
 
 
-# -- common form
+# -- conversion to the common form
 
 
 def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:

@@ -75,7 +75,7 @@ MAX_REPORTS = 10_000
 LONGEST_LIMIT = 9
 """Maximum digits of the ``limit`` parameter of a session list."""
 LONGEST_KEY = 100
-"""Maximum bytes of a reward key that stands verbatim in the id of an event."""
+"""Maximum bytes of a reward key, or of the run id of a feedback, that stands verbatim in the id of an event."""
 KEPT_IN_ANSWERS = ("content", "tool_calls", "reasoning_content")
 """Keys of an answer's message that are stored for ``previous_response_id``."""
 GONE = 410
@@ -97,7 +97,7 @@ OF_REQUEST = (Refused, BadRequest, EventTooLarge, ContentError)
 
 
 class GatewayApp:
-    """All routes, on top of one session store.
+    """HTTP application of the gateway: all routes, on top of one session store.
 
     Args:
         settings: Settings of the routes.
@@ -608,7 +608,9 @@ class GatewayApp:
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer every error in the error format of the requested API."""
+        """Answer expected errors in the error format of the requested API. Refuse requests until the sessions have been
+        read.
+        """
         place = request.path.find("/v1/")
         protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])
         try:

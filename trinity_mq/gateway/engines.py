@@ -82,7 +82,7 @@ class Stream:
 
 
 class EngineCalls:
-    """Requests to the engines of a run.
+    """Sends requests to the engines of a run.
 
     Args:
         choose: Chooses the engine of a request.

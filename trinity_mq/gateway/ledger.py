@@ -99,7 +99,7 @@ class Ledger:
         yield from self.live.values()
         yield from self._settled.values()
 
-    # -- input
+    # -- events
 
     def apply(self, event: Event) -> EventEffect:
         """Apply an event of one session, or a ``sessions_decided`` event of one or more sessions, and return its
@@ -342,7 +342,7 @@ class Ledger:
                 session.forget_events()
                 self._settled[session.id] = session
 
-    # -- output
+    # -- results: unknown events, tasks, due events
 
     def take_unknown(self) -> list[Event]:
         """Return, once, the events of sessions that were never opened. Decisions, and events of sessions that a

@@ -31,7 +31,7 @@ BREAK_CAUSES = ("template", "retoken", "temperature")
 """Reasons why a prompt does not begin with the tokens of the answer that its messages continue."""
 
 
-# -- by messages
+# -- digests of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _text_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# -- the forest
+# -- the forest of token sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -375,7 +375,7 @@ class Lineages:
         return chosen, len(candidates) > 1
 
 
-# -- of a recorded session
+# -- lineages of a recorded session
 
 
 @dataclass(slots=True)

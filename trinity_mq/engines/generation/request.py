@@ -118,7 +118,7 @@ class Token:
 
 
 class GenerationListener(Protocol):
-    """Listener of a batch step, called in the worker thread. Requests are numbered within the step."""
+    """Listener of a batch step, called in the worker thread. Requests are numbered within the batch step."""
 
     def listens(self, request: int) -> bool:
         """Return whether the tokens of ``request`` are wanted one at a time."""

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the chat template and its masks."""
+"""Converts texts and conversations to token ids and back, by the model's tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ from trinity_mq.telemetry.trace import span
 log = structlog.get_logger(__name__)
 
 Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model."""
+"""Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model. The
+receiver of the engine vllm returns the spec instead of the tensors, or with the tensors of an adapter.
+"""
 
 
 class PauseBody(EngineRequestBody):

@@ -343,7 +343,9 @@ class SampledRow:
 
 
 class _Alternatives:
-    """The likeliest tokens of the rows that want them. ``counts``: number of tokens by row of the batch, or 0."""
+    """Records the likeliest tokens of the rows that want them. ``counts``: number of tokens per place by row of the
+    batch, or 0.
+    """
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self._counts, self._has_any = counts, any(counts)
@@ -351,7 +353,9 @@ class _Alternatives:
         self.of_row: list[list[Alternatives]] = [[] for _ in counts]
 
     def add(self, rows: _Rows, logits: Tensor, temperature: Tensor) -> dict[int, Alternatives]:
-        """Record one step of the unfinished rows, and return it by row; ``logits``: ``[sequences, vocabulary]``."""
+        """Record one decode step of the unfinished rows, and return its likeliest tokens by row; ``logits``:
+        ``[sequences, vocabulary]``.
+        """
         places = self._wanted[rows.ids].nonzero()[:, 0] if self._has_any else self._wanted[:0]
         if not len(places):
             return {}
@@ -366,7 +370,7 @@ class _Alternatives:
 
 
 class _Recorder:
-    """Sampled tokens of all rows, one column per step."""
+    """Records the sampled tokens of all rows, one column per decode step."""
 
     def __init__(self, counts: Sequence[int], device: torch.device, experts: _ExpertRecorder | None = None) -> None:
         """Create the recorder. ``counts``: number of likeliest tokens to record, by row."""
@@ -380,7 +384,7 @@ class _Recorder:
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def add(self, active: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Record one step of the rows ``active``."""
+        """Record one decode step of the rows ``active``."""
         column = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
         values = torch.zeros(self._rows, dtype=torch.float32, device=self._device)
         self._tokens.append(column.index_copy_(0, active, tokens))

@@ -240,7 +240,7 @@ def unseal_thoughts(sealed: Any) -> str:
         return ""
     try:
         return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
-    except ValueError:  # also of a wrong encoding
+    except ValueError:  # also raised if the bytes are not UTF-8
         return ""
 
 

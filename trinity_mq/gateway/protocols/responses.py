@@ -121,7 +121,9 @@ class ResponsesProtocol(Protocol):
 
 
 class ResponsesEvents(Events):
-    """Events of a streamed response: reasoning and messages with their text in deltas, then the tool calls."""
+    """Builds the events of a streamed response, and the whole response: reasoning and messages with their text in
+    deltas, then the tool calls.
+    """
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
