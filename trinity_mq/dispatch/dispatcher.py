@@ -439,8 +439,8 @@ class Dispatcher:
         }
 
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
-        """Publish slices in one message, or each in its own message if the one message cannot be sent. A task whose
-        slice cannot be sent alone fails.
+        """Publish slices in one message, or each in its own message if they cannot be sent together. A task whose slice
+        cannot be sent alone fails.
         """
         try:
             message = self._slices_message(ticket, group, common)

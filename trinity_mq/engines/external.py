@@ -304,7 +304,7 @@ class ExternalEngine(Engine):
 
 
 def _key(model: AuxiliaryModelConfig) -> str | None:
-    """Return the server's API key, or None if none is configured.
+    """Return the server's API key, or None without a configured key.
 
     Raises:
         ModelError: The configured file or environment variable does not hold the key.

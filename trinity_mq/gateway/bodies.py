@@ -50,7 +50,7 @@ class RewardBody(Body):
     """Id of any call of the lineage that is rewarded."""
     how: Literal["replace", "add"] = "replace"
     key: str = Field(default="", max_length=LONGEST_LABEL)
-    """Idempotency key: the same reward with the same key counts once."""
+    """Idempotency key: of several rewards of the session with the same key, only the first counts."""
     metrics: Metrics = Field(default_factory=dict)
     final: bool = False
 

@@ -42,7 +42,9 @@ class OneEngine:
         return self._model
 
     def lost(self, engine: InferenceModel) -> None:
-        """Record that the engine did not answer. The run then fails, and its retry may use another engine."""
+        """Record that the engine did not answer. If the run of the workflow then fails, its retry may use another
+        engine.
+        """
         self.is_lost = True
 
 

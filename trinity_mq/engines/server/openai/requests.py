@@ -127,7 +127,9 @@ class SamplingBody(EngineRequestBody):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
+    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions; also
+    response_text, malformed_calls and routed_experts where they exist.
+    """
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Our extension: maximum number of prompt tokens; a longer prompt is rejected."""
 
