@@ -52,7 +52,7 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     tasks, and the counts of outcomes and of failures by kind.
 
     ``late`` is the number of late results since the previous batch was closed. If only whole tasks count, the runs of
-    tasks that were cut off are left out, except from the counts by outcome and by kind of failure.
+    tasks that were cut off are left out of the means and of the numbers of finished tasks and runs.
     """
     results = ticket.results
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}

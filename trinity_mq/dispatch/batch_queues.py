@@ -64,7 +64,7 @@ class BatchQueues:
 
     async def make(self, ticket: Ticket, *, again: bool) -> None:
         """Declare and bind the queue of a ticket, before its slices are published. If an earlier declaration may have
-        been interrupted, wait until the queue confirms a mark.
+        been interrupted, wait until the queue confirms a mark, and replace it if it does not.
 
         Args:
             ticket: The ticket to open.

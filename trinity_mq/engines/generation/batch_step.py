@@ -56,6 +56,7 @@ class Counters:
     """Work of the engine since its start."""
 
     batch_steps: int = 0
+    """Number of finished batch steps. In the engine vllm, which batches by itself: number of finished requests."""
     sequences: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0

@@ -293,7 +293,8 @@ class TextCodec:
         """Return the token ids of ``text``, or more than ``limit`` token ids of its beginning if the text is much
         longer.
 
-        Time and memory depend on the limit, not on the text.
+        Time and memory depend on the limit, not on the text, unless the text has more than :data:`CHARACTERS_PER_TOKEN`
+        characters per token.
 
         Raises:
             TextError: The vocabulary does not cover the text.
