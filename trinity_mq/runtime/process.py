@@ -137,7 +137,8 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         mode: Permissions; None: the permissions of any new file.
 
     Raises:
-        OSError: The file was not written; the old file is unchanged.
+        OSError: The file was not written and the old file is unchanged; or the new file is there, and only the name
+            could not be synced to disk.
     """
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
