@@ -57,7 +57,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The GPUs that a process may use, in the order in which CUDA numbers them for the process."""
+    """The GPUs that a process may use, in the order of their numbers in the process."""
 
     gpus: Sequence[Gpu]
     why: str = ""
