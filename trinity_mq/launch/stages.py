@@ -25,7 +25,7 @@ from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.targets.run_folder import RunFolder
 
 RECORD_FILE = "stage.json"
-"""File in the folder of a stage's run."""
+"""Name of the file with the :class:`StageRecord` in the folder of a stage's run."""
 
 ForkServers = Callable[[], AbstractContextManager[ForkServer | None]]
 
