@@ -142,7 +142,7 @@ class Topology:
     results_max_bytes: int = 512 * 1024**2
     sessions_max_bytes: int = 2 * 1024**3
     consumer_timeout: float | None = None
-    """Seconds that agents may hold messages of work queues and batch queues."""
+    """Seconds that agents may hold messages of work queues and batch queues. None: the broker's default."""
     reply_queues: tuple[str, ...] = ()
     """Additional prefixes of queues to which the outcomes of submitted tasks may be sent."""
     submitted_max_bytes: int = 1024**3

@@ -35,7 +35,7 @@ STOP_SECONDS = 60.0
 
 
 class RunError(RuntimeError):
-    """A run that could not be started or did not finish; the message ends with its last output."""
+    """A run ended with an error before it wrote metrics; the message ends with its last output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class Agent(ABC):
         if self.compatibility.writes > 1:  # an agent of release 0.1.0, if any runs, cannot read our messages
             await self.woken.until(lambda: self.draining.is_set() or self._met.is_set())
         self.serving.set()
-        # checked after subscribing, so that an earlier mark is seen
+        # checked after subscribing: an earlier end is seen in the folder, a later end is heard
         if self.run_folder is not None and is_run_over(self.run_folder):
             log.info("run_is_over", agent=self.id)
             return
@@ -287,7 +287,7 @@ class Agent(ABC):
         other run is therefore held until two conditions are met: a whole lease has passed without a heartbeat that
         confirms that run, and the explorer of this agent's run is heard. Before that, the message may belong to the run
         that is active on the broker. If the agent is asked to drain while it holds the message, it leaves the message
-        unanswered to the broker.
+        unanswered to the broker, and the result is also True.
         """
         if self.bus.is_foreign(delivery) and delivery.run_id not in self._other_runs:
             with contextlib.suppress(TimeoutError):

@@ -221,8 +221,8 @@ async def decode_or_dead_letter(
     quiet: bool = False,
     at_once: bool = False,
 ) -> Message | None:
-    """Return the control-plane message in ``delivery``; None if it does not decode and was dead-lettered and
-    acknowledged.
+    """Return the control-plane message in ``delivery``; None if it does not decode. Then it was dead-lettered, or only
+    logged with ``quiet``, and acknowledged.
 
     A body of a newer version is held until the heartbeats of all other agents have arrived. If an agent of a newer
     release is among them, this agent ends, and the body is redelivered to an agent that can read it.

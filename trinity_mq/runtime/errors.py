@@ -42,7 +42,7 @@ class RecycleRequested(RestartRequested):
 
 
 def first_leaf(error: BaseException) -> BaseException:
-    """Return the first exception that is not a group."""
+    """Return ``error``, or for an exception group the first exception in it that is not a group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

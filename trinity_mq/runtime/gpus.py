@@ -51,7 +51,7 @@ class Gpu:
 
     @property
     def is_taken(self) -> bool:
-        """Whether other processes use more than half of the memory."""
+        """Whether other processes use more than half of the memory. False if the memory is unknown."""
         return self.total is not None and self.free is not None and self.free < self.total / 2
 
 

@@ -170,8 +170,8 @@ def apply_umask(folder: Path) -> None:
 
 
 def disk_full_message(error: BaseException) -> str | None:
-    """Return a line with the full disk's path and the remedy; None if neither ``error`` nor a cause reports a full
-    disk.
+    """Return a line with the path on the full disk, if it is known, and the remedy; None if neither ``error`` nor a
+    cause reports a full disk or an exhausted quota.
     """
     cause: BaseException | None = error
     while cause is not None:

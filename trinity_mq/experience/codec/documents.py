@@ -28,7 +28,7 @@ _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp}
 _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
 SAMPLED = 16
-"""Number of documents that are checked for repetitions."""
+"""Number of documents at the start of a column that are compared, to see whether most documents are repeated."""
 _SMALL_MAP, _SMALL_MAP_ITEMS = 0x80, 0x0F
 """First byte of a map of up to 15 items, and the bits in it that hold the number of items."""
 

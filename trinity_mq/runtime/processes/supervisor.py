@@ -244,7 +244,7 @@ class Supervisor:
         return child.exit_code
 
     async def _should_restart(self, child: _Child, code: int) -> bool:
-        """Handle an exit; return True to start the process again now."""
+        """Handle an exit, and wait for the delay of a restart; return True to start the process again now."""
         if child.stopping:
             child.phase = "stopped"
             as_requested = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)

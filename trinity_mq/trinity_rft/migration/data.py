@@ -72,7 +72,7 @@ DESCRIPTIONS = [
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
 PADDING = "multi_step_padding"
-"""Operator that gives each run of several steps the same number of experiences."""
+"""Operator that gives the runs of tasks, which may have several steps, the same number of experiences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RegisteredName:
     new_name: str
     """Name here. Empty: the same."""
     refused: str
-    """``yes`` if nothing here replaces it."""
+    """``yes`` if nothing here replaces it, otherwise empty."""
     text: str
     """The reason for another name or a refusal, or the needs of the name on this machine."""
 
