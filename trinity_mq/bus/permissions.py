@@ -1,4 +1,4 @@
-"""Broker permissions of each role in a run, as patterns for ``rabbitmqctl``. Tested against a real broker."""
+"""Broker permissions of each kind of user of a run, as patterns for ``rabbitmqctl``. Tested against a real broker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Permissions:
 
 
 def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None = None) -> Permissions:
-    """Return the minimal permissions of a role.
+    """Return the minimal permissions of a kind of user.
 
     Args:
         run: Name of the run.

@@ -173,7 +173,7 @@ class DocumentReader:
 
     def _repeated_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
         """Return the maps in ``data`` as :meth:`_flat_maps` does, decoding equal documents once. Return None if few
-        documents are equal, or if a document is not a flat map.
+        documents are equal, or if a document is not a flat map or contains a tensor.
         """
         if len(bounds) <= SAMPLED or len({data[a:b] for a, b in pairwise(bounds[: SAMPLED + 1])}) > SAMPLED // 2:
             return None

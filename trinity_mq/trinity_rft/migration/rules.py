@@ -264,7 +264,7 @@ def explorer(move: SettingsTransfer) -> None:
     if variables := move.take_mapping("explorer.env_vars"):
         move.put("runner.env", {str(key): _text(value) for key, value in variables.items()}, "was explorer.env_vars")
     kind = str(resolve_environment(move.take(ENGINE + "engine_type")) or "vllm")
-    if move.has(ENGINE + "engine"):  # of a model of another service, which computes nothing here
+    if move.has(ENGINE + "engine"):  # set for the model of another service, which is not computed here
         move.take(ENGINE + "tensor_parallel_size")
     elif kind.startswith("vllm") or kind == "tinker":
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")

@@ -45,7 +45,7 @@ class Migration:
     comments: dict[Path, list[str]] = field(default_factory=dict)
     """Comments on changes, by the place of a setting."""
     left_out: list[LeftOut] = field(default_factory=list)
-    """Old settings without a counterpart here."""
+    """Old settings that the new configuration does not have, with the reasons."""
     notes: list[LeftOut] = field(default_factory=list)
     """Old settings that were moved and that need something on this machine, which their reason names."""
     origins: dict[Path, str] = field(default_factory=dict)
