@@ -96,8 +96,9 @@ async def dead_letter(
 ) -> None:
     """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
-    A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` is
-    the history of the message, by default its deliveries before this delivery.
+    A body too large to publish is rejected instead: from a queue the broker moves it to ``dead``, on a stream it stays
+    where it is, and only our log has the reason. ``past`` is the history of the message, by default its deliveries
+    before this delivery.
     """
     past = past or DeliveryHistory.of(incoming)
     log.warning(
