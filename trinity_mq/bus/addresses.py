@@ -27,12 +27,16 @@ _OF_THE_CLIENT = {"cafile", "capath", "cadata", "certfile", "keyfile", "no_verif
 
 
 class AddressError(BusError):
-    """No usable broker address is configured."""
+    """No broker address is configured, or the configured address, or a file with the address, a password or TLS keys,
+    cannot be used.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """URLs of the broker and the sources of their missing parts. :meth:`read` reads the files at each call."""
+    """The broker's URLs or the file with them, the file with a missing password, and the TLS settings. :meth:`read`
+    reads the files at each call.
+    """
 
     url: str | None = None
     url_file: str | None = None
@@ -65,7 +69,8 @@ class Addresses:
         """Return complete, checked URLs. It reads files, so do not call it on an event loop.
 
         Raises:
-            AddressError: A file cannot be read, or its content is not an AMQP URL.
+            AddressError: A file cannot be read, a URL is not a valid AMQP URL, or ``broker.tls`` is set for a URL that
+                begins with amqp.
         """
         urls = each(self.text())
         if not urls:

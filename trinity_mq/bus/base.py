@@ -30,15 +30,17 @@ class BusError(Exception):
 
 
 class BusUnavailable(BusError):
-    """The broker was not reached, or a publish was not confirmed, within the timeout."""
+    """The broker was not reached, or a publish was not confirmed, within the timeout; or the bus is closed."""
 
 
 class BusRefused(BusError):
-    """The broker refused permanently: wrong password, no permission, or wrong vhost. A retry does not help."""
+    """The broker refused permanently, for example because of a wrong password, a missing permission, a wrong virtual
+    host or TLS. A retry does not help.
+    """
 
 
 class QueueGone(BusError):
-    """The consumed queue no longer exists."""
+    """A queue to consume, or to publish to, does not exist any more and must not be declared again."""
 
 
 class StreamCut(BusError):
@@ -56,7 +58,7 @@ class StaleDelivery(BusError):
 
 
 class LockHeld(BusError):
-    """Another connection holds the exclusive lock."""
+    """Another connection, or this bus itself, holds the exclusive lock already."""
 
 
 class MessageTooLarge(BusError):
@@ -138,9 +140,10 @@ class Delivery(Incoming, ABC):
 class Consumer(ABC):
     """Deliveries of a queue, in order, across reconnects.
 
-    Iteration waits for the next delivery. It ends after :meth:`close`. It raises QueueGone if the queue was deleted,
-    and StreamCut if a stream no longer holds the requested offset. After a reconnect, unacknowledged messages are
-    redelivered as new deliveries. A stream resumes after the last delivery that was handed over, because stream
+    Iteration waits for the next delivery. It ends after :meth:`stop` or :meth:`close`. It raises QueueGone if the queue
+    was deleted and is not declared again, BusRefused if another connection owns an exclusive queue, and StreamCut if a
+    stream no longer holds the requested offset. After a reconnect, unacknowledged messages are redelivered as new
+    deliveries. A stream resumes after the last delivery that was handed over, because stream
     deliveries are acknowledged on hand-over.
     """
 
@@ -205,8 +208,8 @@ class HandNotes(Protocol):
     """Remembers, across crashes of the process, which messages were in progress."""
 
     def in_hand(self, incoming: Incoming) -> AbstractContextManager[int]:
-        """Record a message as in progress. Return the number of earlier processes that died with the message in
-        progress.
+        """Record a message as in progress until the ``with`` block ends. The block gets the number of earlier processes
+        that died with the message in progress.
         """
 
 
@@ -230,7 +233,9 @@ class Bus(ABC):
         self.foreign = 0
         """Number of messages from other runs with the same name that the agent dropped."""
         self.met: asyncio.Event | None = None
-        """Set once the agent has received heartbeats from all other agents. None: it does not listen to heartbeats."""
+        """Set once the agent has listened long enough to have heard every live agent. None: it does not listen to
+        heartbeats.
+        """
         self.notes: HandNotes | None = None
         """Notes of the messages that the agent is processing. None: no notes are made."""
         self._topology, self._config = topology, config
@@ -261,7 +266,7 @@ class Bus(ABC):
 
     def is_foreign(self, incoming: Incoming) -> bool:
         """Return whether a message belongs to another run with the same name. A message without a run id belongs to
-        every run.
+        every run. While :attr:`run_id` is unknown, every message counts as the agent's own.
         """
         return self.run_id is not None and incoming.run_id not in {None, self.run_id}
 
@@ -279,8 +284,8 @@ class Bus(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Open the connections. This also reopens a closed bus. Raises BusRefused immediately, and BusUnavailable after
-        the connect timeout.
+        """Open the connections. This also reopens a closed bus. Raises BusRefused and AddressError immediately, and
+        BusUnavailable after the connect timeout.
         """
 
     @abstractmethod
@@ -324,6 +329,7 @@ class Bus(ABC):
             MessageTooLarge: The body exceeds ``max_message_bytes``.
             PropertyError: AMQP cannot carry a header.
             ValueError: The exchange does not belong to the run.
+            BusRefused: The user has no permission to publish this.
             BusUnavailable: The publish was not confirmed in time.
         """
         what = f"{envelope.kind} {envelope.message_id}"

@@ -1,4 +1,4 @@
-"""Broker permissions of each role in a run, as patterns for ``rabbitmqctl``. Tested against a real broker."""
+"""Broker permissions of each kind of user of a run, as patterns for ``rabbitmqctl``. Tested against a real broker."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Permissions:
 
 
 def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None = None) -> Permissions:
-    """Return the minimal permissions of a role.
+    """Return the minimal permissions of a kind of user.
 
     Args:
         run: Name of the run.
-        role: ``agent`` runs explorer, runner, operator or trainer, declares all queues, and cleans up after a run.
+        role: ``agent`` is any agent of the run: it declares all queues, and may clean up after the run.
             ``submitter`` submits tasks and receives their outcomes. ``rewarder`` rewards and ends sessions.
             ``reviewer`` reads requests for human review and answers with verdicts. ``reader`` only reads: status,
             inspect, tap, regrade, dead list, review list.
@@ -83,8 +83,8 @@ def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None
 
 
 def rabbitmqctl_lines(user: str, vhost: str, granted: Permissions) -> list[str]:
-    """Return the commands that grant these permissions to a user and revoke its other permissions on these
-    exchanges.
+    """Return the commands that give a user these permissions on a virtual host instead of all its earlier permissions
+    there. Topic permissions are replaced only on the exchanges in ``granted.topics``.
     """
     on = ["-p", vhost, user]
     lines = [["rabbitmqctl", "set_permissions", *on, granted.configure, granted.write, granted.read]]

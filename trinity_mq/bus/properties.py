@@ -53,7 +53,7 @@ class PropertyError(ValueError):
 
 
 def publishable(envelope: Envelope) -> Envelope:
-    """Return the message with properties that AMQP can carry. An overlong id is shortened.
+    """Return the message with properties that AMQP can carry. Overlong ids and other text properties are shortened.
 
     Raises:
         PropertyError: AMQP cannot carry the name, type or value of a header, or the headers are too long together.

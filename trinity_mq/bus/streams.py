@@ -64,8 +64,8 @@ async def read_up_to_now(
 
 
 async def read_at(bus: Bus, stream: Queue, offsets: Collection[int], seconds: float) -> dict[int, Delivery]:
-    """Return the messages at ``offsets`` of a stream, by offset. Offsets beyond its end are left out after ``seconds``
-    of silence.
+    """Return the messages at ``offsets`` of a stream, by offset. Offsets without a message, such as offsets beyond the
+    end, are left out after ``seconds`` of silence.
 
     Raises:
         StreamCut: Retention removed the first of the messages.

@@ -142,9 +142,9 @@ class Topology:
     results_max_bytes: int = 512 * 1024**2
     sessions_max_bytes: int = 2 * 1024**3
     consumer_timeout: float | None = None
-    """Seconds that agents may hold messages of work queues and batch queues."""
+    """Seconds that agents may hold messages of work queues and batch queues. None: the broker's default."""
     reply_queues: tuple[str, ...] = ()
-    """Additional prefixes of queues to which the outcomes of submitters may be sent."""
+    """Additional prefixes of queues to which the outcomes of submitted tasks may be sent."""
     submitted_max_bytes: int = 1024**3
     dead_max_bytes: int = 512 * 1024**2
     prefix: str = field(init=False)
@@ -193,7 +193,9 @@ class Topology:
 
     @property
     def submitted(self) -> Queue:
-        """Queue of outside tasks. A full queue accepts no more tasks: the submitter's publish is not confirmed."""
+        """Queue of submitted tasks, from outside programs and from the run's gateways. A full queue accepts no more
+        tasks: the submitter's publish is not confirmed.
+        """
         queue = self._work("submitted", "tasks", SUBMIT, BY_GATEWAY)
         return replace(queue, max_length_bytes=self.submitted_max_bytes, overflow="reject-publish")
 
@@ -268,7 +270,9 @@ class Topology:
 
     @property
     def durable(self) -> tuple[Queue, ...]:
-        """Queues that exist for the whole run."""
+        """Queues and streams of every run, which each agent declares at its start. The streams ``sessions`` and
+        ``review`` exist only in runs that use them.
+        """
         return (self.submitted, self.tasks_train, self.tasks_eval, self.closed, self.results, self.ready, self.dead)
 
     def batch_queue(self, batch: BatchId, ticket: str) -> Queue:
@@ -289,8 +293,9 @@ class Topology:
         return f"{batch_key(batch)}.{ticket}"
 
     def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:
-        """Return the exclusive queue of a single process on an exchange such as sync or replies. ``incarnation`` keeps
-        the name distinct from a lingering older queue.
+        """Return the exclusive queue of a single process, bound to an exchange by ``patterns``. Without patterns it is
+        not bound, and ``exchange`` is only a word in its name, such as ``replies``. ``incarnation`` keeps the name
+        distinct from a lingering older queue.
         """
         return Queue(
             name=f"{self.prefix}{exchange}.{agent}.{incarnation}",
@@ -299,7 +304,8 @@ class Topology:
         )
 
     def lock(self, name: str) -> str:
-        """Return the name of the exclusive queue that allows only one scheduling explorer and one trainer per run. A
-        full name is returned unchanged.
+        """Return the name of the exclusive queue that is the lock ``name`` of the run. The run has a lock for its
+        scheduling explorer, its trainer, its acting gateway and each further host of engines; a second process with the
+        same task waits for the lock. A full name is returned unchanged.
         """
         return name if name.startswith(self.prefix) else f"{self.prefix}lock.{name}"

@@ -1,4 +1,4 @@
-"""Metrics, task statuses, submission outcomes and evaluation answers computed from a ticket. No I/O.
+"""Computes metrics, task statuses, submission outcomes and evaluation answers from a ticket. No I/O.
 
 :class:`Failures` counts the failures of slices by kind, for the explorer's heartbeats.
 """
@@ -31,10 +31,10 @@ OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
 closed.
 """
 FAILED = {"failed", "partial", "poisoned"}
-"""Outcomes that count as failures. Exception: *partial* is not a failure if the batch was cut off."""
+"""Outcomes that ``rollout/failures/*`` count. Exception: *partial* does not count if the batch was cut off."""
 _KEYS = FormatConfig().as_args()
 MAX_QUESTION = 2000
-"""Maximum characters of a question."""
+"""Maximum characters of a question in the evaluation log. The middle of a longer question is removed."""
 
 MAX_KINDS = 16
 """Maximum number of distinct kinds of failure. Further kinds are counted together as the last kind."""
@@ -42,7 +42,7 @@ MAX_LISTED = 4
 """Maximum number of kinds of failure in a heartbeat."""
 MAX_TEXT, MAX_TAIL = 300, 80
 """Maximum characters of a failure text in a heartbeat. A longer text keeps its last ``MAX_TAIL`` characters, because
-the end names the place in the file.
+its end names the file and the line of the failure.
 """
 OTHERS = "other failures; each agent's log has them"
 
@@ -51,8 +51,8 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     """Return the ``rollout/*`` metrics of a training ticket: metrics of its runs aggregated by task and then over
     tasks, and the counts of outcomes and of failures by kind.
 
-    ``late`` is the number of results of closed tickets received since the previous batch was closed. If only whole
-    tasks count, the runs of tasks that were cut off are left out of the means.
+    ``late`` is the number of late results since the previous batch was closed. If only whole tasks count, the runs of
+    tasks that were cut off are left out of the means and of the numbers of finished tasks and runs.
     """
     results = ticket.results
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
@@ -71,7 +71,8 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
 
 
 def taskset_metrics(ticket: Ticket) -> dict[str, float]:
-    """Return ``rollout/taskset/<taskset>/*`` of a training ticket: number of tasks by taskset, and their mean
+    """Return ``rollout/taskset/<taskset>/*`` of a training ticket: the number of tasks of each taskset, and their mean
+    reward. The reward leaves out tasks that were cut off if only whole tasks count, and is missing if no task has a
     reward.
     """
     rewards: defaultdict[str, list[float]] = defaultdict(list)
@@ -204,17 +205,18 @@ class Failures:
         self._kinds: dict[str, FailureStatus] = {}
 
     def add_ended(self, ticket: Ticket) -> None:
-        """Count the failures of a ticket that is pinned to a weight version, once it will not be repeated. The failures
-        of other tickets were counted by :meth:`add`.
+        """Count the failures of a ticket that is pinned to a weight version, once it will not be repeated. Do nothing
+        for other tickets, whose failures were counted by :meth:`add`.
         """
         for result in ticket.results if ticket.pinned is not None else ():
             self.add(ticket, result, ended=True)
 
     def add(self, ticket: Ticket, result: TaskResult, *, ended: bool = False) -> None:
-        """Count the failure of a slice. Slices that a cut-off left unfinished do not count.
+        """Count the failure that the result of a slice reports, if any. Cancelled slices and slices of a ticket that is
+        cut off do not count.
 
-        The failures of a pinned ticket are counted by :meth:`add_ended`, because its slices are repeated if the engines
-        load the next version before the slices have run.
+        The failures of a pinned ticket are counted by :meth:`add_ended` (with ``ended``), because its slices are
+        repeated if the engines load the next version before the slices have run.
         """
         if ticket.pinned is not None and not ended:
             return
@@ -234,7 +236,7 @@ class Failures:
         return sorted(self._kinds.values(), key=lambda kind: -kind.count)[:MAX_LISTED]
 
     def summary(self) -> str:
-        """Return the most frequent failure in a sentence. The result is empty if no failure was counted."""
+        """Return the most frequent kind of failure in a sentence. The result is empty if no failure was counted."""
         return kinds[0].line() if (kinds := self.listed()) else ""
 
 

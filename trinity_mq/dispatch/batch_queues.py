@@ -45,7 +45,7 @@ class BatchQueues:
     """Declares, watches and replaces the batch queues of tickets.
 
     Args:
-        tickets: Returns the open tickets of the owner.
+        tickets: Returns the tickets of the owner that are not closed.
     """
 
     def __init__(self, bus: Bus, topology: Topology, tickets: Callable[[], Iterable[Ticket]]) -> None:
@@ -63,7 +63,8 @@ class BatchQueues:
         bus.on_change(self._changed)
 
     async def make(self, ticket: Ticket, *, again: bool) -> None:
-        """Declare and bind the queue of a ticket, before its slices are published.
+        """Declare and bind the queue of a ticket, before its slices are published. If an earlier declaration may have
+        been interrupted, wait until the queue confirms a mark, and replace it if it does not.
 
         Args:
             ticket: The ticket to open.
@@ -91,7 +92,9 @@ class BatchQueues:
         self._spare_wanted.set()
 
     async def keep(self) -> None:
-        """Declare the queues again to renew their ``x-expires``. Publishing does not renew it."""
+        """Declare the queues of published tickets and the spare queue again to renew their ``x-expires``. Publishing
+        does not renew it.
+        """
         for ticket in list(self._tickets()):
             if ticket.published and _takes_more(ticket):
                 await self._bus.declare(self._topology.batch_queue(ticket.batch, ticket.ticket))
@@ -161,8 +164,9 @@ class BatchQueues:
                     group.create_task(self._restore(ticket))
 
     async def _restore(self, ticket: Ticket) -> None:
-        """Bind the queue again if it exists, then replace it if it accepts no messages. A queue that was deleted is not
-        declared again: its content is lost.
+        """Bind the queue of a ticket again if the queue exists. If the ticket is published and delivers to the
+        pipeline, also replace the queue if it accepts no messages. A queue that was deleted is not declared again: its
+        content is lost.
         """
         queue, bound = self._topology.batch_queue(ticket.batch, ticket.ticket), False
         while not bound and _takes_more(ticket):
@@ -184,7 +188,9 @@ class BatchQueues:
             self._broke.set()
 
     async def _examine(self, ticket: Ticket, patience: float) -> None:
-        """Return once the queue confirms a mark, or once the queue cannot be replaced without loss."""
+        """Replace the queue of a ticket until it confirms a mark. Leave a silent queue unchanged if its content is
+        needed, and return early if the ticket is closed.
+        """
         queue = self._topology.batch_queue(ticket.batch, ticket.ticket)
         while _takes_more(ticket) and not await self._answers(ticket, patience):
             reported = any(task_slice.result is not None and task_slice.result.parts for task_slice in ticket.slices)

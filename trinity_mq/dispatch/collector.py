@@ -39,11 +39,11 @@ publishers' connections.
 """
 PREFETCH = 256
 INLINE = 1024 * 1024
-"""Maximum bytes of a part that is decoded on the event loop. For such a part, a handover to a thread would take
+"""Maximum bytes of a message that is decoded on the event loop. For such a message, a handover to a thread would take
 longer.
 """
 BURST = 16
-"""Number of parts to read before other tasks of the event loop get a turn."""
+"""Number of messages to read before other tasks of the event loop get a turn."""
 
 
 class _Held:
@@ -145,11 +145,11 @@ class Collector:
                     if count % BURST == 0:
                         await asyncio.sleep(0)
             except (QueueGone, StoreUnavailable) as error:
-                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure raises this error
+                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure reports this error
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
-        """Return once the experiences of the listed attempts have been read. Parts that cannot be decoded are
-        dead-lettered.
+        """Return once the experiences of the attempts of ``results`` have been read. Parts that cannot be decoded are
+        dead-lettered and count as read. If the queue no longer exists, the loss is only logged.
 
         Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
@@ -173,7 +173,9 @@ class Collector:
             log.error("batch_queue_gone", ticket=ticket.ticket)
 
     def pop(self, ticket: Ticket, results: Sequence[TaskResult]) -> list[Experience]:
-        """Remove and return the experiences of the listed attempts, in the order of their runs."""
+        """Remove and return the experiences of the attempts of ``results`` that have been read, in the order of their
+        runs.
+        """
         held = self._held.get(ticket.ticket)
         if held is None:
             return []  # the ticket was forgotten in the meantime
@@ -185,15 +187,15 @@ class Collector:
         return self.pop(ticket, results)
 
     def forget(self, ticket: Ticket) -> None:
-        """Drop the experiences that the caller did not take, and the queue. The queue is unbound soon, by :meth:`run`
-        or :meth:`close`, and deleted later.
+        """Drop the experiences of a ticket that the caller did not take. Its queue is unbound soon, by :meth:`run` or
+        :meth:`close`, and deleted later.
         """
         held = self._held.pop(ticket.ticket, None)
         self._endings.put_nowait((ticket, None if held is None else held.consumer))
 
     async def close(self) -> None:
-        """Stop reading, and unbind and delete the queues of forgotten tickets. Experiences that were read are kept.
-        Other experiences stay in the queues.
+        """Stop reading. While the bus is usable, unbind and delete the queues of forgotten tickets. Experiences of
+        other tickets are kept if they were read, and stay in the queues otherwise.
         """
         for held in self._held.values():
             if held.consumer is not None:
@@ -211,7 +213,12 @@ class Collector:
         return held.consumer
 
     async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
-        """Store the parts of a delivery and return their keys."""
+        """Store the parts of a delivery that are not stored yet, acknowledge the delivery, and return the keys of these
+        parts. A part that cannot be decoded is dead-lettered and stored as empty.
+
+        Raises:
+            StoreUnavailable: The blob store did not answer. The delivery is requeued.
+        """
         if delivery.kind == Mark.kind:
             await acknowledge(delivery)  # BatchQueues sent the mark to test whether the queue confirms messages
             return []

@@ -4,11 +4,12 @@ Runners learn from heartbeats which slices are still needed. ``detail["open"]`` 
 ``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler) lists the tickets that still have slices to
 execute. From the heartbeat with number ``opened_beat`` on, a runner drops every slice, running or waiting, whose ticket
 is not listed: the ticket was aborted, cleared, cut off or closed, or is complete. A ticket can only be cut off as a
-whole. Each change triggers an immediate heartbeat.
+whole. A cut-off triggers an immediate heartbeat.
 
-A slice with ``keep_partial`` has :data:`CANCEL_GRACE` seconds after that heartbeat. Finished runs that its runner
-publishes in this time count: first the parts, then a TaskResult with outcome *partial* and these runs, or *cancelled*
-if no run finished. Later results are *late*: they are counted and dropped.
+If partial results are kept, a slice with ``keep_partial`` has :data:`CANCEL_GRACE` seconds after its ticket was cut
+off. Finished runs that its runner publishes in this time count: first the parts, then a TaskResult with outcome
+*partial* and these runs, or *cancelled* if no run finished. Results that arrive after the ticket was closed are *late*:
+they are counted and dropped.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ WINDOW = 128
 GROUP_SECONDS = 2.0
 """Maximum seconds for the slices of one message, run in sequence, as estimated from the mean of earlier slices."""
 BURST = 64
-"""Number of results to receive before other tasks of the event loop get a turn."""
+"""Number of waiting messages to process before other tasks of the event loop get a turn."""
 
 
 async def _save_nothing() -> None:
@@ -95,8 +96,8 @@ class Dispatcher:
     """Opens, cuts off and closes tickets, and records the outcomes of their slices.
 
     The whole durable state is in :attr:`tickets` and :attr:`results_offset`. The callbacks ``on_declared`` (the batch
-    queue of a ticket exists), ``on_task_done`` (all slices of a task have an outcome) and ``on_progress`` run on the
-    event loop and must not block.
+    queue of a ticket exists, or the ticket needs none), ``on_task_done`` (all slices of a task have an outcome) and
+    ``on_progress`` (the trainer reported its progress) run on the event loop and must not block.
 
     Args:
         owner: Id of the agent whose heartbeats list :attr:`open_tickets`.
@@ -105,9 +106,10 @@ class Dispatcher:
         heartbeat_now: Makes the owner send a heartbeat immediately.
         runners: Returns the heartbeats of the live runners.
         holders: Returns the last heartbeats of all runners that may hold slices, including runners that fell silent.
-        tickets: Open tickets by id. The mapping is changed in place.
+        tickets: Tickets that are not closed, by id. The mapping is changed in place.
         results_offset: Offset at which to resume the results stream. None: start with new results.
-        changed: Notified after outcomes were recorded.
+        changed: Notified after messages of the results stream were processed, and after a slice got an outcome without
+            a result.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class Dispatcher:
         self.config, self.bus, self.topology = config, bus, topology
         self.tickets: dict[str, Ticket] = tickets if tickets is not None else {}
         self.results_offset = results_offset
-        """Next offset to read on the results stream. None before the first start."""
+        """Next offset to read on the results stream. None: nothing was read yet, and reading starts with new
+        results.
+        """
         self.changed = changed or Notifier()
         self.heartbeat_now = heartbeat_now
         self.on_declared: Callable[[Ticket], None] = lambda ticket: None
@@ -138,9 +142,11 @@ class Dispatcher:
         self.queues = BatchQueues(bus, topology, self.tickets.values)
         self.failures = Failures()
         self.late_results = 0
-        """Number of results of closed tickets, including results whose runner already found the ticket closed."""
+        """Number of results of tickets that are not open here: closed tickets, and tickets of another dispatcher on the
+        stream. Results whose runner already found the ticket closed are included.
+        """
         self.refused_submissions = 0
-        """Number of submitted tasks that were refused."""
+        """Number of submitted tasks that the explorer refused."""
         self.slice_times = SliceTimes(config.explorer)
         self.losses = LossRepair(
             bus,
@@ -185,7 +191,9 @@ class Dispatcher:
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """Examine batch queues and repair queues that do not accept messages, until cancelled."""
+        """Examine batch queues, replace queues that do not accept messages, and maintain a spare queue, until
+        cancelled.
+        """
         await self.caught_up()
         await self.queues.watch()
 
@@ -195,7 +203,7 @@ class Dispatcher:
         await self.losses.run()
 
     async def caught_up(self) -> None:
-        """Return once all messages published before this start have been read."""
+        """Return once :meth:`follow` has read all messages that were on the stream when it started."""
         await self._caught_up.wait()
 
     @property
@@ -234,7 +242,7 @@ class Dispatcher:
     def make_ticket(
         self, tasks: Sequence[TaskBody], batch_id: BatchId, *, deliver: Deliver, lane: Lane = "train", **more: Any
     ) -> Ticket:
-        """Return a ticket with the limits of this run filled in."""
+        """Return a ticket with the limits of the configuration filled in. Record its submissions in the trace."""
         explorer = self.config.explorer
         more.setdefault("keep_partial", deliver == "pipeline" and explorer.over_rollout.return_partial_tasks)
         ticket = new_ticket(
@@ -258,12 +266,12 @@ class Dispatcher:
 
     @property
     def open_tickets(self) -> list[str]:
-        """Ids of the tickets that still have slices to execute, for the owner's heartbeats."""
+        """Ids of the tickets that still have slices to execute, as listed in the owner's heartbeats."""
         return [name for name, ticket in self.tickets.items() if ticket.is_open]
 
     async def open(self, ticket: Ticket) -> None:
-        """Save the ticket, declare and bind its batch queue, publish its slices, and save that they are published.
-        Tasks that do not fit into messages fail.
+        """Save the ticket, declare and bind its batch queue (unless it delivers nothing), publish its slices, and save
+        that they are published. Tasks that do not fit into a message or into the manifest fail.
 
         Several tickets may be opened concurrently. Within a lane, their slices are published in the order of the calls.
         """
@@ -306,8 +314,10 @@ class Dispatcher:
     def cut_off(self, ticket: Ticket, reason: str, *, keep: bool) -> bool:
         """Make runners drop the unfinished slices of a ticket.
 
-        With ``keep``, finished runs of such slices count if runners publish them within :data:`CANCEL_GRACE`
-        seconds. Return whether that grace time applies. If it does, the caller must end it with :meth:`cancel_rest`.
+        With ``keep``, finished runs of the tasks that are cut off count; otherwise none of their runs counts. If the
+        ticket has ``keep_partial`` too, runners have :data:`CANCEL_GRACE` seconds to publish finished runs. Return
+        whether that grace time applies: the caller must then end it with :meth:`cancel_rest`. Otherwise the unfinished
+        slices are cancelled here.
         """
         ticket.grace, ticket.whole_tasks_only = CANCEL_GRACE, not keep
         self.heartbeat_now()
@@ -317,14 +327,14 @@ class Dispatcher:
         return False
 
     def cancel_rest(self, ticket: Ticket, reason: str) -> None:
-        """Set the outcome *cancelled* for every slice without an outcome."""
+        """Set the outcome *cancelled* for every slice of a ticket that has no outcome yet."""
         for task in ticket.cancel_rest(reason):
             self.on_task_done(ticket, task)
         self.changed.notify()
 
     async def close(self, ticket: Ticket, manifest: BatchClosed) -> None:
-        """Close a ticket: save its manifest (final once saved), unbind the queue, publish the manifest and answer the
-        submitters. The caller then saves the state without the ticket.
+        """Close a ticket: save its manifest (final once saved), unbind its queue, publish the manifest if the ticket
+        delivers to the pipeline, answer the submitters, and remove the ticket. The caller then saves the state.
         """
         ticket.manifest = manifest
         with span("save state", ticket.batch, wait=True):
@@ -339,7 +349,8 @@ class Dispatcher:
         self.tickets.pop(ticket.ticket, None)
 
     async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome, what: str = "outcome") -> None:
-        """Send the outcome of a task to its submitter, if the submitter gave an address.
+        """Send the outcome of a task to its submitter, if the submitter gave an address. A failure to send is only
+        logged, unless the bus is unavailable.
 
         ``what`` is part of the message id. A second answer about the same task needs another value.
         """
@@ -378,8 +389,8 @@ class Dispatcher:
     # -- publishing
 
     async def _publish_slices(self, ticket: Ticket, all_sent: asyncio.Future[None]) -> None:
-        """Publish the slices without an outcome, with at most :data:`WINDOW` unconfirmed messages. ``all_sent`` is done
-        before the last confirms arrive.
+        """Publish the slices without an outcome, with at most :data:`WINDOW` unconfirmed messages, until the ticket is
+        cut off. ``all_sent`` is done before the last confirms arrive.
         """
         size = ticket.grouped = self._group_size(ticket)
         groups = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
@@ -397,8 +408,8 @@ class Dispatcher:
                 group.create_task(publish_next())
 
     def _group_size(self, ticket: Ticket) -> int:
-        """Return the number of slices per message. It is 1 unless the slices are short training slices, each runner
-        still gets two messages, and all runners support grouped slices.
+        """Return the number of slices per message. It is above 1 only if earlier training slices were short, each
+        runner still gets two messages, and all runners support grouped slices.
         """
         mean, runners = self.slice_times.mean, self._runners()
         are_able = all(
@@ -428,7 +439,9 @@ class Dispatcher:
         }
 
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
-        """Publish slices in one message, or each in its own message if together they are too large."""
+        """Publish slices in one message, or each in its own message if they cannot be sent together. A task whose slice
+        cannot be sent alone fails.
+        """
         try:
             message = self._slices_message(ticket, group, common)
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
@@ -490,8 +503,8 @@ class Dispatcher:
     # -- receiving
 
     async def _receive(self, delivery: Delivery) -> None:
-        """Process a result, or set it aside if processing fails. A slice whose result was set aside is republished as a
-        lost slice.
+        """Process a message of the results stream, or set it aside if processing fails. A slice whose result was set
+        aside is republished as a lost slice.
         """
         work = functools.partial(self._taken, delivery)
         await handle_or_set_aside(self.bus, self.topology, delivery, self._owner, work)

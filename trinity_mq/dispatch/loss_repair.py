@@ -47,7 +47,7 @@ class LostSlices:
         """
         self._depths: deque[tuple[float, int]] = deque()
         self._sent_again: Counter[str] = Counter()
-        """Number of times that slices were republished, by ticket."""
+        """Number of checks after which slices were republished, by ticket id."""
 
     def reset(self) -> None:
         """Forget the checks so far. Events since the last check are unknown."""
@@ -80,7 +80,7 @@ class LostSlices:
         self._sent_again.update({name[0] for name in names})
 
     def keep(self, tickets: Collection[str]) -> None:
-        """Forget all tickets except these."""
+        """Forget how often slices of other tickets than these were republished."""
         for ticket in self._sent_again.keys() - set(tickets):
             del self._sent_again[ticket]
 
@@ -89,10 +89,10 @@ class LostSlices:
 
 
 class LossRepair:
-    """Checks the task queues of a dispatcher's open tickets every few seconds.
+    """Checks the task queues of a dispatcher's open tickets every few seconds, and republishes slices that are lost.
 
     Args:
-        tickets: Tickets by id.
+        tickets: Tickets that are not closed, by id.
         runners: Returns the heartbeats of the live runners.
         holders: Returns the last heartbeats of all runners that may hold slices, including runners that fell silent.
         read_to_end: Returns once all results that are on the stream now have been read.
@@ -167,8 +167,8 @@ class LossRepair:
         return messages or 0
 
     def _waiting(self, tickets: Sequence[Ticket]) -> Waiting | None:
-        """Return the slices of open tickets without an outcome that no runner holds. Return None if this is unknown: no
-        runner is alive, or a runner does not report its slices.
+        """Return the slices of open tickets that have no outcome and that no runner holds. Return None if this is
+        unknown: no runner is alive, or a runner does not report its slices.
         """
         held: set[SliceName] = set()
         for beat in self._holders():

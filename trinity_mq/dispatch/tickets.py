@@ -61,10 +61,11 @@ class SliceState(BaseModel):
 
 
 class Ticket(BaseModel):
-    """Tasks that were scheduled together, and the outcomes of their slices. Saved with the explorer's state.
+    """Tasks that were scheduled together, and the outcomes of their slices. An explorer saves its tickets with its
+    state, a Scheduler saves none.
 
-    Task ids count from 0 here. On the wire, ``first_task`` is added, so that tickets scheduled under the same batch id
-    at a time have distinct task ids.
+    Task ids count from 0 here. On the wire, ``first_task`` is added, so that tickets that are open under the same batch
+    id at the same time have distinct task ids.
     """
 
     batch: BatchId
@@ -97,7 +98,7 @@ class Ticket(BaseModel):
     manifest: BatchClosed | None = None
     """Closing manifest. Once saved it never changes."""
     duplicates: int = 0
-    """Number of results that came from another attempt at a slice after the slice had its outcome."""
+    """Number of results that came after their slice had an outcome of another attempt, or was cut off."""
     grouped: int = Field(default=GROUPED, exclude=True)
     """Maximum number of slices per message, as published by this process. Not saved."""
     resent: int = Field(default=0, exclude=True)
@@ -153,8 +154,8 @@ class Ticket(BaseModel):
         return task not in self._missing
 
     def record(self, result: TaskResult) -> bool:
-        """Record a result and return whether it is the first result of a slice of this ticket. A later result of
-        another attempt is only counted.
+        """Record a result if it is of a slice of this ticket that has no outcome yet, and return whether it was
+        recorded. A later result of another attempt is only counted.
         """
         task_slice = self._slices.get((result.task_id - self.first_task, result.run_base))
         if task_slice is None:
@@ -173,7 +174,7 @@ class Ticket(BaseModel):
         return cut_off
 
     def decide_rest(self, task: int, outcome: Outcome, reason: str) -> None:
-        """Set this outcome, which no runner reports, for every slice of a task without an outcome."""
+        """Set an outcome that no runner reported for those slices of a task that have no outcome yet."""
         for task_slice in self._by_task[task]:
             if task_slice.result is None:
                 result = TaskResult(
@@ -190,7 +191,9 @@ class Ticket(BaseModel):
                 self._decide(task_slice, result)
 
     def fail_unlisted(self, max_bytes: int) -> list[int]:
-        """Fail the tasks whose slices do not fit into a manifest of ``max_bytes`` bytes, and return them."""
+        """Fail the unfinished tasks whose slices do not fit into a manifest of ``max_bytes`` bytes, and return them.
+        Space is assigned in the order of the tasks.
+        """
         wanting_tasks = {submission.task_id for submission in self.submissions if submission.want_experiences}
         free_bytes, failed = max_bytes - MANIFEST_RESERVE_BYTES, []
         for task, slices in self._by_task.items():
@@ -294,7 +297,7 @@ def new_ticket(
 
 
 def check_batch_id(batch_id: BatchId) -> None:
-    """Check the id of a batch: an int, or a string that starts with an int, such as ``"123/my_task"``.
+    """Check the id of a batch: an int (no bool), or a string whose first word is an int, such as ``"123/my_task"``.
 
     Raises:
         ValueError: The id has another form.
@@ -315,8 +318,8 @@ def check_batch_id(batch_id: BatchId) -> None:
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
-    """Return the sort key of a batch id. Training batches sort by number, each before the evaluations with the same
-    number.
+    """Return the sort key of a batch id. Training batches (int ids) sort by number, each before the evaluations (string
+    ids) with the same number. A string that does not start with a digit sorts last.
 
     >>> sorted(["3/b", 3, "4/a", 2, "x"], key=sort_batch_id)
     [2, 3, '3/b', '4/a', 'x']

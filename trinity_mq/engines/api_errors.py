@@ -56,7 +56,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None,
 
 
 def not_current(message: str) -> ApiError:
-    """Return the 503 error of an engine that holds no committed weights."""
+    """Return the 503 error of an engine that cannot serve a model now, such as before its first committed weights."""
     return ApiError(503, message, code="engine_not_current", retry_after=1.0)
 
 

@@ -10,7 +10,7 @@ the lock of a process that dies, so no order of deaths leaves the card taken. Re
 it:
 
 - The trainer repeats ``sleep`` until it has the lock. Each request also renews the lease of engines that sleep already.
-- An engine drains once: later requests wait, so that the trainer gets the card when the running requests
+- An engine drains once: later requests of its clients wait, so that the trainer gets the card when the running requests
   have ended, as ``synchronizer.pause_mode`` says.
 - An engine wakes by ``wake``, by weights that arrive, or when its lease ends because the trainer is gone. It first
   takes the lock, so that it waits for a trainer that is alive.
@@ -40,14 +40,15 @@ LOCK_INTERVAL = 0.1
 
 
 class CardLock:
-    """Lock on the card of a run, in one process."""
+    """Handle of one process to the file lock on the card of a run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "engines" / "card.lock"
         self._file: IO[str] | None = None
 
     def try_take(self, *, shared: bool) -> bool:
-        """Take the lock, shared with other engines or alone. Return False if it is held by others.
+        """Take the lock, shared with other engines or alone. Return False if it is held by others. Do nothing if this
+        process holds it already, in either way.
 
         Raises:
             OSError: The file system has no locks, or the file cannot be written.

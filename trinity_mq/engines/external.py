@@ -31,13 +31,13 @@ from trinity_mq.runtime.http import read_body
 log = structlog.get_logger(__name__)
 
 HEALTH_INTERVAL = 10.0
-"""Seconds between two health checks of the server, which request its list of models. A failed call triggers a check at
-once.
+"""Seconds between two health checks of the server, which request its list of models. A call that loses the connection
+triggers a check after a second.
 """
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
 OURS = ("continue_messages", "continue_tokens", "max_prompt_tokens", "return_prompt_text", "return_token_ids")
-"""Request fields that only our engines know. vLLM also knows the last field."""
+"""Request fields of our engines that external servers do not know. Exception: a vLLM knows the last field."""
 OF_VLLM = ("add_generation_prompt", "continue_final_message")
 """Request fields of servers that also return token ids, such as vLLM. Other servers refuse them."""
 BUSY = frozenset({429, 502, 503, 504})
@@ -278,7 +278,7 @@ class ExternalServer(HttpServer):
             code="no_token_ids",
         )
 
-    # -- answered here
+    # -- requests that are answered here
 
     async def _health(self, request: web.Request) -> web.Response:
         state = self.snapshot()
@@ -304,7 +304,7 @@ class ExternalEngine(Engine):
 
 
 def _key(model: AuxiliaryModelConfig) -> str | None:
-    """Return the server's API key.
+    """Return the server's API key, or None without a configured key.
 
     Raises:
         ModelError: The configured file or environment variable does not hold the key.

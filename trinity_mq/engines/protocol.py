@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """The work of one engine process."""
+    """Input of one engine process: its id, the configuration, and the model to serve."""
 
     config: Config
     engine_id: str

@@ -15,7 +15,9 @@ log = structlog.get_logger(__name__)
 
 Phase = Literal["empty", "current", "dirty"]
 PAUSE_LEASE = 120.0
-"""Default and minimum seconds after which a paused engine without a further command resumes by itself."""
+"""Default lease of a pause in seconds, and the shortest lease that a host asks for. When the lease ends without a
+further command, the engine resumes by itself.
+"""
 
 
 class StateError(Exception):
@@ -47,13 +49,13 @@ class EngineState:
         """Set while not paused."""
         self.running.set()
         self.asleep = False
-        """True while a trainer on the same card uses its memory."""
+        """True while the engine's memory on the card is freed, so that the trainer can use the card."""
         self.before_resume: Callable[[], bool] = lambda: True
-        """Returns whether the engine may resume now. If not, it starts to wake the engine, which then resumes by
+        """Returns whether the engine may resume now. If not, the call starts to wake the engine, which then resumes by
         itself.
         """
         self.on_resume: Callable[[], None] = lambda: None
-        """Called after every end of a pause, for any reason."""
+        """Called at every :meth:`resume` that was allowed: after each end of a pause and each commit."""
         self._pause_ends: asyncio.TimerHandle | None = None
 
     @property

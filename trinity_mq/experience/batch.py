@@ -37,8 +37,9 @@ from trinity_mq.experience.record import FIELD_NAMES, Experience
 class ExperienceBatch(Sequence[Experience]):
     """Experiences as columns, validated like experiences, without one object per experience.
 
-    Indexing, iteration and :meth:`to_list` build new :class:`Experience` objects, which share nothing with the batch.
-    :meth:`replace` returns a batch with other values. Columns may be views into a received body: do not write to them.
+    An index, iteration and :meth:`to_list` give new :class:`Experience` objects, as :meth:`to_list` describes; a slice
+    gives a batch. :meth:`replace` returns a batch with other values. Columns may be views into a received body: do not
+    write to them.
     """
 
     __slots__ = ("_count", "_ids", "_multi_modal", "_tensors", "_values")
@@ -249,7 +250,7 @@ class ExperienceBatch(Sequence[Experience]):
 
         Args:
             columns: By field, one value per experience (None for a missing value); for a tensor field also a
-                :class:`Ragged`. The values are taken over, not copied.
+                :class:`Ragged`. A list of tensors is copied, all other values are taken over.
 
         Raises:
             ExperienceError: A field does not exist, or a value breaks a rule.
@@ -277,8 +278,12 @@ class ExperienceBatch(Sequence[Experience]):
         return replaced
 
     def values(self, name: str) -> list[Any]:
-        """Return one value per experience of a field without tensors. Missing values are None, also an empty ``info``
-        or ``metrics``. The list belongs to the batch: do not write to it.
+        """Return one value per experience of a field without tensors, or of a part of the ids, such as ``eid.task``.
+        Missing values are None, also an empty ``info`` or ``metrics``; empty ``custom_fields`` are None or an empty
+        list. The list belongs to the batch: do not write to it.
+
+        Raises:
+            KeyError: The name is not such a field or part.
         """
         if name not in layout.PLAIN_COLUMNS and name not in layout.EID_COLUMNS:
             raise KeyError(

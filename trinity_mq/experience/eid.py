@@ -30,9 +30,10 @@ def _escaped(task: int | str) -> str:
 class EID:
     """Identifies one experience.
 
-    Grouping uses the composed ids. Therefore a workflow that creates several experiences sets ``run`` and ``step``
-    itself. ``EID("3/gsm8k", 1).tid`` is ``3/gsm8k/1``. ``%`` and ``/`` inside ``task`` are percent-encoded in the
-    composed ids, so that ids of different tasks differ.
+    Grouping uses the composed ids. The runner sets ``batch``, ``run`` and a missing ``task``. A workflow sets ``step``
+    if a run of its task has several steps. If it makes several runs of a task in one call, it may also set ``run``;
+    otherwise its experiences are divided equally among these runs. ``EID("3/gsm8k", 1).tid`` is ``3/gsm8k/1``. ``%``
+    and ``/`` inside ``task`` are percent-encoded in the composed ids, so that ids of different tasks differ.
     """
 
     batch: int | str = ""

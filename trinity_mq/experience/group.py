@@ -52,7 +52,7 @@ def _numbers(names: Iterable[str]) -> dict[str, list[int]]:
 def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> list[Experience]:
     """Return two single-turn experiences for each dpo experience: the chosen response, then the rejected response.
 
-    The order matters, because later steps pair the experiences by even and odd index. Each experience has its own id,
+    The order matters, because the loss pairs the experiences by even and odd index. Each experience has its own id,
     which differs from the id of the pair only in the suffix.
 
     Raises:

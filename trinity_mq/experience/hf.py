@@ -51,7 +51,8 @@ _TENSORS = {
     "rejected": "int32",
 }
 JSON_COLUMNS = ("info", "metrics", "messages", "tools", "chosen_messages", "rejected_messages")
-"""Columns with JSON values. Tensors and arrays are shown as lists, numbers without a JSON form as None or text."""
+"""Columns with JSON values. Tensors and arrays are shown as lists, numbers without a JSON form as None or text, bytes
+as their number, and other objects as text."""
 SAME = 1e-9
 """Maximum relative and absolute difference of numbers in JSON columns that does not count as an edit: ``datasets``
 rounds them when it maps a dataset.

@@ -30,7 +30,7 @@ def equal(left: Indexes, right: Indexes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A row of items; each item has a tensor or none. All tensors have the same dtype and trailing shape.
+    """A sequence of items; each item has a tensor or none. All tensors have the same dtype and trailing shape.
 
     Items may lie anywhere in ``flat``, so that a selection of items, in any order, needs no copy.
     """

@@ -276,7 +276,9 @@ class Experience:
 
     @property
     def response_length(self) -> int:
-        """Number of response tokens; for dpo, of the chosen response."""
+        """Number of response tokens; for dpo, of the chosen response; for a truncated prompt, the length of the action
+        mask.
+        """
         if self.experience_type == DPO and self.chosen is not None:
             return self.chosen.shape[0]
         if self.truncate_status == PROMPT_TRUNCATED and self.action_mask is not None:
@@ -339,7 +341,7 @@ class Experience:
         return cls.decode_body(data, allow_legacy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the readable fields, without tensors; optional fields only if they are set."""
+        """Return the readable fields, without the tensor fields; optional fields only if they are set."""
         result: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,

@@ -163,12 +163,13 @@ def tensors_by_name(value: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def stored_type(arguments: Mapping[str, Any]) -> str | None:
-    """Return the type of an experience that Trinity-RFT stored without its type; None leaves it to the constructor.
+    """Return the type of an experience that Trinity-RFT stored without its type. Without an action mask return None,
+    which leaves the type to the constructor.
 
     Trinity-RFT fills in the action mask of single-turn experiences. An experience is read as ``single_turn`` if its
     mask equals that default: all true, one per response token, or, for a truncated prompt, all false, one per logprob.
-    With any other mask it is ``multi_turn``. Therefore a multi-turn experience whose tokens are all trained on is read
-    as ``single_turn``, which trains the same.
+    With any other mask, or with ``chosen`` and ``rejected``, it is ``multi_turn``. Therefore a multi-turn experience
+    whose tokens are all trained on is read as ``single_turn``, which trains the same.
 
     Args:
         arguments: Arguments of the constructor, with tensors.

@@ -54,7 +54,8 @@ def continuation(
     ended: str, continued: str, thoughts: ThoughtFormat | None, *, has_thoughts: bool
 ) -> tuple[str, str] | None:
     """Return the texts that the template writes behind the mark: if the turn ends the conversation, and if the later
-    messages follow. None: the template would write the past in another form once these messages follow.
+    messages follow. None: the template would write the past in another form once these messages follow, or does not
+    write the mark exactly once.
 
     Args:
         ended: Text of :attr:`Abridged.ended`.
@@ -74,7 +75,7 @@ def continuation(
 
 
 def begins_thoughts(text: str, thoughts: ThoughtFormat) -> bool:
-    """Return whether ``text`` holds thoughts that are not empty."""
+    """Return whether ``text`` holds the beginning of thoughts that are not empty."""
     opening, closing = map(re.escape, thoughts)
     return re.search(rf"{opening}\s*(?!{closing})\S", text) is not None
 

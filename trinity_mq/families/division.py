@@ -1,6 +1,6 @@
 """Divides the text of an answer into thoughts, content and calls, while it is sampled or afterwards.
 
-Both use :class:`AnswerFlow`. A streamed answer therefore equals an answer that is read as a whole.
+Both ways use :class:`AnswerFlow`. A streamed answer therefore equals an answer that is read as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Division(NamedTuple):
     """Text of the thoughts. None: the answer has no thoughts, or empty thoughts."""
     content: str
     calls: str
-    """Text from the beginning of the first call to the end of the answer."""
+    """Text from the beginning of the first call, or of the first stop text, to the end of the answer."""
 
 
 class Delta(NamedTuple):

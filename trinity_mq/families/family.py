@@ -55,7 +55,9 @@ class Family:
     content. Empty: templates read thoughts from the content, between the tags. None: the key that the template names.
     """
     marks: tuple[str, ...] = ()
-    """Texts that all chat templates of the family contain, and no template outside the family."""
+    """Texts that all chat templates of the family contain. A template belongs to the first row of the table whose marks
+    it contains. Empty: any template.
+    """
     library: tuple[str, ...] = ()
     """Names of the family's configurations in the package ``renderers``. The first configuration that gives the same
     tokens as the chat template is used. Empty: that package does not render this family.
@@ -102,8 +104,8 @@ class Family:
         return ParsedAnswer(content + ("\n" * bool(content) + rest if rest else ""), thoughts, calls, malformed)
 
     def with_thoughts(self, messages: Messages, template: str) -> list[Message]:
-        """Move the thoughts of assistant messages to the place from which this template reads thoughts; return the
-        messages.
+        """Move the thoughts of assistant messages to the place from which this template reads thoughts, or leave the
+        thoughts out if the template reads none; return the messages.
 
         Args:
             messages: Messages with thoughts under ``reasoning_content``.

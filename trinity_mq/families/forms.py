@@ -48,7 +48,7 @@ def grammar_of(form: AnswerForm, family: Family, template: str, prompt_end: str)
         prompt_end: The prompt, or its last characters, which may open or end thoughts.
 
     Raises:
-        FormError: The calls of this family have no grammar, or the form is not valid.
+        FormError: The form cannot be guaranteed for this family, or is not valid.
     """
     thoughts = family.thoughts
     reasoning = "disabled" if thoughts is None else _reasoning(thoughts, template, prompt_end)

@@ -31,8 +31,8 @@ def read_calls(text: str, tools: Tools) -> ReadCalls:
 def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
     """Return the text before the tool calls in ``text``, and the calls in the form of the API.
 
-    If any call is malformed, the whole text is returned without calls. A call inside thoughts is text. The time is
-    linear in the length of the text.
+    If any call is malformed, or there are more than :data:`~trinity_mq.families.json_calls.MAX_CALLS` calls, the whole
+    text is returned without calls. A call inside thoughts is text. The time is linear in the length of the text.
 
     Args:
         text: The response.

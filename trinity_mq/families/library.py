@@ -38,7 +38,7 @@ class LibraryUnfit(Exception):
     """The package cannot render for this model; the message gives the reason."""
 
 
-# -- calls
+# -- reading of calls
 
 
 class MarkTokenizer:
@@ -199,7 +199,8 @@ def open_renderer(
     switches: Mapping[str, Any],
     write: Write,
 ) -> tuple[str, Any]:
-    """Return the first renderer whose tokens equal the tokens of the chat template for every probe, with its name.
+    """Return the first renderer whose tokens equal the tokens of the chat template, with the name of its configuration.
+    The tokens are compared for every probe that the template can write.
 
     Args:
         names: Names of the package's configurations.
@@ -208,7 +209,7 @@ def open_renderer(
         write: Renders probes with the chat template.
 
     Raises:
-        LibraryUnfit: The package cannot render for this model.
+        LibraryUnfit: The package cannot be imported, or cannot render for this model.
     """
     reasons = []
     for name in names:

@@ -33,18 +33,20 @@ class MessageError(ValueError):
         """Path of the fault, such as ``messages.0.role``."""
 
 
-# -- common form
+# -- conversion to the common form
 
 
 def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:
-    """Return messages with their content as text and the arguments of their tool calls as objects.
+    """Return messages with their content as text and the arguments of their tool calls as objects. Arguments that are
+    not the JSON text of an object stay as they are, because a model may have written them.
 
     Keys that hold null are left out: API clients write them, and Arrow gives every message all keys of all messages. A
     ``function_call``, the API's form before ``tool_calls``, becomes a tool call. Thoughts of assistant messages come
-    under ``reasoning_content``; parts of the type ``thinking`` are thoughts too.
+    under ``reasoning_content``; parts of the type ``thinking`` are thoughts too. Thoughts of other roles are left out.
 
     Raises:
-        MessageError: A message has no role, its content is not text, or its calls do not have the form of the API.
+        MessageError: A message has no role, its content or its thoughts are not text, or its calls do not have the form
+            of the API.
     """
     return [_message(message, f"{where}.{number}") for number, message in enumerate(messages)]
 
@@ -53,7 +55,8 @@ def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
     """Check the offered tools and return them as dictionaries.
 
     Raises:
-        MessageError: A tool is not a function with a name, or there are too many tools.
+        MessageError: A tool is not a function with a name, its parameters are not an object, or there are too many
+            tools.
     """
     if len(tools) > MAX_TOOLS:
         raise MessageError(f"{where} holds {len(tools)} tools, wanted at most {MAX_TOOLS}", where)

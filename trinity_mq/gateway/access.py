@@ -1,4 +1,4 @@
-"""Keys: authorization to create sessions, to use one session, and the scopes of each key."""
+"""Keys: admin keys, which may create and use all sessions, and the key of each session with its scopes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def read_keys(path: str | None) -> frozenset[str] | None:
     key have full access.
 
     Raises:
-        FatalError: The file cannot be read, or one of its keys is too short.
+        FatalError: The file cannot be read, contains no key, or one of its keys is too short.
     """
     if path is None:
         return None
@@ -100,7 +100,7 @@ class Access:
         self._keys = None if keys is None else frozenset(keys)
 
     def is_admin(self, key: str) -> bool:
-        """Return whether a key may create sessions and read all of them."""
+        """Return whether a key has full access: it may create sessions and use all of them."""
         if self._keys is None:
             return not key
         key_hash = hash_of(key)
@@ -117,7 +117,7 @@ class Access:
         return opened is not None and bool(opened.key_hash) and hmac.compare_digest(opened.key_hash, hash_of(key))
 
     def allows(self, session: Session, key: str, scope: KeyScope) -> bool:
-        """Return whether a key has a scope in a session."""
+        """Return whether a key has a scope in a session. A key with full access has all scopes."""
         if self.is_key_of(session, key) and (opened := session.opened) is not None:
             return opened.may_replay if scope == "replay" else scope in opened.scopes
         return self.is_admin(key)

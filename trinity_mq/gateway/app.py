@@ -65,7 +65,9 @@ RETRIED_HEADER = "x-stainless-retry-count"
 """Header that the SDKs of OpenAI and Anthropic send with the number of earlier attempts of the same request."""
 MOST_RETRIES = 1000
 IGNORED_IN_TRAINING = ("top_p", "seed", "logit_bias", "min_tokens", "ignore_eos")
-"""Sampling options of a client that have no effect if ``gateway.sampling`` is ``configured``."""
+"""Sampling options of a client that have no effect in sessions recorded for training if ``gateway.sampling`` is
+``configured``.
+"""
 SHUTDOWN_SECONDS = 10.0
 """Seconds that running calls get to finish when the gateway stops."""
 MAX_REPORTS = 10_000
@@ -73,7 +75,7 @@ MAX_REPORTS = 10_000
 LONGEST_LIMIT = 9
 """Maximum digits of the ``limit`` parameter of a session list."""
 LONGEST_KEY = 100
-"""Maximum bytes of a reward key that stands verbatim in the id of an event."""
+"""Maximum bytes of a reward key, or of the run id of a feedback, that stands verbatim in the id of an event."""
 KEPT_IN_ANSWERS = ("content", "tool_calls", "reasoning_content")
 """Keys of an answer's message that are stored for ``previous_response_id``."""
 GONE = 410
@@ -95,7 +97,7 @@ OF_REQUEST = (Refused, BadRequest, EventTooLarge, ContentError)
 
 
 class GatewayApp:
-    """All routes, on top of one session store.
+    """HTTP application of the gateway: all routes, on top of one session store.
 
     Args:
         settings: Settings of the routes.
@@ -209,7 +211,9 @@ class GatewayApp:
         return opened, key
 
     async def list(self, request: web.Request) -> web.Response:
-        """Return the number of sessions by state, and the sessions that match the requested labels, group or state."""
+        """Return the number of sessions by state, the ledger's totals, and the first sessions that match all labels,
+        the group and the state in the query. Without any of these, no session is listed.
+        """
         self._admin(request)
         states = Counter(session.state for session in self.store.ledger)
         filters = dict(request.query)
@@ -230,7 +234,7 @@ class GatewayApp:
         return web.json_response(shown(await self._session(request, "show")))
 
     async def reward(self, request: web.Request) -> web.Response:
-        """Reward a session or one of its calls."""
+        """Reward a session, one of its lineages, or one of its calls."""
         session = await self._session(request, "reward")
         body = await _parsed(request, RewardBody)
         self._check_scopes(request, session, access.further_scopes("reward", body))
@@ -244,7 +248,7 @@ class GatewayApp:
         )
 
     async def end(self, request: web.Request) -> web.Response:
-        """End a session."""
+        """End a session, possibly with a reward, metrics or a replay."""
         session = await self._session(request, "end")
         body = await _parsed(request, EndBody)
         self._check_scopes(request, session, access.further_scopes("end", body))
@@ -275,7 +279,9 @@ class GatewayApp:
         return web.json_response(answer)
 
     async def feedback(self, request: web.Request) -> web.Response:
-        """Reward answers outside of sessions, by their answer ids."""
+        """Reward answers of calls outside of sessions by their answer ids. Each such answer is a session of its own,
+        which the reward ends.
+        """
         self._admin(request)
         body = await _parsed(request, FeedbackBody)
         unknown: list[str] = []
@@ -298,14 +304,14 @@ class GatewayApp:
         return web.json_response(answer, status=status)
 
     async def commit(self, request: web.Request) -> web.Response:
-        """Release rewarded sessions for training: their groups stop waiting for further members."""
+        """Release ended and rewarded sessions for training: their groups stop waiting for further members."""
         self._admin(request)
         await self.store.report(SessionsCommitted(), f"commit-{uuid.uuid4().hex}")
         parked = sum(session.state == "parked" for session in self.store.ledger.live.values())
         return web.json_response({"status": "success", "waiting": self.store.ledger.waiting, "parked": parked})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Return whether the gateway can answer calls."""
+        """Return whether the gateway has read its sessions, so that it can answer calls."""
         ready = self.store.is_ready()
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
@@ -391,7 +397,9 @@ class GatewayApp:
         return replace(request, body=body, unstored=head + len(earlier), size=size)
 
     async def chain_of(self, request: EngineRequest) -> Chain | None:
-        """Return the digests of a chat. Large requests are read in a thread, because this takes time."""
+        """Return the digests of a chat, None if the request has no readable messages. Large requests are read in a
+        thread, because this takes time.
+        """
         return await self._reader.run(request.size, lambda: read_chain(request.body))
 
     async def _stream(
@@ -436,9 +444,9 @@ class GatewayApp:
         """Return the request for the engine: without the model name, with token ids and logprobs, and with a token
         limit if the client sets none.
 
-        If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's options that
-        change the sampled distribution are removed, and the run's ``temperature`` and ``top_p`` replace the client's.
-        The client's switches of the chat template override the run's switches, unless ``gateway.switches`` is
+        If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's options in
+        :data:`IGNORED_IN_TRAINING` are removed, and the configured sampling parameters replace the client's. The
+        client's switches of the chat template override the configured switches, unless ``gateway.switches`` is
         ``configured``.
         """
         body = dict(request.body)
@@ -513,8 +521,8 @@ class GatewayApp:
     # -- identity of the caller
 
     async def _session_of_call(self, request: web.Request) -> Session | None:
-        """Return the session of a request to the model, found by path, then by header, then by key. None: the call is
-        its own session.
+        """Return the session of a request to the model, found by path, then by header, then by key. None: the request
+        has full access and names no session, so the call becomes its own session.
         """
         key = access.key_from_headers(request.headers)
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
@@ -600,7 +608,9 @@ class GatewayApp:
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer every error in the error format of the requested API."""
+        """Answer expected errors in the error format of the requested API. Refuse requests until the sessions have been
+        read.
+        """
         place = request.path.find("/v1/")
         protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])
         try:
@@ -684,11 +694,11 @@ class _Recording:
         """Trace header for the engine, which continues the caller's trace with it. Empty: the caller sent no trace."""
 
     async def keep(self, answer: Mapping[str, Any]) -> str:
-        """Record an answer. Return ``yes``, ``no`` if storage was not confirmed in time, or ``off`` if the session is
-        not recorded.
+        """Record an answer. Return ``yes``, ``no`` if the answer or the opened event of its session is not certainly
+        stored, or ``off`` if the session is not recorded.
 
         Raises:
-            EngineRefused: The answer has no tokens to record.
+            EngineRefused: The answer cannot be recorded; see :func:`recorded_call`.
         """
         opened, stored = self.session.opened, self._store(answer)
         if opened is None:
@@ -726,7 +736,9 @@ class _Recording:
         return "yes"
 
     async def continue_conversation(self) -> None:
-        """Find the recorded answer that the request continues, and give the engine its tokens."""
+        """Find the recorded answer that the request continues, and give the engine its tokens if ``gateway.merge`` is
+        ``renderer``.
+        """
         opened = self.session.opened
         if opened is None or opened.record == "off" or opened.ended:
             return  # no other call of the session is recorded
@@ -758,8 +770,8 @@ class _Recording:
 
 
 def _retry_of(request: web.Request) -> int:
-    """Return the number of earlier attempts of the request, from the client's retry header. A header that is not a
-    number counts as 1.
+    """Return the number of earlier attempts of the request, from the client's retry header. No header counts as 0, a
+    header that is not a number as 1.
     """
     text = request.headers.get(RETRIED_HEADER, "")
     return min(int(text), MOST_RETRIES) if text.isascii() and text.isdecimal() and len(text) < 10 else int(bool(text))
@@ -786,7 +798,7 @@ def _error(message: str, kind: str) -> dict[str, Any]:
 
 
 async def _parsed(request: web.Request, kind: type[Any]) -> Any:
-    """Return the validated body of a session route.
+    """Return the validated body of a request to a session route.
 
     Raises:
         ContentError: The body is not a JSON object, or contains a value that no message can carry.

@@ -50,7 +50,7 @@ class RewardBody(Body):
     """Id of any call of the lineage that is rewarded."""
     how: Literal["replace", "add"] = "replace"
     key: str = Field(default="", max_length=LONGEST_LABEL)
-    """Idempotency key: the same reward with the same key counts once."""
+    """Idempotency key: of several rewards of the session with the same key, only the first counts."""
     metrics: Metrics = Field(default_factory=dict)
     final: bool = False
 
@@ -75,7 +75,7 @@ class FeedbackBody(Body):
 
 
 def shown(session: Session) -> dict[str, Any]:
-    """Return the description of a session, the response body of ``GET``."""
+    """Return the description of a session, the response body of ``GET /s/<id>``."""
     opened = session.opened
     description: dict[str, Any] = {
         "id": session.id,

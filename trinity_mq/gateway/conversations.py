@@ -71,7 +71,7 @@ class StoredResponses:
         return self.local_bytes + self._recorded_bytes
 
     def catch_up(self, calls: Mapping[str, SessionCall]) -> None:
-        """Count the responses of the session's record.
+        """Count the responses that the session's record holds now, and drop local copies of them.
 
         Args:
             calls: Calls of the session by id.
@@ -163,8 +163,8 @@ class Conversation:
             del self.under_way[call]
 
     def repeated_by(self, attempt: Try, calls: Collection[SessionCall]) -> str:
-        """Return the id of the call whose answer this retry supersedes, and mark the call as retried. Empty: the
-        request supersedes no answer.
+        """Return the id of the call whose answer this request supersedes, because the request is a retry of that call.
+        Mark the call as retried. Empty: the request supersedes no answer.
 
         A retry matches an equal request that failed here; recorded requests come first. If the client numbers its
         attempts, the match is the previous attempt. If the previous attempt has no recorded answer, the match is the

@@ -82,7 +82,7 @@ class Stream:
 
 
 class EngineCalls:
-    """Requests to the engines of a run.
+    """Sends requests to the engines of a run.
 
     Args:
         choose: Chooses the engine of a request.
@@ -142,8 +142,8 @@ class EngineCalls:
     async def stream(
         self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncIterator[Stream]:
-        """Return a streamed answer. Arguments and errors are the same as for :meth:`ask`. After the stream has begun,
-        no other engine can continue it.
+        """Begin a streamed answer and keep it open while the context lasts. Arguments and errors are the same as for
+        :meth:`ask`. After the stream has begun, no other engine can continue it.
         """
 
         async def begin() -> Stream:

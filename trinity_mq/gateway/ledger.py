@@ -27,7 +27,9 @@ from trinity_mq.messages.tasks import SubmissionOutcome
 from trinity_mq.transport.event_log import EventEffect
 
 KEPT_SETTLED = 100_000
-"""Maximum number of settled sessions that the ledger can still describe."""
+"""Maximum number of settled sessions that the ledger can still describe. Also the maximum number of outcomes of
+submissions and of batches that it keeps.
+"""
 
 LEAST_GROUP = 2
 """Minimum sessions of a task whose sessions are compared with each other. A group whose wait has expired becomes a task
@@ -46,7 +48,7 @@ class _Unknown:
 
 
 class Ledger:
-    """Sessions by id."""
+    """The sessions of a run, as derived from the events read so far."""
 
     def __init__(self) -> None:
         self.live: dict[str, Session] = {}
@@ -82,25 +84,27 @@ class Ledger:
         """Offset on the results stream up to which results have been applied."""
 
     def get(self, session: str) -> Session | None:
-        """Return a session whose opened event has been read."""
+        """Return a session whose opened event has been read. None: it is unknown, or was settled too long ago."""
         return self.live.get(session) or self._settled.get(session)
 
     def call(self, session: str, call: str) -> SessionCall | None:
-        """Return a call of a session that is not settled."""
+        """Return a call of a session. None: the call is unknown, or the session is settled."""
         return None if (live := self.live.get(session)) is None else live.calls.get(call)
 
     def of_key(self, key_hash: str) -> Session | None:
-        """Return the live session whose key has this hash."""
+        """Return the live session whose key has this hash, or None."""
         return self._keys.get(key_hash)
 
     def __iter__(self) -> Iterator[Session]:
         yield from self.live.values()
         yield from self._settled.values()
 
-    # -- input
+    # -- events
 
     def apply(self, event: Event) -> EventEffect:
-        """Apply an event of one session. A ``sessions_decided`` event may belong to several sessions."""
+        """Apply an event of one session, or a ``sessions_decided`` event of one or more sessions, and return its
+        effect. An event of a session that is not opened yet is kept until the session is opened.
+        """
         body = event.body
         if isinstance(body, SessionsDecided):
             return self._apply_decision(event, body)
@@ -180,7 +184,7 @@ class Ledger:
         return self._decide(event, body)
 
     def _decide(self, event: Event, body: SessionsDecided) -> EventEffect:
-        """Apply a decision to its known sessions."""
+        """Apply a decision to its known sessions. Refuse it if one of them is settled or has an earlier decision."""
         sessions = [session for name in body.sessions if (session := self.get(name)) is not None]
         if all(session.decided == body for session in sessions):
             for session in sessions:
@@ -214,8 +218,9 @@ class Ledger:
         return unknown[0] if unknown else None
 
     def finish_reading(self) -> None:
-        """Apply decisions that name sessions whose opened event was removed by retention. Only settled sessions lose
-        events, and the sessions of a decision are settled together. Call this once everything on the stream was read.
+        """Apply decisions that name sessions whose opened event was removed by retention, except decisions for a task
+        whose outcome has not been read. Only settled sessions lose events, and the sessions of a decision are settled
+        together. Call this once everything on the stream was read.
         """
         decisions = {
             event.origin: event
@@ -239,7 +244,9 @@ class Ledger:
             self.apply_outcome(outcome)
 
     def _withdraw_decision(self, session: Session) -> None:
-        """Undo the decision about a session. An earlier decision that was read later makes it void."""
+        """Undo the decision about a session for all sessions that the decision names. An earlier decision that was read
+        later makes it void.
+        """
         if (event := session.decision) is None or not isinstance(event.body, SessionsDecided):
             return
         for name in event.body.sessions:
@@ -259,7 +266,7 @@ class Ledger:
         self._new_tasks.pop(submission, None)
 
     def apply_outcome(self, outcome: SubmissionOutcome) -> None:
-        """Apply the outcome of a task in a batch."""
+        """Apply the outcome of a task of sessions. Keep the outcome if the decision for the task has not been read."""
         sessions = list(self._submissions.get(outcome.submission_id, ()))
         self._new_tasks.pop(outcome.submission_id, None)
         if not sessions:
@@ -295,7 +302,9 @@ class Ledger:
             self._agenda.touch(session)
 
     def apply_refused(self, refused: SessionRefused) -> None:
-        """Remove the event of an unknown session that ``refused`` names, because it was refused before."""
+        """Remove the event that ``refused`` names from the events of unknown sessions. An acting gateway has already
+        refused it.
+        """
         for name, unknown in list(self._unknown.items()):
             unknown.events = [event for event in unknown.events if event.origin != refused.offset]
             if not unknown.events:
@@ -324,18 +333,21 @@ class Ledger:
                 self._tickets.pop(oldest.batch.ticket, None)
 
     def remember(self, sessions: Iterable[Session]) -> None:
-        """Adopt sessions of an earlier ledger that are unknown here. All of these sessions are over by now."""
+        """Adopt sessions of an earlier ledger that are unknown here. All of these sessions have been settled by now. A
+        session whose outcome was not read counts as lost.
+        """
         for session in sessions:
             if self.get(session.id) is None:
                 session.lost = session.lost or not session.is_settled
                 session.forget_events()
                 self._settled[session.id] = session
 
-    # -- output
+    # -- results: unknown events, tasks, due events
 
     def take_unknown(self) -> list[Event]:
-        """Return, once, the events that belong to no session. Call this only if the stream had been read to its end
-        when these events were read: a session that was settled long ago may have lost its opened event to retention.
+        """Return, once, the events of sessions that were never opened. Decisions, and events of sessions that a
+        decision names, are dropped. Call this only if the stream had been read to its end when these events were read:
+        a session that was settled long ago may have lost its opened event to retention.
         """
         events = [
             event
@@ -377,8 +389,8 @@ class Ledger:
 
 
 class Agenda:
-    """Events that are due for sessions. The cost grows with the number of changed sessions, not with the number of all
-    sessions.
+    """Finds the events that are due for sessions. The cost grows with the number of changed sessions, not with the
+    number of all sessions.
 
     Args:
         live: Unsettled sessions by id: the mapping of their ledger, not a copy.
@@ -454,7 +466,7 @@ class Agenda:
 
 
 def due_alone(session: Session, now: float) -> SessionsDecided | SessionEnd | None:
-    """Return the event that is due for a session independently of its group."""
+    """Return the event that is due for a session independently of its group, or None."""
     opened = session.opened
     if opened is None or session.decided is not None:
         return None

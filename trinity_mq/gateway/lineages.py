@@ -31,7 +31,7 @@ BREAK_CAUSES = ("template", "retoken", "temperature")
 """Reasons why a prompt does not begin with the tokens of the answer that its messages continue."""
 
 
-# -- by messages
+# -- digests of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _text_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# -- the forest
+# -- the forest of token sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -314,8 +314,8 @@ class Lineages:
         return call in self._beginning
 
     def match(self, chat: Chain, temperature: float) -> Match | None:
-        """Return the recorded answer that a conversation continues: the answer that follows the longest known beginning
-        of the conversation.
+        """Return the recorded answer that a conversation continues: the answer at the end of the longest known
+        beginning of the conversation. Return None if no beginning ends with a recorded answer.
 
         Among equal answers, the ids of calls or the thoughts decide. If these are equal too, an answer without a
         continuation comes first, then the latest answer. Parallel branches with equal answers then stay apart.
@@ -365,7 +365,7 @@ class Lineages:
         return "" if expected is None else "template"
 
     def _choose(self, equal: Sequence[TokenSequence], temperature: float, identity: str) -> tuple[TokenSequence, bool]:
-        """Return one of equal sequences, and whether others could be meant as well."""
+        """Return one of equal sequences, and whether another of them could be meant as well."""
         kept = [node for node in equal if node.call not in self._superseded] or equal
         candidates = [node for node in kept if identity and node.identity == identity] or kept
         chosen = max(
@@ -375,7 +375,7 @@ class Lineages:
         return chosen, len(candidates) > 1
 
 
-# -- of a recorded session
+# -- lineages of a recorded session
 
 
 @dataclass(slots=True)
@@ -391,7 +391,7 @@ class SessionLineage:
 
 
 def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
-    """Return the calls whose client did not receive the answer and repeated the request.
+    """Return the ids of the calls whose client did not receive the answer and repeated the request.
 
     A repeat names the call that it replaces if its gateway knows that call. The answer of another gateway may reach the
     stream later than the repeat. Therefore a repeat that names no call replaces one call with an equal request. That

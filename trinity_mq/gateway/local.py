@@ -1,4 +1,4 @@
-"""Session of a single workflow run: the gateway's routes on loopback, for programs that take a base URL."""
+"""Session of a single run of a workflow: the gateway's routes on loopback, for programs that take a base URL."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 
 ANSWER_SECONDS = 1.0
-"""Seconds that running calls get to finish when the run ends."""
+"""Seconds that running calls get to finish when the run of the workflow ends."""
 
 
 class OneEngine:
-    """Engine selection with a single engine: the engine that the runner chose for the run.
+    """Engine selection with a single engine: the engine that the runner chose for the run of the workflow.
 
     Args:
         model: The engine.
@@ -42,7 +42,9 @@ class OneEngine:
         return self._model
 
     def lost(self, engine: InferenceModel) -> None:
-        """Record that the engine did not answer. The run then fails, and its retry may use another engine."""
+        """Record that the engine did not answer. If the run of the workflow then fails, its retry may use another
+        engine.
+        """
         self.is_lost = True
 
 
@@ -94,9 +96,9 @@ async def local_session(
     """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.
 
     Args:
-        model: The engine of the run.
+        model: The engine of the run of the workflow.
         clients: Connections to engines.
-        sampling: Sampling parameters of the run; a call may lower ``max_tokens``.
+        sampling: Sampling parameters of that run. Its ``max_tokens`` limits only calls that set no limit.
         headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for each answer.

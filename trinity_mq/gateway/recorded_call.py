@@ -30,13 +30,14 @@ def recorded_call(
         answer: Answer of the engine, in the format of a chat or text completion made with ``return_token_ids``.
         body: Body of the request as the engine received it.
         lineages: Earlier calls of the session.
-        chain: Digests of the messages of the request. None: they cannot be read.
-        match: The recorded answer that its messages continue.
+        chain: Digests of the messages of the request. None: it has no readable messages, or no other call of its
+            session is recorded.
+        match: The recorded answer that its messages continue. None: they continue none.
         temperature: Sampling temperature of the answer.
         fields: Further fields of the event, which do not depend on the answer.
 
     Raises:
-        EngineRefused: The answer has no token ids, or has not exactly one logprob per token.
+        EngineRefused: The answer has no token ids, an invalid token id, or not exactly one logprob per token.
     """
     choices = answer["choices"]
     prompt = answer.get("prompt_token_ids") or (choices and choices[0].get("prompt_token_ids"))
@@ -125,7 +126,7 @@ def prompt_of(call: SessionCall, calls: Mapping[str, SessionCall]) -> list[int]:
         calls: Recorded calls of the session by id.
 
     Raises:
-        ValueError: The call continues a call that is missing, or itself.
+        ValueError: The call continues an answer that is missing, or itself.
     """
     parts, left = [call.prompt], len(calls)
     while call.continues:

@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.@-]+(/[A-Za-z0-9_.@-]+)*(:(mean|sum|max|min|las
 _RESERVED = re.compile(
     r"(reward|response_tokens|finished_task_count|finished_runs)(:.*)?|session_.*|(time|slices|failures|taskset|version)/.*"
 )
-"""Metric names that a run uses for its own metrics."""
+"""Metric names that the training run uses for its own metrics."""
 
 
 def metric_problem(name: str, value: float) -> str | None:

@@ -39,7 +39,9 @@ class Event:
     """Bytes on the stream before its newest copy, as far as the reader has seen the stream."""
     message_id: str
     at: float
-    """Time in seconds since the epoch."""
+    """Time in seconds since the epoch. The gateway of a training run subtracts the seconds for which time limits were
+    paused.
+    """
     body: Body
     size: int
     """Size of the message in bytes."""
@@ -64,7 +66,7 @@ class Session:
     events: list[Event] = field(default_factory=list)
     """Events ordered by ``origin``. Empty once the session is settled."""
     calls: dict[str, SessionCall] = field(default_factory=dict)
-    """Calls by call id, in the order of their answers."""
+    """Calls by call id, in the order of their answers. Empty once the session is settled."""
     reward: float | None = None
     """Reward of the whole session."""
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
@@ -78,9 +80,9 @@ class Session:
     committed: bool = False
     """True if the session no longer waits for further members of its group."""
     ripe_at: float = math.inf
-    """Time in seconds since the epoch at which the session had both ended and got a reward."""
+    """Time, as :attr:`Event.at`, from which on the session had both ended and got a reward."""
     last_at: float = 0.0
-    """Time of the latest event in seconds since the epoch."""
+    """Time of the latest event, as :attr:`Event.at`."""
     decided: SessionsDecided | None = None
     batch: SubmissionOutcome | None = None
     """Outcome of its task in a batch."""
@@ -145,8 +147,8 @@ class Session:
         return self._lineages
 
     def reward_of(self, lineage: SessionLineage) -> float | None:
-        """Return the reward of a lineage. None: it was not rewarded. All calls are looked up, since a repeated request
-        may have changed the first call.
+        """Return the reward of a lineage. None: the lineage itself was not rewarded. All its calls are looked up, since
+        a repeated request may have changed its first call.
         """
         rewards = [self.lineage_rewards[call] for call in lineage.calls if call in self.lineage_rewards]
         return rewards[-1] if rewards else None

@@ -1,4 +1,6 @@
-"""Storage of sessions: in memory for the run of a workflow, on a stream for a training run."""
+"""Interface of the storage of sessions, and the storage in memory for a single run of a workflow. The gateway of a
+training run stores its sessions on a stream instead.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,17 @@ class SessionStore(Protocol):
         """
 
     async def find(self, session: str) -> Session | None:
-        """Return a session by id. Wait briefly for an unknown session: another gateway may have just created it."""
+        """Return a session by id, None if it is unknown. Wait briefly for an unknown session: another gateway may have
+        just created it.
+        """
 
     async def find_key(self, key_hash: str) -> Session | None:
-        """Return the live session with this key hash. Wait briefly for an unknown key, as :meth:`find` does."""
+        """Return the unsettled session with this key hash, or None. Wait briefly for an unknown key, as :meth:`find`
+        does.
+        """
 
     async def find_call(self, session: str, call: str) -> SessionCall | None:
-        """Return a call of a session. Wait briefly for an unknown call, as :meth:`find` does."""
+        """Return a call of an unsettled session, or None. Wait briefly for an unknown call, as :meth:`find` does."""
 
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""

@@ -21,11 +21,15 @@ class AppSettings:
     model_name: str
     """Name of the model in ``/v1/models``."""
     sampling: Mapping[str, Any]
-    """Sampling parameters of sessions that are recorded for training."""
+    """Sampling parameters of sessions that are recorded for training. Its switches of the chat template are the
+    defaults of all sessions.
+    """
     max_response_tokens: int | None = None
     """Maximum tokens of an answer if the request sets no limit. None: the limit of the engine applies."""
     compares_runs: bool = False
-    """True if the algorithm compares sessions with each other. Each session then needs a group."""
+    """True if the algorithm compares sessions with each other. Each session that is opened for training then needs a
+    group.
+    """
     group_size: int = 1
     """Default number of sessions per group."""
     algorithm_type: str = ""

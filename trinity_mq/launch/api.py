@@ -35,7 +35,7 @@ STOP_SECONDS = 60.0
 
 
 class RunError(RuntimeError):
-    """A run that could not be started or did not finish; the message ends with its last output."""
+    """A run ended with an error before it wrote metrics; the message ends with its last output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class MetricsLine:
     role: str
     """Role of the agent."""
     step: int
-    """Batch number; for evaluations, the number of closed batches."""
+    """Position of the values in the run: the number of the batch; for evaluations, the number of closed batches; for
+    gateways, the number of the train step."""
     values: Mapping[str, float]
     """Metric values by name, as listed in docs/metrics.md."""
 
@@ -55,13 +56,14 @@ class RunResult:
     """A run that has ended."""
 
     code: int
-    """Exit code: 0 finished, 3 ended early, 4 trained on nothing, 130 or 143 stopped."""
+    """Exit code: 0 finished, 2 not started, 3 ended early, 4 trained on nothing, 130 or 143 stopped."""
     folder: Path
     """Folder of the run: metrics, logs, checkpoints."""
     model: Path | None
     """The trained model, a Hugging Face folder; None if the run did not write one."""
     evaluations: Mapping[str, Sequence[tuple[int, float]]]
-    """``(step, accuracy)`` of each evaluation, by taskset."""
+    """Evaluations by taskset, each as ``(step, result)``: the step as in :class:`MetricsLine`, and the accuracy, or the
+    reward if the workflow reports no accuracy."""
     report: str
     """The report that ``trinity-mq run`` prints at the end."""
 
@@ -149,11 +151,15 @@ class RunHandle:
         return self._result(code)
 
     def stop(self, timeout: float = STOP_SECONDS) -> RunResult:
-        """Make the run finish its current work and end. :func:`run` with the same configuration resumes it.
+        """Make the run finish its current work and end; return its result. :func:`run` with the same configuration
+        resumes it.
 
         Args:
             timeout: Seconds after which the run's processes are killed. The interrupted work is repeated after a
                 resume.
+
+        Raises:
+            RunError: As :meth:`wait`.
         """
         if self.running:
             self.process.send_signal(signal.SIGINT)

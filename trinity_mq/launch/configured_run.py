@@ -45,7 +45,8 @@ from trinity_mq.telemetry import mask_passwords, setup_logging
 def run_configured(
     config: Config, arguments: argparse.Namespace, server: ForkServer | None, stage: str | None = None
 ) -> int:
-    """Check the configuration, run it and print a report. Return the exit code.
+    """Check the configuration, run it and print a report. Return the exit code. For a finished run that is not
+    extended, only print the report.
 
     Args:
         config: Configuration of the run.

@@ -25,8 +25,8 @@ HOW_TO_GO_ON = "to continue training, request more batches (buffer.total_steps=N
 
 
 def describe_extension(config: Config, changes: Sequence[str]) -> str | None:
-    """Return a line that describes how a finished run continues because the configuration now asks for more batches.
-    Return None if the run has nothing to do.
+    """Return a line that describes how a finished run continues because the configuration now asks for more batches or,
+    in mode bench, because checkpoints are new or have changed. Return None if the run has nothing to do.
 
     Args:
         config: The configuration of this start.
@@ -145,7 +145,9 @@ def discard_earlier_run(config: Config, folder: RunFolder) -> list[str]:
 
 
 def _lengths(config: Config) -> tuple[int, int | None]:
-    """Return (the number of opened batches, the number of batches of the whole run or None if unknown)."""
+    """Return (the number of opened batches, the number of batches of the whole run or None if unknown). Mode train
+    opens no batches: there the first number is the trainer's progress.
+    """
     if config.mode == "train":
         from trinity_agents.trainer.history import last_progress
 

@@ -24,8 +24,8 @@ class NodeLayout:
     trainers: tuple[str, ...]
     """Hosts of the trainer's processes, ``trainer.nproc`` on each. Rank 0 runs on the first."""
     engines: tuple[str, ...] = ()
-    """Hosts with ``explorer.rollout_model.engine_num`` engines each. The first also runs explorer, runners and
-    operators. Empty: engines, explorer, runners and operators are started in another way."""
+    """Hosts with ``explorer.rollout_model.engine_num`` engines each. The first also runs all agents except the trainer.
+    Empty: the engines and these agents are started in another way."""
     port: int = 29400
     """Port of torchrun's rendezvous on the first trainer host."""
 
@@ -107,7 +107,8 @@ def _trainer(spec: ProcessSpec, config: Config, layout: NodeLayout, host: str) -
 async def run_node(
     config: Config, target: Sequence[str], layout: NodeLayout, host: str, report: Callable[[str], None]
 ) -> int:
-    """Run this host's processes until the run is over, or until a signal drains them; return the highest exit code.
+    """Run this host's processes until the run is over, or until a signal drains them; return the highest exit code. A
+    second signal kills them.
 
     Args:
         config: Configuration of the run.

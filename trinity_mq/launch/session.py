@@ -87,7 +87,7 @@ class RunSession:
         self.failures: list[ProcessEvent] = []
         """Permanent failures: processes that will not be restarted."""
         self.finished = False
-        """True if the leader reported the end of the run and no process failed."""
+        """True if the leader finished without having been drained, and no process failed."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
             self.state.receive(message, 0.0)
@@ -294,8 +294,8 @@ def agents(
     fork_server: ForkServer | None = None,
     placement: Placement | None = None,
 ) -> list[ProcessSpec]:
-    """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` the processes read the
-    broker's address from a file, as this process does.
+    """Return the processes of a run, each with its GPUs by ``placement``. Without ``url`` the processes find the
+    broker's address themselves: in the configuration, the environment or a file that they name.
     """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
     return [

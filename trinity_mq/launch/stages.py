@@ -25,7 +25,7 @@ from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.targets.run_folder import RunFolder
 
 RECORD_FILE = "stage.json"
-"""File in the folder of a stage's run."""
+"""Name of the file with the :class:`StageRecord` in the folder of a stage's run."""
 
 ForkServers = Callable[[], AbstractContextManager[ForkServer | None]]
 
@@ -117,7 +117,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
 
 
 def _has_finished(stage: Stage, began_with: str | None) -> bool:
-    """Return whether a stage has finished and is skipped.
+    """Return whether a stage has finished and is skipped. Print a warning for each setting that has changed since then.
 
     Raises:
         CommandError: The stage started from a model that has since changed, or its trained model has changed.

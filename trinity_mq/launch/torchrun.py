@@ -17,7 +17,7 @@ from trinity_mq.runtime.process import die_with_parent, is_run_over
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 
 MARK_SECONDS = 10.0
-"""Seconds within which the explorer of a finished run marks the run as over."""
+"""Seconds within which the explorer, or in mode train the trainer, marks a finished run as over."""
 
 
 def main() -> int:

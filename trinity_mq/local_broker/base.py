@@ -75,10 +75,11 @@ class LocalNode(ABC):
         return dict(self._known_state().ports)
 
     def attach(self) -> None:
-        """Load the state of a node that another process started in this folder: URL, ports and tools.
+        """Load the state of a private node that another process started in this folder, so that its URL, ports and
+        ``rabbitmqctl`` can be used. The state of a container is in another file and is not loaded.
 
         Raises:
-            NodeError: No broker was ever started in this folder.
+            NodeError: No private node was ever started in this folder, or its state cannot be read.
         """
         file = self.base / "node.json"
         if not file.exists():

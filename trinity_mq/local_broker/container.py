@@ -62,7 +62,7 @@ async def is_docker_available() -> bool:
 
 
 class DockerNode(LocalNode):
-    """Container with a RabbitMQ server; takes the arguments of its base class and an image.
+    """A RabbitMQ node in a Docker container; takes the arguments of its base class and an image.
 
     The port is published on loopback only. The container is removed when it is stopped and when the process that
     started it ends, even if that process is killed. The data is in a persistent volume with the container's name. The

@@ -99,7 +99,7 @@ class ClusterMembership:
 
 
 class PrivateNode(LocalNode):
-    """Server process of the installed RabbitMQ; takes the arguments of its base class.
+    """A RabbitMQ node that runs the installed server as a child process; takes the arguments of its base class.
 
     Data, Erlang cookie and password are stored in ``base``. The node has a separate epmd process. If ``setpriv`` is
     installed, the node dies with the process that started it, even if that process is killed.

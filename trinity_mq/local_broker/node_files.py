@@ -67,7 +67,7 @@ class NodeState:
         """Return the state stored in ``path``, else a new state with ``password`` or a random password.
 
         Raises:
-            NodeError: The broker in this folder was created with another user or password.
+            NodeError: The broker in this folder was created with another user or password, or the file is not readable.
         """
         try:
             state = cls(**json.loads(path.read_text()))
@@ -119,7 +119,11 @@ class FolderLock:
         return self._fd
 
     async def take(self) -> None:
-        """Take the lock, or raise NodeError that names the holder."""
+        """Take the lock.
+
+        Raises:
+            NodeError: A broker runs in the folder, or is starting or ending there.
+        """
         if self._fd is not None:
             raise NodeError(f"the broker in {self._path.parent} is already started by this process")
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)

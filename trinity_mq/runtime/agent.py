@@ -51,8 +51,8 @@ TAKEN_OVER = "another {0.role} of this run may have taken over while {0.id} was 
 class Agent(ABC):
     """Base class of the daemons.
 
-    A subclass implements :meth:`serve`, which returns when its work is done or soon after :attr:`draining` is set, and
-    :meth:`detail`, the status in each heartbeat.
+    A subclass implements :meth:`serve`, which returns when its work is done or soon after :attr:`draining` is set. It
+    overrides :meth:`detail`, which returns the status in each heartbeat.
     """
 
     role: ClassVar[Role]
@@ -72,8 +72,9 @@ class Agent(ABC):
         self.serving = asyncio.Event()
         """Set once the agent is connected, subscribed and about to serve."""
         self.run_folder: Path | None = None
-        """Folder with the marker of a finished run. An agent that was not started or not connected at the end of the
-        run has missed the explorer's last heartbeat."""
+        """The run's folder, with the run's id and, after the end of the run, the marker of a finished run: an agent
+        that was not started or not connected at that moment has missed the explorer's last heartbeat. None: an
+        explorer, which does not stop at the marker."""
         self._reconnected = asyncio.Event()
         self.woken = Notifier()
         """Notified on every change that an agent's main loop may wait for."""
@@ -102,7 +103,9 @@ class Agent(ABC):
         return []
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics of ``step`` to the run's files and publish them."""
+        """Write metrics to the run's files, and publish them. ``step`` is their position in the run: in most roles a
+        batch number or the number of batches that the trainer has consumed, in gateways the trainer's train step.
+        """
         if self._metrics is not None:
             self._metrics.write(step, values)
         self._unsent.put_nowait(Metrics(role=self.role, id=self.id, step=step, values=values))
@@ -146,7 +149,9 @@ class Agent(ABC):
         raise why
 
     async def run(self) -> None:
-        """Connect, serve, send a last heartbeat, and close the connection."""
+        """Connect, serve, send a last heartbeat, and close the connection. An agent that is asked to drain before it
+        has connected returns at once.
+        """
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
         if self.run_folder is not None and ROLES[self.role].takes_work:
@@ -179,7 +184,7 @@ class Agent(ABC):
         if self.compatibility.writes > 1:  # an agent of release 0.1.0, if any runs, cannot read our messages
             await self.woken.until(lambda: self.draining.is_set() or self._met.is_set())
         self.serving.set()
-        # checked after subscribing, so that an earlier mark is seen
+        # checked after subscribing: an earlier end is seen in the folder, a later end is heard
         if self.run_folder is not None and is_run_over(self.run_folder):
             log.info("run_is_over", agent=self.id)
             return
@@ -237,7 +242,8 @@ class Agent(ABC):
                 task.cancel()
 
     async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
-        """Pass every message of ``feed`` to ``handle`` and acknowledge it; dead-letter a body that does not decode.
+        """Pass every message of ``feed`` to ``handle`` and acknowledge it. A body that does not decode, or a message
+        that cannot be handled because of its content, is dead-lettered, or only logged with ``quiet``.
 
         ``how`` is passed to :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
         """
@@ -281,7 +287,7 @@ class Agent(ABC):
         other run is therefore held until two conditions are met: a whole lease has passed without a heartbeat that
         confirms that run, and the explorer of this agent's run is heard. Before that, the message may belong to the run
         that is active on the broker. If the agent is asked to drain while it holds the message, it leaves the message
-        unanswered to the broker.
+        unanswered to the broker, and the result is also True.
         """
         if self.bus.is_foreign(delivery) and delivery.run_id not in self._other_runs:
             with contextlib.suppress(TimeoutError):
@@ -355,7 +361,7 @@ class Agent(ABC):
             raise RestartRequested(TAKEN_OVER.format(self))
 
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
-        """Publish a control-plane message of this run and wait for its confirm."""
+        """Publish a control-plane message of this run and wait for its confirm; return whether a queue took it."""
         return await self.bus.publish(self.topology.exchange(exchange), key, envelope(message, message_id=message_id))
 
     async def _send_metrics(self) -> None:

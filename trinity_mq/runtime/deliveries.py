@@ -1,4 +1,6 @@
-"""Envelopes of messages, messages of deliveries, return of deliveries to their queue, and dead letters."""
+"""Puts messages into envelopes, decodes deliveries, returns deliveries to their queue, dead-letters them, and notes the
+messages in hand, so that a message that crashes its agent is recognised.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ PUT_BACK = "put-back"
 MAX_FAILURES = 5
 """Maximum number of failure reasons in the headers of a message."""
 MAX_FAILURE = 240
-"""Maximum number of characters of such a reason."""
+"""Maximum number of characters of a failure reason."""
 MAX_DEATHS = 3
 """Number of process deaths with the same message in hand after which the message is set aside unhandled."""
 SLOTS, SLOT = 64, 512
@@ -60,9 +62,9 @@ def envelope(
     correlation_id: str | None = None,
     reply_to: str | None = None,
 ) -> Envelope:
-    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers. While tracing is on,
-    a message of a batch also has the header ``traceparent``. A batch, ticket or attempt that does not fit into a header
-    is not repeated.
+    """Return ``message`` ready to publish. The headers repeat its kind, its schema version and, if it has them, its
+    batch, ticket and attempt, except a value that does not fit into a header. While tracing is on, a message of a batch
+    also has the header ``traceparent``.
     """
     all_headers: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
     fields = {name: getattr(message, name, None) for name in ("batch", "ticket", "attempt") if name not in all_headers}
@@ -94,8 +96,9 @@ async def dead_letter(
 ) -> None:
     """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
-    A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` is
-    the history of the message, by default its deliveries before this delivery.
+    A body too large to publish is rejected instead: from a queue the broker moves it to ``dead``, on a stream it stays
+    where it is, and only our log has the reason. ``past`` is the history of the message, by default its deliveries
+    before this delivery.
     """
     past = past or DeliveryHistory.of(incoming)
     log.warning(
@@ -219,8 +222,8 @@ async def decode_or_dead_letter(
     quiet: bool = False,
     at_once: bool = False,
 ) -> Message | None:
-    """Return the control-plane message in ``delivery``; None if it does not decode and was dead-lettered and
-    acknowledged.
+    """Return the control-plane message in ``delivery``; None if it does not decode. Then it was dead-lettered, or only
+    logged with ``quiet``, and acknowledged.
 
     A body of a newer version is held until the heartbeats of all other agents have arrived. If an agent of a newer
     release is among them, this agent ends, and the body is redelivered to an agent that can read it.
@@ -325,8 +328,9 @@ class DeliveryHistory:
         return self.failed + self.returned
 
     def poisoned(self, limit: int, crashes: int = 0) -> bool:
-        """Return whether the message must not be tried again. It had ``limit`` suspect deliveries, and there is
-        evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashLog`.
+        """Return whether the message must not be tried again: it had at least ``limit`` suspect deliveries, and there
+        is evidence against its handling. Evidence is a reported failure, or a crash: ``crashes`` is the number of
+        crashes counted by :class:`CrashLog`.
         """
         return self.suspect >= limit and bool(self.failed or crashes)
 
@@ -366,7 +370,9 @@ async def return_delivery(bus: Bus, delivery: Delivery, failure: str | None = No
 
 
 async def put_back(bus: Bus, delivery: Delivery) -> None:
-    """Call :func:`return_delivery` in good order, and count a try that failed because infrastructure was away."""
+    """Return a delivery to its queue in good order, as :func:`return_delivery` does, and count it also in
+    ``put_back``: its handling failed because infrastructure was unavailable.
+    """
     past = DeliveryHistory.of(delivery)
     await _give_back(bus, delivery, replace(past.then(None), put_back=past.put_back + 1))
 
@@ -391,9 +397,9 @@ async def republish(bus: Bus, delivery: Delivery, past: DeliveryHistory) -> bool
 
 
 class CrashLog:
-    """The deliveries that earlier processes of this agent were handling when they died. Unlike the broker's count, they
-    are evidence of a crash. The notes are kept in a file that is not synced to disk, since a failing machine is not a
-    crash of the agent.
+    """Counts the earlier processes of this agent that died while they handled a slice, a ticket or another message.
+    Unlike the broker's count of deliveries, this is evidence of a crash. The counts are kept in a file that is not
+    synced to disk, since a failing machine is not a crash of the agent.
 
     A message that is only briefly in hand is noted in a second, memory-mapped file: a note costs a copy of a few bytes,
     and the kernel keeps it when the process is killed.
@@ -418,7 +424,7 @@ class CrashLog:
         self._in_hand_slots = self._map_slots()
 
     def crashes(self, key: str) -> int:
-        """Return the number of processes that died while they worked on ``key``."""
+        """Return the number of processes that died while they worked on ``key``: a slice, a ticket or a message."""
         return self._crashes[key]
 
     @contextlib.contextmanager
@@ -434,9 +440,10 @@ class CrashLog:
 
     @contextlib.contextmanager
     def in_hand(self, incoming: Incoming) -> Iterator[int]:
-        """Note that a message is in hand until the ``with`` block ends. The note remains only if the process dies.
-        Return the number of processes that died with the message in hand. A message that was handled is forgotten. The
-        block must not wait for a broker or a peer: a process killed while waiting did not die of the message.
+        """Note that a message is in hand until the ``with`` block ends. The note remains only if the process dies. The
+        block gets the number of processes that died with the message in hand. At the end of the block this number is
+        forgotten, unless it has reached :data:`MAX_DEATHS`. The block must not wait for a broker or a peer: a process
+        killed while waiting did not die of the message.
         """
         key = _message_key(incoming)
         start = self._slots.setdefault(incoming.queue, len(self._slots)) * SLOT

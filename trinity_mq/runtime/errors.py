@@ -26,7 +26,7 @@ EXIT_FATAL = 78
 
 
 class FatalError(Exception):
-    """The run cannot continue, and a restart would fail in the same way. The message is one line for people."""
+    """This process cannot continue, and a restart would fail in the same way. The message is one line for people."""
 
 
 class DeviceMemoryError(FatalError):
@@ -42,7 +42,7 @@ class RecycleRequested(RestartRequested):
 
 
 def first_leaf(error: BaseException) -> BaseException:
-    """Return the first exception that is not a group."""
+    """Return ``error``, or for an exception group the first exception in it that is not a group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -67,7 +67,10 @@ def custom_code(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def place(error: BaseException) -> str:
-    """Return the place where an error was raised, as the end of a line: the innermost line of the user's own code."""
+    """Return the place of an error, as the end of a line: the innermost line of the user's own code, and the line that
+    raised the error if that is another. Without a line of the user's code it is only the raising line; without a
+    traceback it is empty.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""

@@ -41,11 +41,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on a new event loop. SIGTERM has the effect of Ctrl-C: it cancels ``work``, which then cleans up.
+    """Run ``work`` on a new event loop. In the main thread SIGTERM has the effect of Ctrl-C: it cancels ``work``, which
+    then cleans up.
 
     Raises:
         KeyboardInterrupt: ``work`` was interrupted.
-        BrokenPipeError: The reader of standard output closed it. This error replaces all other errors of the group.
+        BrokenPipeError: The reader of standard output closed it. This error replaces an exception group that contains
+            it.
     """
     try:
         return asyncio.run(_cancelled_by_sigterm(work))

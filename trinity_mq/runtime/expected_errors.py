@@ -20,7 +20,10 @@ PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.Rest
 
 
 def expected_error(error: BaseException) -> BaseException | None:
-    """Return the error that tells the user what to do, or None. Exception groups of concurrent tasks are unpacked."""
+    """Return the error that tells the user what to do: ``error`` itself if it is in :data:`EXPECTED`, or a new error
+    for a full disk; None for any other error. For an exception group, return the first such error if the group
+    contains no other errors.
+    """
     if isinstance(error, BaseExceptionGroup):
         problems = [expected_error(inner) for inner in error.exceptions]
         return problems[0] if problems and None not in problems else None

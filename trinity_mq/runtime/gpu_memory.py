@@ -17,8 +17,8 @@ def shares_gpu() -> bool:
 def release_cached_memory() -> None:
     """Release torch's unused memory to the GPU, if another process of the run uses this GPU too.
 
-    Torch keeps freed memory for its next tensors. A restarted engine needs that memory. Without a shared GPU the call
-    has no effect, because the next step needs the memory again.
+    Torch keeps freed memory for its next tensors. A restarted engine on the same GPU needs that memory. Without a
+    shared GPU the call has no effect, because the next computation of this process needs the memory again.
     """
     torch = sys.modules.get("torch")
     if torch is not None and shares_gpu() and torch.cuda.is_initialized():

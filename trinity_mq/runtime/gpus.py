@@ -51,22 +51,22 @@ class Gpu:
 
     @property
     def is_taken(self) -> bool:
-        """Whether other processes use more than half of the memory."""
+        """Whether other processes use more than half of the memory. False if the memory is unknown."""
         return self.total is not None and self.free is not None and self.free < self.total / 2
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """The GPUs that this process may use, in the order of their indices."""
+    """The GPUs that a process may use, in the order of their numbers in the process."""
 
     gpus: Sequence[Gpu]
     why: str = ""
-    """Reason for an empty list. Empty: unknown."""
+    """Result of the search for GPUs, which explains an empty list. Empty: unknown."""
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> GpuReport:
-    """Return the GPUs that a process with this environment may use. Without GPU devices the call takes no time, else
-    up to some seconds.
+    """Return the GPUs that a process with this environment may use. The call asks ``nvidia-smi``, or else torch if the
+    machine has GPU devices; either takes some seconds, and up to 90 seconds if the GPU driver hangs.
     """
     mask = environ.get(VISIBLE_VARIABLE)
     hides = "" if mask is None else f", {VISIBLE_VARIABLE} is {mask[:100]!r}"

@@ -29,7 +29,7 @@ keep an idle connection."""
 BODY_SECONDS = 120.0
 """Seconds for the whole body of a request."""
 LARGE_BODY = 64 * 1024
-"""Bytes of a body at which it is parsed in a thread."""
+"""Bytes from which on a JSON body is parsed in a thread."""
 FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 """Content types that a page may send to another site without a preflight request."""
 JSON = "application/json"
@@ -110,6 +110,7 @@ async def read_body(request: web.Request) -> bytes:
     Raises:
         web.HTTPRequestTimeout: The body was not complete within :data:`BODY_SECONDS`.
         web.HTTPBadRequest: The body violates HTTP.
+        web.HTTPRequestEntityTooLarge: The body is longer than the application allows.
         web.HTTPExpectationFailed: The client has an unknown expectation.
     """
     if expected := request.headers.get(hdrs.EXPECT):
@@ -141,7 +142,11 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, an empty object for empty bytes; errors as :func:`read_json`."""
+    """Return the JSON object in ``raw``, an empty object for empty bytes.
+
+    Raises:
+        ContentError: As :func:`read_json`.
+    """
     try:
         fields = json.loads(raw.decode("utf-8-sig") or "{}", parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -166,8 +171,10 @@ def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Coll
         types: Allowed content types of bodies; empty: every type that needs a preflight request.
 
     Raises:
-        web.HTTPForbidden: ``Host`` or ``Origin`` is an unknown name, or the browser reports another site.
-        web.HTTPUnsupportedMediaType: The body has a type that a page may send without a preflight request.
+        web.HTTPForbidden: ``Host`` or ``Origin`` is an unknown name, or the browser reports another site for a request
+            that is not a click on a link (a navigation by GET).
+        web.HTTPUnsupportedMediaType: The body has no type, a type that is not in ``types``, or, if ``types`` is empty,
+            a type that a page may send without a preflight request.
     """
     if refused := forgery_error(request.method, request.headers, hosts, types):
         kind, reason = refused

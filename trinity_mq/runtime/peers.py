@@ -39,7 +39,7 @@ HEARTBEAT_LEASE = 10.0
 REMEMBERED_LEASES = 6
 """Number of leases without a heartbeat after which an agent is forgotten. Until then its last heartbeat is kept."""
 SILENT_AFTER = 3 * HEARTBEAT_INTERVAL
-"""Seconds without a heartbeat after which an agent is reported as silent, before its lease ends."""
+"""Seconds without a heartbeat after which an agent is reported as silent. It is shorter than the lease."""
 UNHEARD = 8
 """Maximum number of agents in :meth:`Peers.silent`, and of forgotten agents that are kept for it."""
 CHANGE_GAP = 0.5
@@ -68,7 +68,8 @@ class Peer:
 
     beat: Heartbeat
     received: float
-    """Loop time in seconds."""
+    """Loop time in seconds at which the heartbeat arrived, or at which a later :meth:`Peers.refresh` restarted its
+    lease."""
 
 
 class Peers:
@@ -93,9 +94,9 @@ class Peers:
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
-        """Store a heartbeat. A heartbeat that is not newer than the stored heartbeat of the same incarnation is
-        ignored. A heartbeat of an agent with an incompatible release is also ignored, since that agent refuses to work
-        here.
+        """Store a heartbeat. Three kinds of heartbeats are ignored: a heartbeat that is not newer than the stored
+        heartbeat of the same incarnation; a heartbeat of an agent with an incompatible release, since that agent
+        refuses to work here; and a heartbeat of a standby while the holder of its role's lock lives under the same id.
 
         Raises:
             FatalError: An agent that was here first has an incompatible release, so this agent must not work here.

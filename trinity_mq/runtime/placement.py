@@ -23,8 +23,8 @@ from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE
 from trinity_mq.runtime.gpus import ORDER, ORDER_VARIABLE, VISIBLE_VARIABLE, Gpu, visible_gpus
 
 PLACED_VARIABLE = "TRINITY_MQ_PLACED_ENGINES"
-"""Environment variable of the agents of a supervisor that has placed them: the environment variables of each engine, as
-JSON by name.
+"""Environment variable that a supervisor sets for agents which it has placed on GPUs: a JSON map from the name of each
+engine to the environment variables of the engine.
 """
 KINDS = ("trainer", "engine")
 """Kinds of processes that get separate GPUs."""
@@ -98,13 +98,14 @@ class Placement:
 
 
 def gpu_needs(config: Config, *, trainer: str | None, explorer: str | None, auxiliary: bool = True) -> list[GpuNeed]:
-    """Return the processes of agents that compute on GPUs: none with ``model.device: cpu``.
+    """Return the processes of agents that compute on GPUs. With ``model.device: cpu`` they are only auxiliary models,
+    which have their own device.
 
     Args:
         config: Configuration of the run.
         trainer: Name of the trainer. None: it is not placed.
         explorer: Name of the agent that hosts engines. None: no engine is placed.
-        auxiliary: Whether this agent hosts auxiliary models too.
+        auxiliary: Whether the agent ``explorer`` hosts auxiliary models too.
     """
     devices, rollout, needs = config.devices, config.explorer.rollout_model, []
     if trainer is not None and config.model.device != "cpu":
@@ -159,7 +160,7 @@ def place_trainer(config: Config, gpus: Sequence[Gpu], name: str = TRAINER) -> P
 
 def place_engines(config: Config, gpus: Sequence[Gpu], host: str = EXPLORER, *, auxiliary: bool = True) -> Placement:
     """Return the GPUs of the engines of a host that is started by itself: the last visible GPUs, since a trainer that
-    is started by itself takes the first.
+    is started by itself takes the first. If trainer and engines take turns (``colocated``), both have the first.
 
     Args:
         config: Configuration of the run.
@@ -182,7 +183,7 @@ def place_engines(config: Config, gpus: Sequence[Gpu], host: str = EXPLORER, *, 
 
 def trainer_environment(config: Config, name: str) -> dict[str, str]:
     """Return the environment variables that give a trainer its GPUs: the first visible GPUs. The result is empty if
-    the supervisor has placed the trainer.
+    the supervisor has placed the trainer, if the trainer computes on the CPU, or if no GPU is visible.
 
     Raises:
         PlacementError: There are too few GPUs.
@@ -226,8 +227,8 @@ def place(
     """Return the GPUs of each process.
 
     Trainer processes and engines get separate GPUs. On a single GPU they share it. Auxiliary models get GPUs that are
-    left, else share the GPUs of engines. GPUs that other processes fill are not used, unless all are filled or the
-    section ``devices`` names them.
+    left, else share the GPUs of engines, else the GPUs of the trainer. GPUs that other processes fill are not used,
+    unless all are filled or the section ``devices`` names them.
 
     Args:
         needs: The processes.
@@ -287,8 +288,9 @@ class _Load:
         return self.ranks <= 1 and self.size == 1
 
     def smaller(self, gpus: int, *, shared: bool) -> list[_Load]:
-        """Return loads that fit on a number of GPUs: as many engines as possible, and as many trainer processes as
-        possible; else fewer of both in proportion and, if necessary, smaller engines.
+        """Return up to two smaller loads that fit on a number of GPUs: the load with all trainer processes and as many
+        engines as possible, and the load with all engines and as many trainer processes as possible. If neither fits,
+        return a single load with fewer processes and engines in proportion and, if necessary, smaller engines.
 
         Args:
             gpus: Number of GPUs.
@@ -306,7 +308,9 @@ class _Load:
         return list(dict.fromkeys(largest)) or sorted(fitting, key=self._fraction)[-1:]
 
     def _fraction(self, load: _Load) -> tuple[int, float]:
-        """Return the size of a smaller load, for comparisons."""
+        """Return the GPUs of each engine in a smaller load, and the smallest fraction that it keeps of the trainer
+        processes or of the engines. Loads are compared by this pair.
+        """
         pairs = ((load.ranks, self.ranks), (load.engines, self.engines))
         return load.size, min(count / whole for count, whole in pairs if whole)
 

@@ -68,7 +68,7 @@ def add_plugins(folders: Sequence[str]) -> list[Path]:
 
 
 def plugin_names() -> list[str]:
-    """Return the dotted paths of the classes in the added folders, such as ``my_file.Mine``.
+    """Return the dotted paths of the public top-level classes in the added folders, such as ``my_file.Mine``.
 
     The files are read, not executed. A file that is not valid Python is left out; importing it gives the reason.
     """
@@ -131,10 +131,11 @@ class Registry(Mapping[str, str]):
         return dict(self._added)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the object that a registered name or a dotted path refers to, ``default`` if the name is unknown.
+        """Return the object that a built-in name, a registered name or a dotted path refers to; ``default`` if the name
+        is unknown or None.
 
         Raises:
-            UnknownNameError: Its module cannot be imported.
+            UnknownNameError: Its module cannot be imported, or lacks the attribute that a dotted path names.
         """
         is_named = name is not None and ("." in name or name in self or name in self.added())
         return resolve(self.names[0], name, self) if is_named else default
@@ -230,7 +231,8 @@ def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_gro
         entry_group: Entry-point group under which installed packages add names. None: no entry points.
 
     Raises:
-        UnknownNameError: The name does not exist, or its module cannot be imported. The message lists near misses.
+        UnknownNameError: The name does not exist, its module cannot be imported, or plug-ins register a built-in name
+            or the same name several times. The message lists near misses.
     """
     try:
         if name in table:

@@ -137,7 +137,8 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         mode: Permissions; None: the permissions of any new file.
 
     Raises:
-        OSError: The file was not written; the old file is unchanged.
+        OSError: The file was not written and the old file is unchanged; or the new file is there, and only the name
+            could not be synced to disk.
     """
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
@@ -169,8 +170,8 @@ def apply_umask(folder: Path) -> None:
 
 
 def disk_full_message(error: BaseException) -> str | None:
-    """Return a line with the full disk's path and the remedy; None if neither ``error`` nor a cause reports a full
-    disk.
+    """Return a line with the path on the full disk, if it is known, and the remedy; None if neither ``error`` nor a
+    cause reports a full disk or an exhausted quota.
     """
     cause: BaseException | None = error
     while cause is not None:

@@ -90,7 +90,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     Returns:
         0 when done; ``EXIT_FATAL`` if a restart would fail in the same way; ``EXIT_DISK_FULL`` if the disk is full;
             ``EXIT_RESTART`` if a new process can continue; ``EXIT_RECYCLE`` if a new process should replace this one; 1
-            for an unexpected error (its traceback is in the log).
+            for an unexpected error (its traceback is in the log); 130 if interrupted by Ctrl-C before or after the
+            agent's own handling of signals.
     """
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
@@ -148,7 +149,7 @@ async def _serve(
     agent = build(create_bus(config.broker, topology, agent_id), topology)
     agent.bus.notes = CrashLog(config.path / f"{agent_id}.in-hand.json")
     marked(agent.bus, agent.role, agent_id)
-    if agent.role != "explorer":  # the explorer itself tells agents that cannot see the folder
+    if agent.role != "explorer":  # an explorer serves after the end too: it tells agents that cannot see the folder
         agent.run_folder = config.path
     loop = asyncio.get_running_loop()
 
@@ -220,7 +221,7 @@ class ServiceManager:
 
 
 class HealthFile:
-    """A file with one line of JSON: the agent, the time and its state."""
+    """A file with one line of JSON: process id, agent id, loop time in seconds, whether the agent serves, its state."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -267,8 +268,8 @@ class LivenessReporter:
     def from_environment(
         cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False
     ) -> LivenessReporter:
-        """Return the reports that the environment requests, and remove the request, so that children do not report for
-        us.
+        """Return a reporter for the reports that the environment requests, and remove the request from the environment,
+        so that children do not report for us. The reporter of a supervised agent reports nothing.
 
         Args:
             environ: The environment.
@@ -298,7 +299,9 @@ class LivenessReporter:
                 self._manager.send("STOPPING=1")
 
     async def report(self, agent: Agent) -> None:
-        """Report until cancelled: at each interval, and at once when ``agent`` is ready or starts to drain."""
+        """Report until cancelled: at each interval, and at once when ``agent`` is ready or starts to drain. Return at
+        once if no reports are requested.
+        """
         if self._manager is None and self._health is None:
             return
         async with asyncio.TaskGroup() as group:
@@ -355,7 +358,9 @@ def status_of(agent: Agent) -> str:
 
 
 def _watchdog(microseconds: str, pid: str) -> float | None:
-    """Return the seconds of the watchdog; None without a watchdog or if it watches another process."""
+    """Return the seconds of the watchdog; None without a watchdog, if it watches another process, or if the text is not
+    a positive number.
+    """
     if not microseconds or (pid and pid != str(os.getpid())):
         return None
     if not microseconds.isdecimal() or int(microseconds) == 0:

@@ -39,7 +39,7 @@ def check_readable_format(path: Path, number: int, newest: int, release: str = "
 
 
 def format_of(path: Path, fields: Mapping[str, Any], newest: int) -> int:
-    """Return the format version of a JSON file, 1 if the file names none.
+    """Return the format of a JSON file, 1 if the file does not name its format.
 
     Raises:
         NewerStateError: As :func:`check_readable_format`.

@@ -29,7 +29,9 @@ class AbandonedError(BaseException):
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that makes one call after another until one of its calls is abandoned."""
+    """A daemon thread that makes one call after another. It ends when one of its calls is abandoned, or when a call
+    ends and :data:`MOST_IDLE` threads are idle.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -64,7 +66,8 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
             :func:`interrupt`.
 
     Raises:
-        RuntimeError: ``function`` raised a BaseException other than Exception, SystemExit and CancelledError.
+        RuntimeError: ``function`` raised StopIteration, or a BaseException other than Exception, SystemExit and
+            CancelledError. Its other errors are raised unchanged.
     """
     loop, context, future = asyncio.get_running_loop(), contextvars.copy_context(), Future[T]()
     lock, is_over = threading.Lock(), False

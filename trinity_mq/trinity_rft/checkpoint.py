@@ -125,8 +125,9 @@ def actor_folder(folder: Path) -> Path:
     """Return the folder of the policy in a checkpoint.
 
     Args:
-        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run, whose latest
-            checkpoint is taken.
+        folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run. In the last case
+            the checkpoint that the file :data:`LATEST` names is taken, or without this file the checkpoint of the last
+            step.
 
     Raises:
         CommandError: The folder holds no weights.

@@ -49,11 +49,11 @@ class SkippedError(Exception):
 
 
 def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> list[Path]:
-    """Return the target path of each input: ``out`` if it ends in ``.tmqx``, else a file of the input's name in
-    ``out``.
+    """Return the target path of each input: ``out`` if it ends in ``.tmqx`` and is not a folder, else a file of the
+    input's name in ``out``. ``is_folder`` says that a missing ``out`` is meant as a folder.
 
     Raises:
-        CommandError: Two inputs have the same target, or a target is an input.
+        CommandError: Two inputs have the same target, a target is an input, or ``out`` is a file for several inputs.
     """
     if out.suffix == SUFFIX and not is_folder and not out.is_dir():
         if len(inputs) > 1:
@@ -161,7 +161,8 @@ def is_database(source: Path) -> bool:
 def convert_database(
     source: Path, folder: Path, compression: Compression, *, strict: bool, per_file: int = PER_FILE
 ) -> Iterator[tuple[Path, Outcome]]:
-    """Convert the buffers in a database; yield each written file and its outcome.
+    """Convert the buffers in a database; yield the path of each target file and its outcome. The outcome says whether
+    the file was written.
 
     A table of experiences becomes files of at most ``per_file`` experiences, a table of tasks or messages becomes a
     file of records. The values in the columns of a table take precedence over the encoded values, as in Trinity-RFT.
@@ -209,7 +210,9 @@ class _Buffer:
 
     @classmethod
     def of(cls, database: sqlite3.Connection, name: str, names: Sequence[str]) -> _Buffer | None:
-        """Return the buffer in a table, or None if the table is not a buffer."""
+        """Return the buffer in a table; None if the table is not a buffer, or holds the encoded experiences of another
+        table.
+        """
         if name.removesuffix("_blob") != name and name.removesuffix("_blob") in names:
             return None
         columns = _columns(database, name)

@@ -100,7 +100,9 @@ class MemoryBroker:
             self._bindings[binding.exchange].discard((binding.pattern, queue.name))
 
     def delete(self, name: str) -> None:
-        """Remove a queue with its bindings and consumers."""
+        """Remove a queue with its bindings. Consumers that declare the queue again are attached to the new queue; all
+        other consumers end.
+        """
         for bound in self._bindings.values():
             bound.difference_update({entry for entry in bound if entry[1] == name})
         queue = self.queues.pop(name, None)

@@ -89,7 +89,9 @@ class RabbitBus(Bus):
 
     @property
     def broker_version(self) -> str | None:
-        """Version reported by the broker. None while not connected."""
+        """Version that the broker reported at the last connect. None before the first connect and after
+        :meth:`close`.
+        """
         return self._consuming.version if self._consuming is not None else None
 
     async def connect(self) -> None:
@@ -199,7 +201,7 @@ class RabbitBus(Bus):
         """Run an operation on the consuming connection. Retry it if the connection is lost.
 
         Raises:
-            BusUnavailable: The operation did not finish within the connect timeout.
+            BusUnavailable: The operation did not finish within the connect timeout, or the bus is closed.
         """
 
         async def once() -> T:
@@ -355,7 +357,8 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 class Admin:
-    """Channel for operations that may fail. A failure closes the channel, which is then reopened.
+    """Operations that may fail, such as declarations, on a channel of their own. A failure closes the channel, which is
+    then reopened.
 
     Args:
         topology: Names of the run. Its exchanges are declared on every new connection.

@@ -269,7 +269,7 @@ async def open_connection(
     Raises:
         AddressError: A file for TLS cannot be used.
         BusRefused: All nodes refuse.
-        BrokerConnectError: No node can be reached now.
+        BrokerConnectError: No node accepts now, and at least one of them may accept later.
     """
     failed: dict[str, BrokerConnectError | BusRefused] = {}
     for url in in_turn(urls):

@@ -89,7 +89,8 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         return self.over or (self._channel is not None and not self._channel.is_closed)
 
     async def attach(self, link: BrokerConnection) -> None:
-        """Start or resume consuming. The consumer ends if the queue does not exist and is not declared again.
+        """Start or resume consuming. The consumer ends if the queue does not exist and is not declared again, or if it
+        is exclusive to another connection.
 
         Raises:
             BrokerConnectError: A retry may succeed.
@@ -141,7 +142,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._watch(channel, self._next)
 
     def _watch(self, channel: Channel, position: int | None) -> None:
-        """Restart consuming after ``STREAM_IDLE`` seconds without progress from ``position``."""
+        """Restart consuming after ``STREAM_IDLE`` seconds without progress from ``position``; None: no offset is known
+        yet, so wait for the first.
+        """
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -199,7 +202,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._lost(channel)
 
     def _cancel(self, channel: Channel) -> None:
-        """Handle a cancel by the broker. The queue was deleted or moved; the next attach shows which."""
+        """Attach again after a cancel. The broker cancels because the queue was deleted or moved; the next attach shows
+        which. :meth:`_watch` cancels an idle stream.
+        """
         self._cancelled.append(channel)
         self._lost(channel)
 

@@ -27,7 +27,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 PauseMode = Literal["wait", "keep", "abort"]
 """Treatment of a batch step when new weights come. ``wait``: the step finishes first. ``keep``: the step is paused and
-continues under the new weights. ``abort``: the step is cut off and restarts under the new weights.
+continues under the new weights. ``abort``: the step is cut off and restarts under the new weights; its streamed
+requests fail instead. The engine vllm treats its running requests in the same way, but resumes streams.
 """
 GATHER_AT_MOST = 10
 """A stream of arrivals delays a batch step by at most this many times ``max_delay``."""
@@ -55,6 +56,7 @@ class Counters:
     """Work of the engine since its start."""
 
     batch_steps: int = 0
+    """Number of finished batch steps. In the engine vllm, which batches by itself: number of finished requests."""
     sequences: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
@@ -106,7 +108,7 @@ class StaticBatcher:
     async def generate(
         self, requests: Sequence[GenerationRequest], pin: Version | None
     ) -> list[tuple[list[Completion], Version]]:
-        """Return the completions of each request, with the version that sampled them.
+        """Return the completions of each request, with the version under which their batch step began.
 
         Raises:
             ApiError: The engine cannot serve this now, or the batch step failed.
@@ -197,7 +199,8 @@ class StaticBatcher:
 
     async def _wait_for_step(self) -> bool:
         """Wait until a batch step may start: requests are pending, the batch is full or no request came for
-        ``max_delay`` seconds, and the engine is not paused. Return False when closing.
+        ``max_delay`` seconds, and the engine is not paused. Requests fail if a pause lasts too long. Return False when
+        closing.
         """
         while not self._closing:
             if not self._pending:
@@ -294,7 +297,7 @@ class StaticBatcher:
         """Return the jobs of a failed batch step that fail now, and put the others back at the head of the queue.
 
         The requeued jobs form two parts that are computed apart, so that in the end the faulty job fails alone. The
-        jobs that fail now are a single job, or streams that have begun.
+        jobs that fail now are the only job of its step, or streams that have received tokens.
         """
         retried = [job for job in jobs if not job.answer.done() and (job.stream is None or not job.stream.has_tokens)]
         if len(jobs) == 1 or not retried:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from trinity_mq.messages import Version
 
 Spans = list[tuple[int, Version]]
-"""``(first step, version)`` of each stretch of a batch step that was sampled under one version."""
+"""``(first decode step, version)`` of each stretch of a batch step that was sampled under one version."""
 
 
 class BatchStepAborted(Exception):

@@ -16,7 +16,7 @@ Alternatives = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """``n`` completions of one prompt."""
+    """Request for ``n`` completions of one prompt."""
 
     prompt: Sequence[int]
     """Token ids, at least one."""
@@ -82,9 +82,11 @@ class Completion:
     """Text without the end-of-sequence token; other special tokens are included."""
     finish_reason: FinishReason
     versions: tuple[tuple[int, int, int], ...] = ()
-    """``(first token, generation, step)`` of each run of tokens, if weights may change during sampling."""
+    """``(first token, generation, step)`` of each stretch of tokens that was sampled under one version. May be empty if
+    one version sampled all tokens.
+    """
     stopped_by: str | None = None
-    """The stop string before which the text is cut."""
+    """The stop string before which the text is cut. None: the text is not cut."""
     routed_experts: RoutedExperts | None = None
     """Set if the engine reports the experts of its model."""
     top_logprobs: Sequence[Alternatives] = ()
@@ -116,7 +118,7 @@ class Token:
 
 
 class GenerationListener(Protocol):
-    """Listener of a batch step, called in the worker thread. Requests are numbered within the step."""
+    """Listener of a batch step, called in the worker thread. Requests are numbered within the batch step."""
 
     def listens(self, request: int) -> bool:
         """Return whether the tokens of ``request`` are wanted one at a time."""

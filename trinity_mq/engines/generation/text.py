@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the chat template and its masks."""
+"""Converts texts and conversations to token ids and back, by the model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ class TextCodec:
         self.stop_ids = stop_ids
         """Token ids that end a response."""
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
-        """Token id that ends a response to imitate."""
+        """The main token id that ends a response: the tokenizer's end-of-sequence token, or else the smallest of
+        :attr:`stop_ids`.
+        """
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
         self._cached_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
         self._cached_renderer = functools.lru_cache(maxsize=_RENDERERS)(self._open_renderer)
@@ -291,7 +293,8 @@ class TextCodec:
         """Return the token ids of ``text``, or more than ``limit`` token ids of its beginning if the text is much
         longer.
 
-        Time and memory depend on the limit, not on the text.
+        Time and memory depend on the limit, not on the text, unless the text has more than :data:`CHARACTERS_PER_TOKEN`
+        characters per token.
 
         Raises:
             TextError: The vocabulary does not cover the text.
@@ -370,7 +373,9 @@ class TextCodec:
         switches: Switches,
         limit: int,
     ) -> list[int] | None:
-        """Return a prompt that begins with ``before``; None if the family would write the past in another form."""
+        """Return a prompt that begins with ``before``; None if later messages cannot be added to these tokens, such as
+        when the family would write the past in another form.
+        """
         has_thoughts, room = self._has_thoughts(before), max(0, limit - len(before))
         for short in bridge.abridge(messages, count, has_thoughts=has_thoughts):
             try:
@@ -393,7 +398,8 @@ class TextCodec:
         return None
 
     def _place_behind_turn(self, last: int, after: str, added: Sequence[int]) -> int | None:
-        """Return the place in ``added`` from which it continues a past that ends with the token ``last``.
+        """Return the place in ``added`` from which it continues a past that ends with the token ``last``. Return None
+        if no token of ``added`` ends the turn, or if the past ends with another stop token.
 
         Args:
             last: Last token of the past. An answer that was cut lacks the token that ends a turn; that token is then
@@ -666,8 +672,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, default switches, stop tokens and the encoding of a probe text.
-        Trainer and engines compare it to verify that they use the same tokenizer.
+        """Return a digest of vocabulary, chat template, default switches, stop tokens, padding token and the encoding
+        of a probe text. Trainer and engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)

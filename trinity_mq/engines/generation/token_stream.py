@@ -138,7 +138,7 @@ class BatchListener:
         self._changed = self._pause_control.between(step, self._spans) or self._changed
 
     def sampled(self, tokens: list[Token]) -> None:
-        """Hand the tokens of one step to the event loop."""
+        """Hand the tokens of one decode step to the event loop."""
         if self._changed is not None:
             tokens, self._changed = [replace(token, version=self._changed) for token in tokens], None
         self._loop.call_soon_threadsafe(self._deliver, tokens)

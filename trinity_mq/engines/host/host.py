@@ -126,7 +126,7 @@ class EngineHost:
 
         Raises:
             ModelError: No engine can run with this model.
-            EngineFailed: The engine died soon after its start too many times in a row.
+            EngineFailed: The engine did not become ready, or died soon after its start, too many times in a row.
         """
         while not self._closing:
             async for attempt in AsyncRetrying(
@@ -193,7 +193,7 @@ class EngineHost:
         """Record ``version`` for the received weights, and serve them.
 
         Raises:
-            EngineRefused: No weights were received.
+            EngineRefused: No weights were received, or weights of another version.
             EngineLost: The engine did not answer.
         """
         await self._command_engine("commit", {"version": list(version), "progress": progress})

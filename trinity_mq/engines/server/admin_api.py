@@ -1,4 +1,6 @@
-"""Admin routes for the weight sync: an engine's host sends the commands of the sync gate to them."""
+"""Admin routes for the weight sync and for a card that engine and trainer share. An engine's host sends the commands of
+the sync gate to them, and a trainer on the same card sends ``sleep`` and ``wake``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from trinity_mq.telemetry.trace import span
 log = structlog.get_logger(__name__)
 
 Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model."""
+"""Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model. The
+receiver of the engine vllm returns the spec instead of the tensors, or with the tensors of an adapter.
+"""
 
 
 class PauseBody(EngineRequestBody):
@@ -61,7 +65,7 @@ class SleepBody(EngineRequestBody):
 
 
 class AdminApi:
-    """The commands of the sync gate, under ``/admin``."""
+    """Handlers of these routes, which lie under ``/admin``."""
 
     def __init__(
         self,
@@ -79,7 +83,9 @@ class AdminApi:
         self._transfer: asyncio.Task[web.Response] | None = None
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Start no more batch steps, and return when the engine is ready to receive weights."""
+        """Start no more batch steps, and return when the engine is ready to receive weights. Resume and answer 504 if
+        that takes too long.
+        """
         body = await read_request(request, PauseBody)
         self._state.pause(body.lease)
         try:
@@ -197,7 +203,7 @@ class AdminApi:
             await self.sleeper.wake_cache()
 
     async def _canary(self, tokens: list[int]) -> dict[str, Any]:
-        """Return the canary's logprobs under the new weights."""
+        """Return the canary's logprobs under the new weights, nothing for a canary of fewer than two tokens."""
         if len(tokens) < 2:
             return {}
         [logprobs] = await self._batcher.call(lambda: self._generator.score([ScoreRequest(tokens)]))

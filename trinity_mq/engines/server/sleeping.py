@@ -23,7 +23,7 @@ class Sleeper:
         state: State of the engine.
         batcher: Has the methods ``idle`` and ``call`` of the static batcher.
         generator: Has the methods ``sleep(level)``, ``wake_weights()`` and ``wake_cache()``.
-        give_up: Ends the engine, which cannot wake; its host starts another.
+        give_up: Ends an engine that cannot sleep or wake, for the reason that it gets; the host starts another engine.
     """
 
     def __init__(

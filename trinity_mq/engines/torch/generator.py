@@ -54,7 +54,9 @@ complete.
 
 
 class TextGenerator:
-    """Generates batches of requests, each batch in one call."""
+    """A model with its tokenizer: generates batches of requests, each batch in one call, scores tokens, and takes new
+    weights.
+    """
 
     def __init__(self, model: Any, codec: TextCodec, *, max_model_len: int, routers: Routers | None = None) -> None:
         self.model = model.eval()
@@ -71,7 +73,7 @@ class TextGenerator:
 
     @classmethod
     def build(cls, config: ModelConfig, folder: Path, *, num_threads: int) -> TextGenerator:
-        """Return a generator with random weights; the trainer sends the real weights later.
+        """Return a generator whose weights have arbitrary values; the real weights are applied later.
 
         Raises:
             ModelError: The folder does not describe a causal language model that can be built.
@@ -177,7 +179,9 @@ class TextGenerator:
         copy_into(self.model, checked)
 
     def sleep(self, level: SleepLevel) -> None:
-        """Free the memory of the weights; level 2 discards their values. A cache exists only during a batch step."""
+        """Free the memory of parameters and buffers. Level 2 discards the values of the parameters; all other values
+        are kept in host memory. A cache exists only during a batch step.
+        """
         buffers = list(self.model.buffers())
         if level == 2:
             self._discarded.park(self.model.parameters(), keep=False)
@@ -186,7 +190,9 @@ class TextGenerator:
             self._parked.park([*self.model.parameters(), *buffers])
 
     def wake_weights(self) -> None:
-        """Give the weights their memory again. Discarded weights have arbitrary values until :meth:`apply`."""
+        """Give parameters and buffers their memory again. Discarded parameters have arbitrary values until
+        :meth:`apply`.
+        """
         self._discarded.unpark()
         self._parked.unpark()
 
@@ -337,7 +343,9 @@ class SampledRow:
 
 
 class _Alternatives:
-    """The likeliest tokens of the rows that want them. ``counts``: number of tokens by row of the batch, or 0."""
+    """Records the likeliest tokens of the rows that want them. ``counts``: number of tokens per place by row of the
+    batch, or 0.
+    """
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         self._counts, self._has_any = counts, any(counts)
@@ -345,7 +353,9 @@ class _Alternatives:
         self.of_row: list[list[Alternatives]] = [[] for _ in counts]
 
     def add(self, rows: _Rows, logits: Tensor, temperature: Tensor) -> dict[int, Alternatives]:
-        """Record one step of the unfinished rows, and return it by row; ``logits``: ``[sequences, vocabulary]``."""
+        """Record one decode step of the unfinished rows, and return its likeliest tokens by row; ``logits``:
+        ``[sequences, vocabulary]``.
+        """
         places = self._wanted[rows.ids].nonzero()[:, 0] if self._has_any else self._wanted[:0]
         if not len(places):
             return {}
@@ -360,7 +370,7 @@ class _Alternatives:
 
 
 class _Recorder:
-    """Sampled tokens of all rows, one column per step."""
+    """Records the sampled tokens of all rows, one column per decode step."""
 
     def __init__(self, counts: Sequence[int], device: torch.device, experts: _ExpertRecorder | None = None) -> None:
         """Create the recorder. ``counts``: number of likeliest tokens to record, by row."""
@@ -374,7 +384,7 @@ class _Recorder:
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def add(self, active: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Record one step of the rows ``active``."""
+        """Record one decode step of the rows ``active``."""
         column = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
         values = torch.zeros(self._rows, dtype=torch.float32, device=self._device)
         self._tokens.append(column.index_copy_(0, active, tokens))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class WeightsError(ValueError):
-    """The tensors do not fit the model; nothing was changed."""
+    """Tensors do not fit the model, or a weight cannot be sent to the engine or read from it; nothing was changed."""
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -281,7 +281,7 @@ class VllmCompletion:
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool
-    """True if a stop token ended it, False if it reached the maximum length."""
+    """True if a stop token or a stop string ended it. False: it reached the maximum length, or was aborted."""
     aborted: bool
     versions: tuple[tuple[int, int, int], ...]
     """``(first token, generation, step)`` of each run of tokens."""

@@ -65,7 +65,7 @@ class ServingWeights:
 
 
 class VllmBatcher:
-    """All requests of one engine. ``pause_mode`` decides the treatment of running requests when new weights come:
+    """Sends all requests of one engine. ``pause_mode`` decides the treatment of running requests when new weights come:
 
     ``wait``: they finish first. ``keep``: they continue with the new weights, and each token is labelled with its
     weight version. ``abort``: they restart with the new weights. Tokens already streamed stay: with ``keep`` and with
@@ -559,7 +559,9 @@ class Choices:
         return sum(len(row.token_ids) for row in self._rows)
 
     def begin(self, version: Version) -> None:
-        """Stamp all further tokens with ``version``; listeners receive it before the next token."""
+        """Stamp all further tokens with ``version``. A listener receives the first version before the first token, and
+        a later version with the next token.
+        """
         for row in self._rows:
             row.by = row.by or version
             row.versions = ()

@@ -32,7 +32,9 @@ WORKER_GRACE = 60.0
 
 
 class VllmGenerator:
-    """The methods of :class:`~trinity_mq.engines.torch.generator.TextGenerator` that do not generate."""
+    """The members of :class:`~trinity_mq.engines.torch.generator.TextGenerator` that do not generate, for a model that
+    vLLM's server runs.
+    """
 
     device = "vllm"
 

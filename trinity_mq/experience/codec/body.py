@@ -7,7 +7,7 @@ offset bytes content
 ====== ===== =================================================================
 0      4     magic ``TMQX``
 4      1     version, 1
-5      1     flags: bit 0 is set if the bytes after the frame are compressed
+5      1     flags: bit 0 is set if the bytes from offset 24 on are compressed
 6      2     zero
 8      4     CRC-32C (Castagnoli) of all following bytes, as transmitted
 12     4     length of the head in bytes

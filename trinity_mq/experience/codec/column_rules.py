@@ -37,7 +37,8 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
     """Check types, statuses, lengths and temperatures of ``count`` experiences, and that all have tokens.
 
     Raises:
-        ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
+        ExperienceError: A rule is broken. For a rule of :func:`check_lengths` the message has the index of the first
+            bad experience.
     """
     kinds, prompts = values.get("experience_type", [None]), values.get("prompt_length", [None])
     statuses = values.get("truncate_status") or [None] * count

@@ -169,13 +169,13 @@ class _ColumnUnpackers:
         self._reader: DocumentReader | None = None
 
     def of(self, name: str) -> Unpack:
-        """Return the unpacker for the column of this name."""
+        """Return the unpacker for the versions, the custom fields or a column of documents, by its name."""
         if name == layout.VERSIONS:
             return self.versions
         return self.custom_fields if name == layout.CUSTOM_FIELDS else self.documents
 
     def versions(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
-        """Return the runs of policy versions of each experience."""
+        """Return the rows of policy versions of each experience, None for an experience without versions."""
         counts = unpack_array(column.get("l"), INT32, count, name)
         flat = unpack_array(column.get("i"), INT64, None, name)
         sizes = counts.tolist()
@@ -337,7 +337,7 @@ def _parts_of_head(head: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str,
 
 
 def _present(columns: Tensors) -> Tensors:
-    """Return the columns that an experience uses, without their unused parts."""
+    """Return the columns that at least one experience uses, without their unused parts."""
     present = {}
     for name, column in columns.items():
         if parts := tuple([part for part in column if not part.empty]):
@@ -349,7 +349,7 @@ def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors
     """Return plain columns, tensor columns and multi-modal columns, without fields that are None in all experiences.
 
     Raises:
-        EncodeError: A field breaks a rule, or is a tensor that cannot be read.
+        EncodeError: An item is not an Experience, or a field breaks a rule or is a tensor that cannot be read.
     """
     for item in experiences:
         if not isinstance(item, Experience):
@@ -384,7 +384,8 @@ def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
 
 
 def convert_column(name: str, column: list[Any]) -> Any:
-    """Return a field's values in the stored form of a column; None or no parts if all values are missing.
+    """Return a field's values in the stored form of a column; None or no parts if all values are missing, or empty in
+    ``info``, ``metrics`` or ``custom_fields``.
 
     Raises:
         ExperienceError: A value has a type that the field does not accept.

@@ -28,7 +28,7 @@ _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp}
 _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
 SAMPLED = 16
-"""Number of documents that are checked for repetitions."""
+"""Number of documents at the start of a column that are compared, to see whether most documents are repeated."""
 _SMALL_MAP, _SMALL_MAP_ITEMS = 0x80, 0x0F
 """First byte of a map of up to 15 items, and the bits in it that hold the number of items."""
 
@@ -173,7 +173,7 @@ class DocumentReader:
 
     def _repeated_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
         """Return the maps in ``data`` as :meth:`_flat_maps` does, decoding equal documents once. Return None if few
-        documents are equal, or if a document is not a flat map.
+        documents are equal, or if a document is not a flat map or contains a tensor.
         """
         if len(bounds) <= SAMPLED or len({data[a:b] for a, b in pairwise(bounds[: SAMPLED + 1])}) > SAMPLED // 2:
             return None

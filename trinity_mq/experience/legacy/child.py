@@ -48,7 +48,9 @@ _MULTI_MODAL_KEYS = "multi_modal_input_keys"
 
 
 def answer(body: bytes) -> bytes:
-    """Return the answer of :func:`read` for ``body``, computed in a fork with limits."""
+    """Return the answer of :func:`read` for ``body``, computed in a fork with limits. If the fork ends without an
+    answer, for example at a limit, the answer is an error.
+    """
     seconds = CPU_SECONDS + len(body) // BYTES_PER_CPU_SECOND
     try:
         return answer_in_fork(read, body, seconds, max_unfolded_bytes(len(body)))

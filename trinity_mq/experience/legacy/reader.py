@@ -52,6 +52,7 @@ def read_legacy(data: bytes | bytearray | memoryview) -> list[Experience]:
     Raises:
         DecodeError: The body is not a legacy body, refers to names that experiences do not need, or holds an experience
             that breaks a rule; the message then has the number of that experience.
+        ChildTimeoutError, ChildNotStartedError: As :func:`read_legacy_each`.
     """
     experiences = []
     for result in read_legacy_each(data):

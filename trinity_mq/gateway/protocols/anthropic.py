@@ -95,7 +95,7 @@ def _error(message: str, kind: str) -> dict[str, Any]:
 
 
 class AnthropicEvents(Events):
-    """Events of a streamed message: blocks of thoughts and text as they come, then a block per tool call."""
+    """Builds the events of a streamed message: blocks of thoughts and text as they come, then a block per tool call."""
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body

@@ -15,7 +15,7 @@ from trinity_mq.messages.msgpack_scan import repair_surrogates
 
 
 class BadRequest(ValueError):
-    """A request that cannot be translated. The message states the received value and the accepted values."""
+    """A request is invalid or cannot be translated. The message states the received value and the accepted values."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,9 @@ class EngineRequest:
     logprobs: bool = False
     """True if the agent asked for the logprob and the text of each token."""
     previous: str = ""
-    """Id of the stored response whose conversation comes before ``messages``, but after their instructions."""
+    """Id of the stored response whose conversation comes before ``messages``, but after their instructions. Empty: the
+    request continues no stored response.
+    """
     unstored: int = 0
     """Number of leading messages that are not stored with the response: instructions, and the conversation of
     ``previous``."""
@@ -83,7 +85,7 @@ class Protocol(ABC):
         """Return the request for the engine.
 
         Raises:
-            BadRequest: The request asks for a feature that no engine here has.
+            BadRequest: The request is invalid, or asks for a feature that no engine here has.
         """
 
     @abstractmethod
@@ -163,8 +165,8 @@ CHANGE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
 
 
 def begin_chat(body: Mapping[str, Any], passed: Collection[str], holder: str) -> dict[str, Any]:
-    """Return the chat completion for a request of another API, so far with its model, the options of the same meaning,
-    and the form of the answer.
+    """Return the first part of the chat completion request for a request of another API: its model, the options of the
+    same meaning, and the form of the answer.
 
     Args:
         body: Body of the request.
@@ -238,7 +240,7 @@ def unseal_thoughts(sealed: Any) -> str:
         return ""
     try:
         return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
-    except ValueError:  # also of a wrong encoding
+    except ValueError:  # also raised if the bytes are not UTF-8
         return ""
 
 
@@ -261,7 +263,7 @@ def _no_constant(name: str) -> None:
 
 
 def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
-    """Return the text of a content field, which is a string or a list of text parts.
+    """Return the text of a content field, which is a string or a list of text parts. A missing field has an empty text.
 
     Raises:
         BadRequest: The content is neither, or the type of a part is not in ``kinds``.
@@ -290,7 +292,9 @@ def definitions(functions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of prompt tokens and the number of sampled tokens."""
+    """Return the numbers of prompt tokens and of sampled tokens of an answer: as the engine reports them, or else
+    counted.
+    """
     used = answer.get("usage") or {}
     prompt = used.get("prompt_tokens", len(answer.get("prompt_token_ids") or ()))
     sampled = sum(len(choice.get("token_ids") or ()) for choice in answer.get("choices") or ())

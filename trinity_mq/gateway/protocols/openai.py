@@ -91,7 +91,9 @@ def _asks_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer or a chunk without the training fields that the agent did not request."""
+    """Return an answer or a chunk with the gateway's id, without the training fields and logprobs that the agent did
+    not request, and with the model name of the request.
+    """
     if body.get("return_token_ids"):
         return {**answer, "id": call}
     public = {name: value for name, value in answer.items() if name not in FOR_TRAINING}

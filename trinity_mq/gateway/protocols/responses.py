@@ -1,7 +1,7 @@
 """OpenAI's Responses API on top of chat completions.
 
 Source of the format: OpenAI API reference, "Responses" and "Streaming events". A request sends the whole
-conversation in ``input``, as agent frameworks do, or only what follows the response ``previous_response_id``.
+conversation in ``input``, as agent frameworks do, or only the items after the response ``previous_response_id``.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class ResponsesProtocol(Protocol):
 
 
 class ResponsesEvents(Events):
-    """Events of a streamed response: reasoning and messages with their text in deltas, then the tool calls."""
+    """Builds the events of a streamed response, and the whole response: reasoning and messages with their text in
+    deltas, then the tool calls.
+    """
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
@@ -131,7 +133,7 @@ class ResponsesEvents(Events):
         self._open: dict[str, Any] | None = None
         """The item whose text arrives."""
         self._text: list[str] = []
-        """Pieces of its text."""
+        """Pieces of the text of the open item."""
         self._logprobs: list[Any] = []
         """Logprobs of the tokens whose text has been sent."""
         self._news: list[Any] = []

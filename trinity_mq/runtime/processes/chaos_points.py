@@ -73,7 +73,9 @@ def marked(bus: Bus, role: str, agent_id: str) -> None:
 
 
 def mark_bus(bus: Bus, points: MarkedPoints) -> None:
-    """Make each publish on a bus pass the point ``confirmed KIND``, and each acknowledgement ``acknowledging KIND``."""
+    """Make each publish on a bus pass the point ``confirmed KIND``, and each acknowledgement of a delivery that is not
+    from a stream the point ``acknowledging KIND``.
+    """
     publish, consume = bus.publish, bus.consume
 
     async def publish_marked(exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:

@@ -77,7 +77,7 @@ class ChildServer:
             max_answer: Maximum bytes of the answer; the child is killed for a longer answer.
 
         Raises:
-            ChildEndedError: The child ended; it starts again with the next request.
+            ChildEndedError: The child ended or its answer was too long; it starts again with the next request.
             ChildTimeoutError: The child did not answer in time, and was killed.
             ChildNotStartedError: The child cannot be started.
         """
@@ -127,7 +127,7 @@ class ChildServer:
         return ChildTimeoutError(f"no answer in {self._silence:g} s: the machine may be overloaded")
 
     def _end(self) -> int:
-        """Kill the child; return its exit code."""
+        """Close the pipe, and kill the child if it does not end by itself; return its exit code, 0 without a child."""
         child, self._child, pipe, self._pipe = self._child, None, self._pipe, None
         if pipe is not None:
             pipe.close()

@@ -53,8 +53,9 @@ def read_output_tail(output: Path, start: int = 0) -> str:
 def exit_reason(printed: str, code: int) -> str:
     """Return the reason why a process ended: the signal that killed it, and its last output without progress bars.
 
-    For a traceback, the output is the error with the line of the user's own file; for the stacks of a crash it is that
-    line.
+    The last output is the last line, with three exceptions: the line that an agent has logged about its end; for a
+    traceback, the error; for the stacks of all threads, the line above them. To the last two the innermost line of the
+    user's own code is added.
 
     Args:
         printed: The end of its output.

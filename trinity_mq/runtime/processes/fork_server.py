@@ -63,8 +63,8 @@ class ForkRequest:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Import the modules, then serve until the process that started this server ends. Also returns in each forked
-    process.
+    """Import the modules, and serve until the process that started this server ends, which ends this process too. In a
+    forked process run the requested module, and end.
     """
     parser = argparse.ArgumentParser(prog="python -m trinity_mq.runtime.processes.fork_server", description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of a listening socket")
@@ -122,7 +122,7 @@ class _PendingRequest:
 
     @property
     def word(self) -> str | None:
-        """The first word of the command line; None if it is empty."""
+        """The first word of the command line; None if the command line is empty or the packet is invalid."""
         with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
             return str(json.loads(self.packet)["words"][0])
         return None
@@ -135,8 +135,9 @@ class _PendingRequest:
 
 
 def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[ForkRequest, Sequence[int]]:
-    """Import modules, each given as ``MODULE[=WORD]``, and fork a process for each request once the module for its
-    first word is imported. Return only in the forked process, with the request and its descriptors.
+    """Import modules, each given as ``MODULE[=WORD]``, and fork a process for each request: once the module with the
+    request's first word is imported, or once all modules are imported if none has this word. Return only in the forked
+    process, with the request and its descriptors.
     """
     waiting: list[_PendingRequest] = []
     words: set[str | None] = set()

@@ -55,7 +55,7 @@ class Process(Protocol):
 
 
 class ForkedProcess:
-    """A process that a fork server started for this process, which became its parent."""
+    """A child that this process has adopted: forked by a fork server for this process, or left by an ended child."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -107,8 +107,8 @@ async def start_command(command: Sequence[str], env: Mapping[str, str], output: 
 
 
 def start_forked(server: ForkServer) -> Starter:
-    """Return a starter that forks Python modules through ``server``, and starts them with their command line if that
-    fails.
+    """Return a starter that forks Python modules through ``server``. It starts other programs, and modules that cannot
+    be forked, with their command line.
     """
 
     async def start(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:

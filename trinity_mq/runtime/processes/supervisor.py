@@ -52,8 +52,8 @@ class ProcessEvent:
     name: str
     role: str
     what: What
-    """``died``: it ended by itself with an error. ``stopped``: it ended on request. ``killed``: it did not stop in
-    time."""
+    """``died``: it ended by itself with an error. ``stopped``: it ended on request, or requested a new process by exit
+    code 79. ``killed``: SIGKILL ended it, because it did not stop in time or all processes were killed."""
     pid: int | None = None
     code: int | None = None
     """Exit code; 128 + n for signal n."""
@@ -95,8 +95,8 @@ class Supervisor:
 
     Exit codes: 0 means finished, 78 (EX_CONFIG) that a restart does not help, 74 that the disk is full. 79 requests a
     new process at once, which is not counted as a restart. After any other exit the process is restarted with a growing
-    delay. If a process was restarted more than ``max_restarts`` times within ``restart_window``, it has failed, and all
-    others are drained.
+    delay, at most ``max_restarts`` times within ``restart_window``. A process that may not be restarted, or cannot be
+    started, has failed, and all others are drained.
 
     Args:
         specs: The processes.
@@ -131,7 +131,8 @@ class Supervisor:
         return {name: child.phase for name, child in self._children.items()}
 
     async def run(self) -> int:
-        """Run all processes until each has finished, was drained, or failed; return the highest exit code.
+        """Run all processes until each has finished, was drained, or failed; return the highest exit code, where a
+        process that ended on request counts 0.
 
         If cancelled, kill the running processes before returning.
         """
@@ -243,7 +244,7 @@ class Supervisor:
         return child.exit_code
 
     async def _should_restart(self, child: _Child, code: int) -> bool:
-        """Handle an exit; return True to start the process again now."""
+        """Handle an exit, and wait for the delay of a restart; return True to start the process again now."""
         if child.stopping:
             child.phase = "stopped"
             as_requested = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)

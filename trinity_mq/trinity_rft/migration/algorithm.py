@@ -222,7 +222,9 @@ def _leave_out_sizes(move: SettingsTransfer) -> None:
 
 
 def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -> None:
-    """Replace the KL terms that are different here or have no counterpart."""
+    """Remove KL terms that have no counterpart or no effect here: the KL loss of dpo, the KL loss k1, and a KL in the
+    rewards that is off or that Trinity-RFT ignores for the algorithm.
+    """
     name, coef = move.resolved(SECTION + "kl_loss_fn"), number(move.peek(SECTION + "kl_loss_fn_args.kl_coef"))
     if kind == "dpo" or name == "k1":
         if coef != 0 and name != "none":
@@ -253,7 +255,9 @@ def _kl(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm | None) -
 
 
 def _correction(move: SettingsTransfer) -> None:
-    """Move ``rollout_correction`` if it can be used here, and drop ``bypass_old_logprobs`` if it is true."""
+    """Move ``rollout_correction``, also from veRL's configuration, if it can be used here; otherwise record it as left
+    out. Drop ``bypass_old_logprobs`` if it is true, which is its default.
+    """
     if isinstance(rules := move.take(VERL_CORRECTION), Mapping) and move.peek(SECTION + "rollout_correction") is None:
         move.put(SECTION + "rollout_correction", dict(rules), f"was {VERL_CORRECTION}")
     rules = move.take(SECTION + "rollout_correction", move.settings["algorithm"].get("rollout_correction"))
@@ -291,7 +295,9 @@ def _repeat_times(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) ->
 
 
 def _samples(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) -> None:
-    """Write the share of expert answers if it is missing, and leave out the name of their only source."""
+    """Write the share of expert answers if experts are mixed in and the share is missing. Leave out the name of their
+    only source.
+    """
     there = SECTION + "sample_strategy_args."
     reason = "expert answers have one source, `buffer.trainer_input.auxiliary_buffers`"
     move.leave_out(there + "sft_dataset_name", reason, matters=False)
@@ -302,7 +308,10 @@ def _samples(move: SettingsTransfer, algorithm: TrinityAlgorithm | None) -> None
 
 
 def _defaults(move: SettingsTransfer, kind: str, algorithm: TrinityAlgorithm, kept: Mapping[str, Any]) -> None:
-    """Write Trinity-RFT's defaults as pieces, where the pieces here differ."""
+    """Write Trinity-RFT's defaults as pieces where the defaults here differ, with comments on other differences. Add a
+    weight for old data to a loss with recomputed logprobs, and leave out a KL in the rewards that the estimator cannot
+    use. Do nothing if the settings are not valid.
+    """
     written = {name: value for name, value in _resolved(move.settings["algorithm"]).items() if name != "optimizer"}
     written |= {"algorithm_type": kind, "repeat_times": 16}
     foreign = {name for name, names in FUNCTIONS.items() if name in written and not _is_known(written[name], names)}
@@ -481,8 +490,10 @@ UNLIMITED = 1_000_000
 
 
 def replay(move: SettingsTransfer, replay_buffer: Mapping[str, Any]) -> None:
-    """Move a priority queue. In Trinity-RFT it returns used experiences after ``reuse_cooldown_time`` seconds, if no
-    experience of a higher priority is there. Any other priority is a class of the user and keeps its name.
+    """Move an enabled priority queue to the section ``replay``. In Trinity-RFT it returns used experiences after
+    ``reuse_cooldown_time`` seconds, if no experience of a higher priority is there. A queue that returns no experience
+    again is recorded as left out. A ``priority_fn`` that is not in :data:`PRIORITIES` is a class of the user and keeps
+    its name.
     """
     if not resolve_environment(replay_buffer.get("enable")):
         return

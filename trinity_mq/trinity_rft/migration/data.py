@@ -72,7 +72,7 @@ DESCRIPTIONS = [
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
 PADDING = "multi_step_padding"
-"""Operator that gives each run of several steps the same number of experiences."""
+"""Operator that gives the runs of tasks, which may have several steps, the same number of experiences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class RegisteredName:
     new_name: str
     """Name here. Empty: the same."""
     refused: str
-    """``yes`` if nothing here replaces it."""
+    """``yes`` if nothing here replaces it, otherwise empty."""
     text: str
     """The reason for another name or a refusal, or the needs of the name on this machine."""
 
@@ -351,7 +351,9 @@ def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
 
 
 def trainer_input(move: SettingsTransfer) -> None:
-    """Move the settings of the data that the trainer reads, and of the replay of experiences."""
+    """Move the settings of the data that the trainer reads: in mode train its records, in other modes the replay of
+    experiences, and in all modes expert answers.
+    """
     there = "buffer.trainer_input."
     kind = algorithm_type(move)
     place: tuple[str, ...] = ("buffer", "trainer_input", "experience_buffer")
@@ -429,7 +431,9 @@ def _refuse_images(item: SettingsTransfer) -> None:
 
 
 def operators(move: SettingsTransfer) -> None:
-    """Move the chain of operators, and refuse Data-Juicer, which prepares tasks and experiences in Trinity-RFT."""
+    """Move the chain of operators without :data:`PADDING`, and refuse Data-Juicer, which prepares tasks and experiences
+    in Trinity-RFT.
+    """
     old = "data_processor.experience_pipeline.operators"
     prepared = move.take_mappings(f"{TASK_PIPELINE}.operators")
     described = [key for key in DESCRIPTIONS if move.peek(key)]

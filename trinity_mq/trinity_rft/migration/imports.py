@@ -80,7 +80,7 @@ def _line_starts(source: bytes) -> list[int]:
 
 
 def _replaced(statement: Rewritten, old: str, before: str, end: str) -> str:
-    """Return the new text of a statement.
+    """Return the new text of a statement. A statement whose names all lack a counterpart stays.
 
     If all names stay and only the module changes, only the module is replaced, so that parentheses, comments and line
     breaks inside of the statement stay.

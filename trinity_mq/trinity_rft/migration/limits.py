@@ -44,7 +44,7 @@ def timeouts(move: SettingsTransfer) -> None:
 
 
 def lookahead(move: SettingsTransfer) -> None:
-    """Let the explorer run as far ahead as the batches of one train step."""
+    """Let the explorer run at least as far ahead as the batches of one train step, unless the sync style is fixed."""
     together = whole(value_at(move.settings, "trainer.batches_per_step")) or 1
     key = "synchronizer.pipeline_depth"
     depth = whole(move.current(key)) or 0

@@ -13,9 +13,10 @@ HALVES = {"explore": "train", "train": "explore"}
 """Mode of the other half, by the mode of a half."""
 EXPERIENCES = "buffer.trainer_input.experience_buffer"
 OF_TRAINER = ("algorithm", "trainer")
-"""Sections of the trainer's file that override the explorer's file. The explorer's file overrides all others."""
+"""Sections whose settings come from the trainer's file if both files have them. In all other sections the explorer's
+file takes precedence."""
 OF_EXPLORER = ("algorithm.repeat_times",)
-"""Settings of the sections :data:`OF_TRAINER` for which the explorer's file overrides the trainer's file."""
+"""Settings in the sections :data:`OF_TRAINER` for which the explorer's file takes precedence nevertheless."""
 MAX_FILES = 100
 """Maximum number of files in a folder that are searched for the other half."""
 

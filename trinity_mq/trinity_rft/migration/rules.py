@@ -55,7 +55,7 @@ def names(move: SettingsTransfer) -> None:
 
 
 def slug(text: str, default: str = "run") -> str:
-    """Return a valid name of a run or a model made from ``text``, ``default`` if it has no letters."""
+    """Return a valid name of a run or a model made from ``text``; ``default`` if it has no ASCII letters or digits."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or default
 
 
@@ -176,7 +176,7 @@ def truncation(move: SettingsTransfer) -> None:
 
 
 def sampling(move: SettingsTransfer) -> dict[str, Any]:
-    """Return the sampling parameters of the model that belong to each taskset here."""
+    """Remove the sampling parameters of the model that belong to each taskset here, and return them by name."""
     parameters = {}
     for name in ("top_k", "repetition_penalty"):
         if (value := move.take_first(ENGINE + name, f"model.{name}")) is not None:
@@ -199,7 +199,9 @@ def _lengths(move: SettingsTransfer, there: str) -> None:
 
 
 def _filled_limits(limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return all three limits, computed from the given limits, and comments on the computed limits."""
+    """Return all three limits, computed from the given limits, and comments on the computed limits. Without the total
+    and another limit, return the given limits and no comments.
+    """
     total, prompt, response = (limits.get(name) for name in LENGTHS)
     comments = {}
     if total is None:
@@ -262,7 +264,7 @@ def explorer(move: SettingsTransfer) -> None:
     if variables := move.take_mapping("explorer.env_vars"):
         move.put("runner.env", {str(key): _text(value) for key, value in variables.items()}, "was explorer.env_vars")
     kind = str(resolve_environment(move.take(ENGINE + "engine_type")) or "vllm")
-    if move.has(ENGINE + "engine"):  # of a model of another service, which computes nothing here
+    if move.has(ENGINE + "engine"):  # set for the model of another service, which is not computed here
         move.take(ENGINE + "tensor_parallel_size")
     elif kind.startswith("vllm") or kind == "tinker":
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")

@@ -22,7 +22,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A setting that the new configuration does not have."""
+    """An old setting that the new configuration does not have, or that :attr:`Migration.notes` describes."""
 
     key: str
     """Dotted key in the old configuration."""
@@ -45,7 +45,7 @@ class Migration:
     comments: dict[Path, list[str]] = field(default_factory=dict)
     """Comments on changes, by the place of a setting."""
     left_out: list[LeftOut] = field(default_factory=list)
-    """Old settings without a counterpart here."""
+    """Old settings that the new configuration does not have, with the reasons."""
     notes: list[LeftOut] = field(default_factory=list)
     """Old settings that were moved and that need something on this machine, which their reason names."""
     origins: dict[Path, str] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class SettingsTransfer:
         self.record(LeftOut(self.old_key(old), value, capability, matters=True, is_purpose=True))
 
     def lost(self, old: str, value: Any, reason: str, *, matters: bool = True) -> None:
-        """Record an old key that is left out."""
+        """Record an old key that is left out, without removing it."""
         self.record(LeftOut(self.old_key(old), value, reason, matters))
 
     def record(self, setting: LeftOut) -> None:
@@ -236,7 +236,7 @@ class SettingsTransfer:
         return f"{self._prefix}{key}"
 
     def give_up(self, reason: str = "no counterpart here") -> None:
-        """Leave out all remaining settings."""
+        """Record all remaining settings as left out."""
         for key, value in self.rest():
             self.lost(key, value, reason)
 
@@ -286,7 +286,9 @@ def default_of(key: str) -> Any:
 
 
 def is_config_key(key: str, section: type[BaseModel] = Config) -> bool:
-    """Return whether ``section`` has a setting with this dotted key."""
+    """Return whether ``section`` has a setting with this dotted key, or whether the key is inside of a setting that is
+    not a section, such as a map.
+    """
     first, _, rest = key.partition(".")
     field_ = section.model_fields.get(first)
     if field_ is None:

@@ -73,7 +73,7 @@ class _Chat:
 
     body: ChatBody
     text: str
-    """The prompt as the template renders it."""
+    """Text of the prompt."""
     tools: Sequence[dict[str, Any]]
     wanted: GenerationRequest
 

@@ -59,7 +59,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (-1, 0),
     "top_logprobs": (0,),
 }
-"""API options that this engine does not support, with the accepted values, which have no effect."""
+"""API options, each with its values that have no effect. A request body without a field for the option accepts only
+these values.
+"""
 
 _IGNORED = frozenset(
     {
@@ -101,7 +103,7 @@ Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=Fal
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer; unknown options that do not change sampling are ignored."""
+    """Options of a streamed answer. Unknown options are ignored, because these options do not change sampling."""
 
     include_usage: bool = False
     """End with a chunk that has no choices and reports the token usage."""
@@ -125,7 +127,9 @@ class SamplingBody(EngineRequestBody):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
+    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions; also
+    response_text, malformed_calls and routed_experts where they exist.
+    """
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Our extension: maximum number of prompt tokens; a longer prompt is rejected."""
 
