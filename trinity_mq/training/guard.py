@@ -28,7 +28,7 @@ ADVICE: Mapping[Reason, str] = {
 
 
 class TrainingStopped(FatalError):
-    """Too many optimizer steps in a row were skipped. The batch of the last step is neither trained nor
+    """Too many optimizer steps in a row were skipped. The batch of the train step in which this happened is not
     acknowledged.
     """
 
