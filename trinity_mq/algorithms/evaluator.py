@@ -187,8 +187,8 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
     http://joschu.net/blog/kl-approx.html), ``ratio_mean``, ``ratio_squares``, and the counts of surrogate and
     corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
-    token, and ``masked_frac`` for each age group of the tokens. Maxima are ``ratio_max`` and, with a
-    correction, ``correction_weight_max``; the minimum is ``ratio_min``.
+    token, and ``masked_frac`` for each age group of the tokens. Maxima are ``ratio_max`` and, with a correction,
+    ``correction_weight_max``; the minimum is ``ratio_min``.
     """
     if is_class(config.surrogate):
         loss, counts, reduced = 0 * view.logprob, dict[str, Tensor](), dict[str, Tensor]()

@@ -75,9 +75,8 @@ def trainer_advantages(
 
     Returns:
         The samples of the runs that the estimator keeps, with ``advantages``, and with ``returns`` where there is a
-        critic. The metrics are the estimator's. A critic adds ``critic/vpred_mean`` and
-        ``critic/explained_variance``. The explained variance is ``1 - Var(R - V) / Var(R)`` over the trained tokens and
-        is absent where the returns R are equal.
+        critic. The metrics are the estimator's. A critic adds ``critic/vpred_mean`` and ``critic/explained_variance``,
+        which is ``1 - Var(R - V) / Var(R)`` over the trained tokens and is absent where the returns R are equal.
         ``reward_kl`` adds ``actor/kl_reward``, the mean over samples of their mean KL per token in nats, and
         ``actor/kl_reward_coef``, the coefficient of that KL in this train step.
 

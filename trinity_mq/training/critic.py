@@ -138,8 +138,8 @@ class Critic:
         return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self.optimizer, self.module)}
 
     def restore(self, parts: Parts) -> None:
-        """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded.
-        The learning rate comes from the configuration, the other settings of the optimizer from the checkpoint.
+        """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded. The
+        learning rate comes from the configuration, the other settings of the optimizer from the checkpoint.
 
         Raises:
             KeyError, TypeError, ValueError: The parts do not belong to this critic.

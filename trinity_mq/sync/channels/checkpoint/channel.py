@@ -44,7 +44,7 @@ class CheckpointChannel:
         self._spare = SpareBuffers(pinned=True)
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Write the files, unless this version was the last to be written and was not abandoned. Return their
+        """Write the files, unless this version is the last that was written and was not abandoned. Return their
         location.
         """
         if self._offered is None or self._offered[0] != version:
