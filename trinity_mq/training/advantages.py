@@ -48,7 +48,7 @@ class AdvantageResult:
     """
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
-    """Targets of the critic, in the order of the trained tokens. None: there is no critic."""
+    """Targets of the critic, in the order of the trained tokens. None without a critic."""
     ref: Tensor | None = None
     """Reference logprobs of the trained tokens, float32 ``[tokens]``. None where they were not needed."""
 

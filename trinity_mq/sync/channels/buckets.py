@@ -120,8 +120,8 @@ def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, detached. A sharded tensor is gathered by its method ``full_tensor``, in which all of
-    its ranks must take part.
+    """Return the whole tensor, detached. A sharded tensor is gathered by its method ``full_tensor``, and all of its
+    ranks must take part.
     """
     gather = getattr(tensor, "full_tensor", None)
     return tensor.detach() if gather is None else gather().detach()

@@ -241,7 +241,7 @@ class Coordinator:
 
     def due_catch_ups(self, now: float) -> tuple[str, ...]:
         """Return the members that may fetch the committed version now: they are behind, take part in no current attempt
-        or fetch, and do not pause after a failed fetch. Without a committed version there are none.
+        or fetch, and do not pause after a failed fetch. Before the first commit the result is empty.
         """
         if self.committed is None:
             return ()
