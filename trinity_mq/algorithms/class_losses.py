@@ -37,7 +37,8 @@ class ClassLoss(NamedTuple):
     """The loss that the user's classes compute over the tokens of an optimizer step."""
 
     columns: dict[str, Tensor]
-    """``slope``, ``entropy_slope`` and ``level``: columns of a :class:`TokenView`, ``[tokens]``."""
+    """Columns of a :class:`TokenView`, ``[tokens]``: ``slope``, ``entropy_slope`` and ``level``.
+    :func:`trinity_mq.training.update.step_columns` adds others."""
     metrics: dict[str, float]
     """The classes' finite metrics; and the terms of the loss that a class computes, ``pg_loss``, ``kl_loss`` and
     ``entropy_loss``, which may be non-finite and replace a metric of the same name."""

@@ -161,7 +161,9 @@ def _class_parts(views: Mapping[str, TokenView], weights: Mapping[str, float]) -
 
 
 def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return surrogate times corrections of each token, ``[tokens]``, and per-token counts, ``[tokens]`` each."""
+    """Return surrogate times corrections of each token, ``[tokens]``, and columns whose sums are statistics,
+    ``[tokens]`` each: the surrogate's counts, and with a correction the left-out tokens and the weights.
+    """
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
     token_loss = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)

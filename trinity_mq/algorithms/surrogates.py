@@ -35,7 +35,7 @@ class TokenLoss:
     loss: Tensor
     """Loss of each token, ``[tokens]``, with gradient."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """bool ``[tokens]`` each. Their shares of the trained tokens are the metrics ``actor/<name>``."""
+    """bool ``[tokens]`` each. Their shares of the sampled trained tokens are the metrics ``actor/<name>``."""
 
 
 def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> TokenLoss:

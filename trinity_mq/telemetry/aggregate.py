@@ -1,8 +1,8 @@
 """Aggregates metrics of runs to metrics of tasks, and metrics of tasks to metrics of batches. Pure functions.
 
 The suffix ``:mean``, ``:sum``, ``:max``, ``:min`` or ``:last`` of a key selects its aggregation. Any other suffix is
-part of the name, and the mean is used. Values that are not numbers are ignored. A bool counts as 0 or 1. In the
-metrics of evaluations a suffix has no effect, see :func:`aggregate_eval_runs`.
+part of the name, and the mean is used. Values that are not numbers are ignored. A bool counts as 0 or 1. In the metrics
+of evaluations a suffix has no effect, see :func:`aggregate_eval_runs`.
 """
 
 from __future__ import annotations

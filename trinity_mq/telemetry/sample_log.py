@@ -33,7 +33,7 @@ class SampleRecord:
     """Experiences of a train step."""
 
     step: int
-    """Number of train steps made so far."""
+    """Number of train steps made so far. In files of evaluations: the label of the evaluation."""
     body: bytes
     """Encoded experiences of the step."""
 

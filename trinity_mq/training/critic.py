@@ -30,7 +30,7 @@ class Targets:
     """Targets of the critic in a train step; float32 ``[trained tokens of the step]``, on the critic's device."""
 
     old: Tensor
-    """Values before the step."""
+    """Values before the train step."""
     returns: Tensor
 
 

@@ -32,7 +32,8 @@ T = TypeVar("T")
 PARTS, CHUNKS = "batch", "ready"
 """Folders of a run: experience parts and processed chunks."""
 STORE_PATIENCE = 120.0
-"""Seconds for which a delivery waits for a store that does not answer, before it is returned to the queue."""
+"""Seconds for which a read or write waits for a store that does not answer. After that a delivery is returned to its
+queue, and the trainer restarts."""
 MARK = "store"
 """Name of a marker file in each run's folder. If a blob and this file are both missing, the store is unavailable and
 the blob is not lost."""

@@ -108,7 +108,7 @@ class Policy:
         Args:
             config: Configuration of the model.
             folder: Hugging Face folder of the model.
-            seed: Seed for weights that the folder lacks.
+            seed: Seed for weights that the folder lacks, and for new adapters.
             trainer: Decides whether rows are packed, prefixes shared and activations kept. None: padded rows of whole
                 sequences; activations are kept on a CPU only.
             ranks: Ranks over which the model is sharded; None: the model is not sharded.
@@ -335,9 +335,9 @@ class Policy:
         return total_digest(shown(name).to(self._dtype) for name, _, _ in self.manifest())
 
     def save(self, folder: Path, tokenizer: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write a Hugging Face folder with float32 weights, the tokenizer files of the folder ``tokenizer`` and
-        the chat template of the configuration, if it sets a template. Adapters are merged into the weights, and also
-        written to ``adapter/`` in ``peft`` format.
+        """Write a Hugging Face folder with float32 weights, the tokenizer files of the folder ``tokenizer`` and the chat
+        template of the configuration, if it sets a template. Adapters are merged into the weights, and also written to
+        ``adapter/`` in ``peft`` format.
 
         Args:
             folder: Target folder, created if missing.
