@@ -206,8 +206,9 @@ class TorchLearner:
         self._writing: Future[None] | None = None
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the model. A checkpoint also restores the optimizer and the state carried across steps. Where the loss
-        needs a reference model, load it too; it starts as the first model of the run.
+        """Load the model, and the reference model and the critic where the algorithm needs them; both start as copies
+        of the first model of the run. A checkpoint also restores their weights, the optimizers and the state carried
+        across train steps.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.

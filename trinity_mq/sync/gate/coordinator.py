@@ -326,7 +326,8 @@ class Coordinator:
         return [self._prepare]
 
     def commit_progress(self, progress: int) -> list[Command]:
-        """Commit the new progress without a transfer, because the weights have not changed since the last commit.
+        """Commit a new progress, the number of batches that the trainer has consumed, without a transfer, because the
+        weights have not changed since the last commit.
 
         Raises:
             RuntimeError: No version is committed, or an attempt is in progress.

@@ -250,7 +250,7 @@ class CoordinatorDriver:
         await self._commands.join()
 
     async def confirm_unchanged(self, progress: int) -> None:
-        """Commit the new progress with the weights that all members already have."""
+        """Commit a new progress, the number of batches that the trainer has consumed, for the committed version."""
         self._enqueue(self.machine.commit_progress(progress))
         await self.settled()
 

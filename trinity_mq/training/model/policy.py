@@ -336,8 +336,8 @@ class Policy:
 
     def save(self, folder: Path, tokenizer: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write a Hugging Face folder with float32 weights, the tokenizer files of the folder ``tokenizer`` and the
-        chat template of the configuration, if it sets a template. Adapters are merged into the weights, and also written to
-        ``adapter/`` in ``peft`` format.
+        chat template of the configuration, if it sets a template. Adapters are merged into the weights, and also
+        written to ``adapter/`` in ``peft`` format.
 
         Args:
             folder: Target folder, created if missing.

@@ -47,7 +47,7 @@ class CollectiveChannel:
         """Host copy to broadcast. None: broadcast the live weights."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Prepare the weights for catch-up fetches, and return the rendezvous."""
+        """Copy or write the weights as far as the broadcast and catch-up fetches need it, and return the rendezvous."""
         self._copy = None
         if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
             self._copy = await self._memory.stage(version, tensors, manifest, digests=False)
