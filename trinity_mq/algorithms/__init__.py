@@ -1,5 +1,5 @@
 """Advantage estimators and losses: the path from rewards to a gradient. The package offers the class forms of
-Trinity-RFT for losses, advantages, KL and entropy terms of your own.
+Trinity-RFT for your own losses, advantages, KL terms, entropy terms and whole algorithms, and helpers for such classes.
 """
 
 from trinity_mq.algorithms.forms import (

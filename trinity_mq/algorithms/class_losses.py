@@ -3,7 +3,8 @@ losses that are summed over micro-batches.
 
 A class is called once for each optimizer step, with all tokens of the step and the logprobs of the policy before the
 step. The gradient of its loss with respect to the logprob and the entropy of each token becomes a constant factor, so
-the gradient of ``sum_t slope_t logprob_t`` over any micro-batches is the gradient of the class's loss at that policy.
+the gradient of ``sum_t (slope_t logprob_t + entropy_slope_t entropy_t)`` over any micro-batches is the gradient of the
+class's loss at that policy.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class ClassLoss(NamedTuple):
     """The loss that the user's classes compute over the tokens of an optimizer step."""
 
     columns: dict[str, Tensor]
-    """``slope``, ``entropy_slope`` and ``level``: columns of a :class:`TokenView`, ``[tokens]``."""
+    """Columns of a :class:`TokenView`, ``[tokens]``: ``slope``, ``entropy_slope`` and ``level``.
+    :func:`trinity_mq.training.update.step_columns` adds others."""
     metrics: dict[str, float]
-    """The classes' metrics, and ``pg_loss``, ``kl_loss`` and ``entropy_loss`` where a class computes them. Finite."""
+    """The classes' finite metrics; and the terms of the loss that a class computes, ``pg_loss``, ``kl_loss`` and
+    ``entropy_loss``, which may be non-finite and replace a metric of the same name."""
 
 
 class _Form(NamedTuple):
@@ -83,7 +86,8 @@ def class_losses(view: TokenView, config: LossConfig, is_expert: Tensor) -> Clas
     """Call the user's classes of a loss, and return their value, gradients and metrics.
 
     Args:
-        view: All tokens of an optimizer step, at least one, with the logprobs of the policy before it.
+        view: All tokens of an optimizer step, at least one, with the logprobs and entropies of the policy before the
+            step.
         config: The loss.
         is_expert: bool ``[tokens]``: whether the token's answer is imitated.
 
@@ -136,7 +140,9 @@ def _padded(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def _inputs(view: TokenView, counts: list[int], config: LossConfig, is_expert: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a class by their names in Trinity-RFT, except logprob and entropy."""
+    """Return the tensors that a class may take as arguments, by their names in Trinity-RFT, except logprob and entropy.
+    Tensors that the step does not have are left out.
+    """
     columns = {
         "old_logprob": anchor_logprob(view, config.anchor).detach(),
         "rollout_log_probs": view.mu,
@@ -232,7 +238,8 @@ def _created(path: str, kind: Any, args: str, backend: str, mode: str | None) ->
         path: Dotted path of the class, for messages.
         kind: The class.
         args: Arguments of the constructor as a JSON object; if it is empty, the class's ``default_args`` are used.
-        backend: Name of the argument that gets the name of the trainer, if the constructor has it. Empty: none.
+        backend: Name of the argument that gets the value ``verl``, Trinity-RFT's name of the trainer, if the
+            constructor has this argument. Empty: no argument gets it.
         mode: Value of the argument ``loss_agg_mode``, if the arguments have it. None: unchanged.
     """
     with custom_code(PluginError, f"{path} cannot be made with args {args}:"):

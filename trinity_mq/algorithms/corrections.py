@@ -1,7 +1,8 @@
 """Corrections for tokens that another policy sampled: a constant weight for each token. Weight 0 excludes the token.
 
 Denominators still count the excluded tokens. Weights have no gradient. A rule is a function of a view. The rules in
-``OVER_STEP`` need the view of the whole optimizer step, because they compare its tokens with each other.
+``OVER_STEP``, and an importance weight with ``normalize``, need the view of the whole optimizer step, because they
+compare its tokens with each other.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
 
 
 def divergence(view: TokenView, log_weight: Tensor, args: Divergence) -> Tensor:
-    """Return 1 for the tokens whose probability is close to the sampler's, else 0; see :class:`Divergence`."""
+    """Return 1 for the tokens whose probability is close to the sampler's, else 0; see :class:`Divergence`. With
+    ``args.signed`` only a token whose probability has moved in the direction of its advantage can get 0.
+    """
     now, then = view.logprob.detach().exp(), view.mu.exp()
     difference = now - then
     distance = difference.abs() if args.measure == "tv" else bernoulli_kl(then, now)
@@ -129,8 +132,8 @@ def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
 
 
 def vocabulary_clip(view: TokenView, args: VocabularyClip) -> Tensor:
-    """Return 0 for the tokens of negative advantage that lower the entropy most, at most a share of all tokens; else 1.
-    See :class:`VocabularyClip`.
+    """Return 0 for the tokens of negative advantage that lower the entropy most, else 1; see :class:`VocabularyClip`.
+    At most ``args.share`` of all tokens get 0, or one token if this share is smaller than a token.
     """
     assert view.entropy is not None
     assert view.entropy_baseline is not None
@@ -150,8 +153,9 @@ def covariance(view: TokenView) -> Tensor:
 
 
 def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
-    """Return 0 for a random share of the tokens of high covariance, else 1; see :class:`CovarianceClip`. The draw does
-    not depend on the order of the sequences.
+    """Return 0 for tokens drawn at random among the tokens whose covariance is within the bounds, else 1. The number of
+    drawn tokens is ``args.share`` of all tokens of the view, at least 1, or all candidates if there are fewer. The draw
+    does not depend on the order of the sequences.
     """
     covariances = covariance(view)
     candidates = torch.nonzero((covariances > args.low) & (covariances < args.high))[:, 0]
@@ -165,7 +169,9 @@ def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
 
 
 def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
-    """Return True for the configured share of tokens with the highest covariance, bool ``[tokens]``."""
+    """Return True for the configured share of tokens with the highest covariance, at least one token, bool
+    ``[tokens]``.
+    """
     count = max(int(args.share * view.tokens), 1)
     chosen = torch.zeros(view.tokens, dtype=torch.bool, device=view.mu.device)
     chosen[covariance(view).topk(min(count, view.tokens)).indices] = True

@@ -1,8 +1,9 @@
 """The evaluator computes the value of a composed loss for the tokens of one micro-batch.
 
-``loss = sum_c weight_c sum_t [surrogate(ratio, A) w + kl + regularisers - entropy]_t scale_t`` over components ``c``
-and their tokens ``t``. The scale comes from counts of the whole optimizer step (reduction.py), so losses of
-micro-batches and ranks only need to be summed.
+``loss = sum_c weight_c sum_t loss_ct scale_t`` over components ``c`` and their tokens ``t``. For sampled tokens
+(``rl``) ``loss_ct`` is ``surrogate(ratio, A) w + kl + regularisers - entropy``; the other components have losses of
+their own. The scale comes from counts of the whole optimizer step (reduction.py), so losses of micro-batches and ranks
+only need to be summed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class LossTerms:
     reduced: dict[str, Tensor] = field(default_factory=dict)
     """Scalars reduced like the loss; their sums over micro-batches are metrics."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars summed over tokens; divided by the number of tokens in the optimizer step they are metrics."""
+    """Scalars summed over tokens (``masked_sequences``: over sequences);
+    :func:`trinity_mq.training.update.step_metrics` divides them by the counts of the optimizer step."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
 
@@ -100,6 +102,10 @@ def evaluate(
         config: Configuration of the loss.
         weights: Weights by component, see :func:`component_weights`.
         entropy_coef: Weight of the entropy bonus of ``rl``.
+
+    Raises:
+        ValueError: A name in ``views`` is not a component, no component has both tokens and a weight, or
+            :func:`class_losses` was not called for a loss with a class.
     """
     weighted_terms: list[tuple[float, LossTerms]] = []
     is_whole_loss = is_class(config.surrogate)
@@ -155,7 +161,9 @@ def _class_parts(views: Mapping[str, TokenView], weights: Mapping[str, float]) -
 
 
 def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return surrogate times corrections of each token, ``[tokens]``, and per-token counts, ``[tokens]`` each."""
+    """Return surrogate times corrections of each token, ``[tokens]``, and columns whose sums are statistics,
+    ``[tokens]`` each: the surrogate's counts, and with a correction the left-out tokens and the weights.
+    """
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
     token_loss = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
@@ -175,12 +183,14 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
 
 
 def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0) -> LossTerms:
-    """Return the loss of sampled tokens; see the module docstring.
+    """Return the loss of sampled tokens; see the module docstring. Terms that a class of the user computes are left
+    out.
 
     Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
     http://joschu.net/blog/kl-approx.html), ``ratio_mean``, ``ratio_squares``, and the counts of surrogate and
     corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
-    token. Maxima are ``ratio_max`` and ``correction_weight_max``; the minimum is ``ratio_min``.
+    token, and ``masked_frac`` for each age group of the tokens. Maxima are ``ratio_max`` and, with a correction,
+    ``correction_weight_max``; the minimum is ``ratio_min``.
     """
     if is_class(config.surrogate):
         loss, counts, reduced = 0 * view.logprob, dict[str, Tensor](), dict[str, Tensor]()
@@ -279,6 +289,7 @@ def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
 def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
     """Return the logprob in the denominator of the ratio, ``[tokens]``, without gradient.
 
+    ``mu`` is the logprob of the sampler, and ``old`` the logprob of the policy at the start of the train step.
     ``loglinear`` interpolates between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a
     = (s - 1) / s`` for the token's staleness ``s``, and ``a = 0`` for fresh tokens (arXiv 2512.06547). ``linear``
     interpolates between the probabilities: ``log((1 - a) mu + a pi)`` (AReaL 1.0.4, ``prox_logp_method: linear``).

@@ -141,7 +141,7 @@ class EntropyLossFn(ABC):
         Args:
             entropy: Entropy at each token in nats, ``[sequences, tokens]``, with gradient.
             action_mask: bool ``[sequences, tokens]``.
-            kwargs: ``loss_agg_mode``, and the tensors of :class:`PolicyLossFn` by name.
+            kwargs: ``loss_agg_mode``, and the tensors of :class:`PolicyLossFn` by name, except ``logprob``.
         """
 
     @classmethod
@@ -160,8 +160,9 @@ class AdvantageFn(ABC):
         Args:
             exps: A list of :class:`~trinity_mq.experience.Experience` if :meth:`compute_in_trainer` is False: set
                 their ``advantages``. Otherwise an object in the form of veRL's ``DataProto``: ``exps.batch`` has
-                ``token_level_rewards``, ``response_mask`` and ``old_log_probs``, ``[sequences, tokens]`` each, and
-                ``exps.non_tensor_batch["uid"]`` has the task of each sequence. Set ``exps.batch["advantages"]``.
+                ``token_level_rewards``, ``response_mask`` and, if all experiences have logprobs, ``old_log_probs``,
+                ``[sequences, tokens]`` each, and ``exps.non_tensor_batch["uid"]`` has the task of each sequence. Set
+                ``exps.batch["advantages"]``.
             kwargs: Empty.
         """
 

@@ -21,7 +21,9 @@ CORRECTION = ("view",)
 
 
 class PluginError(FatalError, ValueError):
-    """A plug-in has a wrong signature or returns a wrong value; the message says how to fix it."""
+    """A plug-in of the user cannot be used: it cannot be made, has a wrong signature, raises an error or returns a
+    wrong value. The message says how to fix it.
+    """
 
 
 def load_plugins(config: LossConfig) -> None:
@@ -119,7 +121,8 @@ def plugin_losses(
         custom: ``[tokens, ...]`` each. The function gets the fields that match its parameters.
 
     Raises:
-        PluginError: The function needs a missing custom field, or does not return a loss for each token.
+        PluginError: The function needs a missing custom field, or does not return a loss with a gradient for each
+            token.
     """
     function = load_function(plugin, SURROGATE)
     chosen = {}

@@ -35,7 +35,7 @@ class TokenLoss:
     loss: Tensor
     """Loss of each token, ``[tokens]``, with gradient."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """bool ``[tokens]`` each. Their shares of the trained tokens are the metrics ``actor/<name>``."""
+    """bool ``[tokens]`` each. Their shares of the sampled trained tokens are the metrics ``actor/<name>``."""
 
 
 def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> TokenLoss:
@@ -60,8 +60,8 @@ def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> T
 
 
 def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Truncate) -> TokenLoss:
-    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counts the truncated tokens
-    (``clipped_frac``).
+    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counts the tokens whose
+    weight differs from their ratio (``clipped_frac``), with ``only: negative`` also among the positive tokens.
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(args.floor, args.cap)

@@ -1,7 +1,8 @@
 """Aggregates metrics of runs to metrics of tasks, and metrics of tasks to metrics of batches. Pure functions.
 
 The suffix ``:mean``, ``:sum``, ``:max``, ``:min`` or ``:last`` of a key selects its aggregation. Any other suffix is
-part of the name, and the mean is used. Values that are not numbers are ignored. A bool counts as 0 or 1.
+part of the name, and the mean is used. Values that are not numbers are ignored. A bool counts as 0 or 1. In the metrics
+of evaluations a suffix has no effect, see :func:`aggregate_eval_runs`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def aggregate_metrics(
 
 
 def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of an evaluation task from the metrics of its n runs.
+    """Return the metrics of an evaluation task from the metrics of its n runs. The suffix of a key, such as ``:sum``,
+    is removed and has no effect.
 
     Keys are ``<key>/mean@n`` and ``<key>/std@n`` (population standard deviation). For n > 1 there are also ``best@k``
     and ``worst@k`` for k = 2, 4, 8 ... below n, and for k = n: the expected maximum and minimum of k runs drawn with

@@ -33,7 +33,8 @@ class MetricsWriter:
         self._events: EventFileWriter | None = _event_files(run_dir / "tensorboard" / role) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append ``values`` of ``step`` in a single write, so that lines of several agents never mix.
+        """Append ``values`` with the number ``step`` in a single write, so that lines of several agents never mix. The
+        number orders the lines of a role; for most roles it is the number of a batch, not of a train step.
 
         Values that are not finite are written as null, and are omitted from TensorBoard. A metric named ``time``,
         ``role``, ``agent`` or ``step`` is hidden by the field of the same name.

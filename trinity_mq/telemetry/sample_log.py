@@ -1,5 +1,5 @@
-"""Experiences stored in the folder of a run for later inspection: bounded files of encoded bodies, appended step by
-step.
+"""Experiences stored in the folder of a run for later inspection: bounded files of encoded bodies, appended after each
+train step. :mod:`trinity_mq.telemetry.evaluations.log` stores evaluations in files of the same format.
 
 Each record is a header of 24 bytes (magic, train step, body length) and the encoded experiences. The oldest segments
 are removed first, so that the folder never exceeds its limit by more than one record.
@@ -33,7 +33,7 @@ class SampleRecord:
     """Experiences of a train step."""
 
     step: int
-    """Number of train steps made so far."""
+    """Number of train steps made so far. In files of evaluations: the label of the evaluation."""
     body: bytes
     """Encoded experiences of the step."""
 

@@ -170,7 +170,7 @@ def start_trace(
 
 
 def stop_trace() -> None:
-    """Stop recording, and forget the batch that this process works for."""
+    """Stop recording, and forget the batch that this process works for. Buffered spans are lost."""
     global _recorder, _at_work  # noqa: PLW0603
     _recorder = _at_work = None
 
@@ -221,9 +221,9 @@ def trace_headers() -> dict[str, str]:
 
 
 def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
-    """Return the ``traceparent`` header of a batch (default: the current batch) and of one of its tasks. The receiver's
-    spans become children of the span of the task, or else of the batch. The mapping is empty if there is no batch or it
-    is not recorded.
+    """Return the ``traceparent`` header of a batch (default: the current batch) and of one of its tasks (default: the
+    task of the current slice, if there is a slice). The receiver's spans become children of the span of the task, or
+    else of the batch. The mapping is empty if there is no batch or it is not recorded.
     """
     if (recorder := _recorder) is None:
         return {}
@@ -262,8 +262,9 @@ def record(
     task: tuple[int, int] | None = None,
 ) -> None:
     """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, for ``batch`` or the current batch.
-    The span is skipped if it has no batch and no ``version``. ``version`` is the weight version that is being synced.
-    ``task`` is the id and first run of the span's task slice (default: the current slice).
+    The span is skipped if it has no batch and no ``version``, or if its batch is not recorded. ``version`` is the
+    weight version that is being synced. ``task`` is the id and first run of the span's task slice (default: the current
+    slice).
     """
     if (recorder := _recorder) is None:
         return

@@ -25,7 +25,9 @@ from trinity_mq.training.reference import Reference
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimator state carried from one train step to the next; part of a checkpoint."""
+    """State of the estimator, of the KL in the rewards and of the guard, carried from one train step to the next; part
+    of a checkpoint.
+    """
 
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
@@ -42,10 +44,11 @@ class AdvantageResult:
     batch: ExperienceBatch
     """Experiences that remain after estimation."""
     memory: Memory
-    """State for the next train step. It takes effect only if this train step changes the policy."""
+    """State for the next train step, except the guard's. It takes effect only if this train step changes the policy.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
-    """Targets of the critic, in the order of the trained tokens."""
+    """Targets of the critic, in the order of the trained tokens. None without a critic."""
     ref: Tensor | None = None
     """Reference logprobs of the trained tokens, float32 ``[tokens]``. None where they were not needed."""
 
@@ -68,17 +71,18 @@ def trainer_advantages(
         step: Number of the train step, from 1.
         memory: State left by the previous train step. It is not modified.
         critic: Critic for estimators that use values.
-        reference: Reference model that ``reward_kl`` compares the policy with, if ``reward_kl`` is set.
+        reference: Reference model that ``reward_kl`` compares the sampling policy with, if ``reward_kl`` is set.
 
     Returns:
-        The samples of runs with a reward, with ``advantages``, and with ``returns`` where there is a critic. The
-        metrics are the estimator's. A critic adds ``critic/vpred_mean`` and ``critic/explained_variance``. The latter
-        is ``1 - Var(R - V) / Var(R)`` over the trained tokens and is absent where the returns R are equal.
+        The samples of the runs that the estimator keeps, with ``advantages``, and with ``returns`` where there is a
+        critic. The metrics are the estimator's. A critic adds ``critic/vpred_mean`` and ``critic/explained_variance``,
+        which is ``1 - Var(R - V) / Var(R)`` over the trained tokens and is absent where the returns R are equal.
         ``reward_kl`` adds ``actor/kl_reward``, the mean over samples of their mean KL per token in nats, and
         ``actor/kl_reward_coef``, the coefficient of that KL in this train step.
 
     Raises:
-        ValueError: An experience lacks a field that the estimator needs; the message names the experience.
+        ValueError: An experience lacks a field that the estimator needs; the message names the experience. Or a value
+            of the critic is not finite for a trained token.
     """
     algorithm, mask = config.algorithm, batch.dense("action_mask").bool()
     baselines = dict(memory.baselines)

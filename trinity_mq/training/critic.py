@@ -30,7 +30,7 @@ class Targets:
     """Targets of the critic in a train step; float32 ``[trained tokens of the step]``, on the critic's device."""
 
     old: Tensor
-    """Values before the step."""
+    """Values before the train step."""
     returns: Tensor
 
 
@@ -55,8 +55,8 @@ class _Values(nn.Module):
 
 
 class Critic:
-    """Value of the state before each trained token, computed from the hidden state that also yields the token's
-    logprob.
+    """Computes the value of the state before each trained token, from the hidden state that also yields the token's
+    logprob, and is trained on returns.
 
     The backbone starts as a copy of the first model and the head starts at zero, so all values are 0 at first.
     """
@@ -138,8 +138,8 @@ class Critic:
         return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self.optimizer, self.module)}
 
     def restore(self, parts: Parts) -> None:
-        """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded.
-        Settings come from the configuration.
+        """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded. The
+        learning rate comes from the configuration, the other settings of the optimizer from the checkpoint.
 
         Raises:
             KeyError, TypeError, ValueError: The parts do not belong to this critic.

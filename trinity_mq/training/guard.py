@@ -28,9 +28,7 @@ ADVICE: Mapping[Reason, str] = {
 
 
 class TrainingStopped(FatalError):
-    """Too many optimizer steps in a row were skipped. The batch of the last step is neither trained nor
-    acknowledged.
-    """
+    """Too many optimizer steps in a row were skipped. The batch of the last train step is not acknowledged."""
 
 
 def skip_reason(

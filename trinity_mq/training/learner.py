@@ -158,7 +158,9 @@ class Learner(Protocol):
 
 
 class TorchLearner:
-    """Trains a Hugging Face causal language model. All torch calls run in one worker thread."""
+    """Trains a Hugging Face causal language model. The models compute in one worker thread. Copies of their state are
+    written in a second thread.
+    """
 
     def __init__(self, config: Config, model_folder: Path, total_steps: int | None, ranks: Ranks | None = None) -> None:
         """Prepare the learner; :meth:`open` loads the models.
@@ -166,7 +168,8 @@ class TorchLearner:
         Args:
             config: Configuration of the run. The learner uses its seed, algorithm, model and trainer sections.
             model_folder: Hugging Face folder of the first model. The tokenizer always comes from this folder.
-            total_steps: Train steps of the run, for the learning rate decay. None: no decay.
+            total_steps: Train steps of the run, for the decay of the learning rate and of the entropy weight. None: no
+                decay.
             ranks: Ranks over which models are sharded. All methods are for rank 0, which announces each collective
                 command to the other ranks. The other ranks call :meth:`follow`.
         """
@@ -203,8 +206,9 @@ class TorchLearner:
         self._writing: Future[None] | None = None
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the model. A checkpoint also restores the optimizer and the state carried across steps. Where the loss
-        needs a reference model, load it too; it starts as the first model of the run.
+        """Load the model, and the reference model and the critic where the algorithm needs them; both start as copies
+        of the first model of the run. A checkpoint also restores their weights, the optimizers and the state carried
+        across train steps.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
@@ -215,7 +219,8 @@ class TorchLearner:
         await self._lead("opening", lambda: self._lead_open(checkpoint))
 
     async def take_weights(self, checkpoint: Path | None) -> None:
-        """Load only the policy weights of another checkpoint, or of the first model, to serve them.
+        """Load the policy weights of another checkpoint, or of the first model (None), to serve them. Optimizer, critic
+        and reference need not belong to these weights afterwards, so no train step may follow.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
@@ -321,7 +326,7 @@ class TorchLearner:
         return await asyncio.to_thread(copy)
 
     def _device_tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors on the device that last between two steps."""
+        """Drop the gradients, and yield all tensors on the device that last between two train steps."""
         policy, optimizer = self._opened
         modules: list[Module] = [policy.model]
         optimizers = [optimizer]
@@ -359,7 +364,7 @@ class TorchLearner:
         return await self._lead("canary", lambda: self._lead_canary(list(tokens)))
 
     async def close(self) -> None:
-        """Wait for the work of the threads, then end the threads and the other ranks."""
+        """End the other ranks, wait for the work of the threads, and release the models."""
         if self._loaded is not None:
             with suppress(RankError):  # ranks that already exited need no end command
                 await self._run(self._end_ranks)

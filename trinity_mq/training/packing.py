@@ -187,8 +187,8 @@ class MicroBatch:
     custom: dict[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: custom fields of the token's experience, by destination."""
     engines: dict[str, Tensor] = field(default_factory=dict)
-    """bool ``[tokens]`` each: whether the engine with this id sampled the token. Empty where a single engine sampled
-    all tokens.
+    """bool ``[tokens]`` each: whether the engine with this id sampled the token. Empty unless the experiences name
+    several engines.
     """
     longest_packed: int = 0
     """Positions of the longest sequence in a packed row; 0 if the rows are padded."""
@@ -202,7 +202,7 @@ class MicroBatch:
     """int64 ``[rows]``: index of each row's prefix."""
     experts: Tensor | None = None
     """int16 ``[rows, positions, layers, top-k]``: experts that the engine chose for the tokens of ``input_ids``; -1 for
-    tokens without experts and padding. None: no experience has experts.
+    tokens without experts and padding. None: no experience has experts, or experts are ignored.
     """
 
     @property
@@ -305,7 +305,7 @@ class StepTokens:
         self, experiences: Sequence[int] | Indexes, division: DivisionSettings, reduction: Reduction | None = None
     ) -> list[MicroBatch]:
         """Divide an optimizer step into micro-batches, longest first, so that a lack of memory shows at once. Return
-        the micro-batches of the rank in ``division``.
+        the micro-batches of the rank in ``division``; an empty list if the step has no trained token.
 
         The two answers of a pair stay together. All ranks get the same number of micro-batches, so the last
         micro-batches may have no sequences; see :func:`trinity_mq.training.parallel.division.divide`.
@@ -469,12 +469,12 @@ def train_tokens(
 
     A pair of answers gets the role ``PAIRED``. An experience is imitated if its ``info`` says ``is_expert``; so is
     every other experience if the loss has ``ce`` but no component for samples. Experiences whose components have no
-    weight in this step are omitted.
+    weight in this step, or without a trained token, are omitted.
 
     Args:
         experiences: Experiences with the fields that their components need. Samples need ``logprobs``, a temperature
-            above 0 (None means 1), ``advantages`` for ``rl`` and ``teacher_logprobs`` for ``ref_kl``. The other
-            experiences need only tokens.
+            above 0 (None means 1), ``advantages`` for ``rl``, ``teacher_logprobs`` for ``ref_kl``, and ``versions``
+            where the loss uses the age of tokens. The other experiences need only tokens.
         config: Configuration of the loss.
         weights: Component weights in this train step.
         step: Number of the train step, from 1. Staleness is relative to the weights before this step.

@@ -23,7 +23,9 @@ from trinity_mq.training.update import score
 
 @dataclass
 class Reference:
-    """A model without gradients. Its logprobs are compared with the policy's, for example to penalise divergence."""
+    """The reference model. Its logprobs, computed without gradients, are compared with the policy's, for example to
+    penalise divergence.
+    """
 
     policy: Policy
     origin: str

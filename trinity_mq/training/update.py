@@ -37,8 +37,8 @@ from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.stopwatch import Stopwatch
 
 Columns = Mapping[str, Tensor]
-"""Columns of a :class:`TokenView` that need a forward pass: ``old``, ``ref``, ``weight``, ``chosen``. Each has shape
-``[tokens]`` of the whole train step and lies on the policy's device.
+"""Columns of a :class:`TokenView` that need an earlier forward pass: ``old``, ``ref``, and the columns of
+:func:`step_columns`. Each has shape ``[tokens]`` of the whole train step and lies on the policy's device.
 """
 
 
@@ -116,7 +116,7 @@ def step_columns(batch: MicroBatch, scored: Scores, columns: Columns, loss: Step
 
     Args:
         batch: All tokens of the optimizer step.
-        scored: Scores of the policy before the step, ``[tokens]`` of the train step, see :func:`score`.
+        scored: Scores of the policy before the optimizer step, ``[tokens]`` of the train step, see :func:`score`.
         columns: Contains ``old`` and ``ref`` where the loss uses them.
         loss: The loss of the train step.
         seed: Seed of the random draws.
@@ -168,7 +168,7 @@ OFF_POLICY = {
 
 @dataclass
 class StepSums:
-    """Statistics accumulated over the micro-batches of one optimizer step; scalars."""
+    """Statistics accumulated over the micro-batches of one optimizer step; scalars, except :attr:`entropies`."""
 
     tokens: int = 0
     """Number of trained tokens."""
@@ -196,7 +196,8 @@ class StepSums:
 def accumulate(
     policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, columns: Columns, watch: Stopwatch | None = None
 ) -> StepSums:
-    """Add the gradient of all ``batches`` to the policy's gradient and return sums for metrics.
+    """Add the gradient of all ``batches``, this rank's share of the optimizer step, to the policy's gradient. Return
+    sums over all ranks for metrics.
 
     Losses are only summed. Their scale comes from the counts of the whole optimizer step, so the gradient does not
     depend on the division into micro-batches or among ranks. A micro-batch without sequences takes part in the
@@ -305,7 +306,7 @@ def optimizer_step(
     Args:
         policy: Policy to update.
         optimizer: Optimizer of the policy.
-        batches: All micro-batches of the optimizer step.
+        batches: All micro-batches of the optimizer step, or this rank's share of them.
         loss: Loss of the train step.
         columns: Columns from earlier forward passes.
         clip_grad: Maximum norm of the gradient.
@@ -348,8 +349,11 @@ def optimizer_step(
 def step_metrics(total: StepSums) -> dict[str, float]:
     """Return the metrics of an optimizer step.
 
-    Parts of the loss are reduced like the loss. Fractions and means are over the sampled trained tokens; the entropy's
-    mean is over all trained tokens. ``advantage/std`` is the population standard deviation, not the unbiased estimate.
+    Parts of the loss are reduced like the loss. Fractions and means are over the sampled trained tokens, with these
+    exceptions: the entropy's mean is over all trained tokens, ``masked_frac`` of an age over the tokens of this
+    age, and ``seq_masked_frac`` over the sampled sequences. Without samples only the metrics of the loss, the entropy
+    and the micro-batches are returned. ``advantage/std`` is the population standard deviation, not the unbiased
+    estimate.
     """
     reduced, sums, maxima = _numbers(total.reduced), _numbers(total.sums), _numbers(total.maxima)
     mismatch = _numbers(total.mismatch)
@@ -395,12 +399,13 @@ def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 WRITTEN = "output/experiences"
-"""Metric of a step that wrote experiences instead of training on them."""
+"""Metric of a train step that wrote experiences to an output instead of training on them: their number."""
 
 SKIPPED = "actor/skipped_"
 """Prefix of the metrics that count skipped optimizer steps, by reason."""
 FIRST = (DIFFERENCE, "mismatch/")
-"""Prefixes of the metrics that compare the engine with the trainer. Only the first optimizer step reports them."""
+"""Prefixes of the metrics that compare the engine with the trainer. Only the first optimizer step of a train step
+reports them."""
 
 
 def skipped_for(metrics: Mapping[str, float]) -> str | None:

@@ -1,5 +1,5 @@
 """Blobs of experience parts and chunks. A blob is written before its reference is sent. The blobs of parts are removed
-with their batch queue, the blobs of chunks once all retained checkpoints have consumed their ticket.
+with their batch queue, the blobs of chunks once the newest checkpoints have consumed their ticket.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Content = bytes | ExperienceReference
 
 SWEEP_INTERVAL = 600.0
 GRACE = 3600.0
-"""Seconds for which blobs stay after their batch queue was first missing, because a submitter may hold references to
-them."""
+"""Seconds for which blobs stay after a sweep first found their batch queue missing, because a submitter may hold
+references to them."""
 DELETE_PATIENCE = 10.0
 """Seconds to wait for a delete. The sweep, or the next checkpoint, removes the remaining blobs."""
 
@@ -42,7 +42,7 @@ async def store_large_bodies(
     store: BlobStore | None, bodies: Sequence[bytes], max_bytes: int, name: Callable[[int], str]
 ) -> list[Content]:
     """Write each body over ``max_bytes`` into the store, under the name for its index. Return the message contents in
-    order.
+    order: references to these bodies, and the other bodies themselves. Without a store nothing is written.
 
     Raises:
         DecodeError: A name is not a valid blob name, because the ticket is malformed.
@@ -71,13 +71,14 @@ async def _delete(delete: Callable[..., None], *names: str) -> None:
 
 
 class ChunkBlobs:
-    """Removes the blobs of processed chunks after every retained checkpoint has consumed their tickets. A trainer that
-    resumes from a checkpoint reads the stream again from its offset, but does not open chunks of tickets that the
-    checkpoint has consumed.
+    """Removes the blobs of processed chunks after each of the newest ``keep`` checkpoints has consumed their tickets. A
+    trainer that resumes from a checkpoint reads the stream again from its offset, but does not open chunks of tickets
+    that the checkpoint has consumed.
 
     Args:
         store: The blob store. None: the run does not use blobs.
-        keep: Number of retained checkpoints. If the newest is damaged, training resumes from an older one.
+        keep: Number of newest checkpoints that count. If the newest is damaged, training resumes from an earlier
+            checkpoint.
     """
 
     def __init__(self, store: BlobStore | None, keep: int) -> None:
@@ -86,7 +87,8 @@ class ChunkBlobs:
 
     async def saved(self, consumed: Iterable[str], *, last: bool = False) -> None:
         """Record a checkpoint with these tickets ``consumed``, and delete the blobs that are no longer needed.
-        ``last``: the run is over, so older checkpoints do not count.
+        ``last``: the run is over, so older checkpoints do not count. Otherwise nothing is deleted until this process
+        has recorded ``keep`` checkpoints.
         """
         if self._store is None:
             return
@@ -123,10 +125,11 @@ class BlobSweep:
             await asyncio.sleep(SWEEP_INTERVAL)
 
     async def once(self) -> None:
-        """Check every ticket with blobs once.
+        """Check every ticket with blobs of parts once, and remove the blobs whose queue was missing for long enough.
 
         Raises:
             StoreUnavailable: The store does not answer.
+            DecodeError: A folder in the store cannot be removed safely, for example because it is a symbolic link.
             BusError: The broker does not answer.
         """
         now = asyncio.get_running_loop().time()

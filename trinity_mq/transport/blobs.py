@@ -32,7 +32,8 @@ T = TypeVar("T")
 PARTS, CHUNKS = "batch", "ready"
 """Folders of a run: experience parts and processed chunks."""
 STORE_PATIENCE = 120.0
-"""Seconds for which a delivery waits for a store that does not answer, before it is returned to the queue."""
+"""Seconds for which a read or write waits for a store that does not answer. After that a delivery is returned to its
+queue, and the trainer restarts."""
 MARK = "store"
 """Name of a marker file in each run's folder. If a blob and this file are both missing, the store is unavailable and
 the blob is not lost."""
@@ -41,15 +42,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(?:/[A-Za-z0-9][A-Za-z0-9_.-]*)*"
 
 
 class BlobRefused(DecodeError):
-    """A name or URL that does not denote a blob of this run, or a size over the limit of readers."""
+    """A name or URL does not denote a blob of this run, a size is over the limit of readers, or no store is configured
+    here.
+    """
 
 
 class BlobDamaged(DecodeError):
-    """A blob that does not match its reference."""
+    """A blob does not match its reference."""
 
 
 class BlobMissing(DecodeError):
-    """A blob that does not exist in an available store."""
+    """A blob does not exist, and the store is available."""
 
 
 class StoreUnavailable(Exception):
@@ -88,7 +91,7 @@ class BlobStore:
         """Write a blob atomically, and return the reference to send instead of the body.
 
         Raises:
-            BlobRefused: The name is not a valid blob name.
+            BlobRefused: The name is not a valid blob name, or leads through a symbolic link.
             StoreUnavailable: The blob could not be written.
         """
         path = self._path(name)
@@ -290,8 +293,8 @@ def resolve_body(store: BlobStore | None, body: bytes, content_type: str | None)
 
 
 def resolved_size(store: BlobStore | None, body: bytes, content_type: str | None) -> int:
-    """Return the bytes that a body takes after its reference is resolved. A reference that will be refused counts with
-    its own size.
+    """Return the number of bytes that a body takes after its reference is resolved. A reference that will be refused
+    counts with its own size; without a store this is every reference.
     """
     if content_type == REFERENCE and store is not None:
         try:

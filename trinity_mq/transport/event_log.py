@@ -53,7 +53,9 @@ class EventLog(ABC):
 
     @abstractmethod
     def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
-        """Apply an event to the state. Return its effect for its sender, or None if no sender waits for it."""
+        """Apply an event to the state. Return its effect for its sender, or None if the sender of such an event does
+        not wait for an effect.
+        """
 
     @abstractmethod
     def _set_aside(self, delivery: Delivery, error: Exception) -> None:
@@ -72,7 +74,9 @@ class EventLog(ABC):
         self._ready = True
 
     def is_ready(self) -> bool:
-        """Return whether all events that were on the stream at the start have been read."""
+        """Return whether all events that were on the stream when reading began have been read. Reading begins again
+        after a :class:`StreamCut`.
+        """
         return self._ready
 
     async def follow(self) -> None:

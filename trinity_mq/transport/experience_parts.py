@@ -3,7 +3,7 @@
 An experience part belongs to one attempt, named in the headers ``attempt``, ``part`` and ``parts``. A *shared* part
 holds all experiences of several attempts at slices of one ticket, one attempt after the other; its header ``attempts``
 lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each entry counts as part 0 of 1 of its attempt.
-The manifest accepts or drops it like any other part.
+The manifest accepts or drops each entry like any other part.
 
 Processes that do not open bodies must not import torch. Therefore each function that opens bodies imports the
 experience package itself.
@@ -193,7 +193,7 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]
     """Yield ``(reply_to, part)`` for submitters that requested the experiences of their task.
 
     A reference is sent unresolved. A submitter without access to the store gets only the reference. A submitter with
-    access has an hour to fetch the blob.
+    access has an hour to fetch the blob. A shared part that does not decode is skipped.
     """
     for request in manifest.wanted:
         for accepted in manifest.accepted:

@@ -99,7 +99,9 @@ async def decode_in_thread(
 
 
 class OpenSets(Generic[T]):
-    """Content of the chunks of incomplete sets. The content of a repeated chunk is ignored."""
+    """Holds the contents of chunks, by ticket and set, until they are dropped. The content of a repeated chunk is
+    ignored.
+    """
 
     def __init__(self) -> None:
         self._by_ticket: dict[str, dict[str, dict[int, T]]] = {}
@@ -109,7 +111,9 @@ class OpenSets(Generic[T]):
         self._by_ticket.setdefault(ticket, {}).setdefault(op, {}).setdefault(n, content)
 
     def join(self, ready: BatchReady) -> tuple[T, ...] | None:
-        """Return the contents of the set that ``ready`` closes, in order; None if the set is incomplete."""
+        """Return the contents of the set that ``ready`` closes, in order; None if the set is incomplete. The set is not
+        dropped.
+        """
         chunks = self._by_ticket.get(ready.ticket, {}).get(ready.op, {})
         if any(n not in chunks for n in range(ready.chunks)):
             return None
@@ -134,7 +138,7 @@ class OpenSets(Generic[T]):
 
 
 class ReadyStream:
-    """The stream of one run.
+    """Reads the ``ready`` stream of one run, and publishes marks on it.
 
     Args:
         bus: A connected bus.

@@ -26,7 +26,8 @@ Estimated = tuple[ExperienceBatch, dict[str, float]]
 
 @dataclass(frozen=True)
 class EstimatorEntry:
-    """An estimator: computes advantages from a batch and its section of the configuration.
+    """The function of an estimator, which computes advantages from a batch and the estimator's section of the
+    configuration, and the further arguments of this function.
 
     The section declares the inputs of the estimator and where it runs
     (:class:`trinity_mq.config.estimators.EstimatorBase`).
@@ -84,10 +85,12 @@ def estimate(
 
     Returns:
         The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``, 0 for tokens that
-        are not trained; and the metrics.
+        are not trained; and the metrics. With the estimator ``none`` the batch is unchanged.
 
     Raises:
-        ValueError: An input of the estimator is missing in the batch or in the call; the message names it.
+        ValueError: An input of the estimator is missing or wrong in the batch or in the call, or the call has an input
+            that the estimator does not use; the message names it.
+        PluginError: A custom estimator cannot be used; see :func:`plugin_advantages`.
     """
     entry = PLUGIN if isinstance(args, EstimatorPlugin) else ESTIMATORS[args.kind]
     inputs: dict[str, Any] = {"values": values, "token_penalty": token_penalty, "baselines": baselines}

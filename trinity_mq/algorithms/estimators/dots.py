@@ -54,11 +54,13 @@ def dots_advantages(
 ) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every experience its return minus the mean return of the same part in all runs of its pack.
 
-    The return of a task is computed from the rewards of this task and of all later tasks of the pack. The return of a
-    hint begins with the hint's own reward, not with the reward of the task before it. So a hint is worth what the tasks
-    after it earn. The difference ``d`` is then multiplied by ``exp(d / T)`` if there is a temperature ``T``. If
-    ``args.center`` is set and the mean of ``d`` over trained tokens is below 0, this mean is subtracted from the
-    result. (Trinity-RFT's advantage ``cod`` with ``iterative_hint_e2e_causal``.)
+    The return of a task is computed from the rewards of this task and of the later tasks of the pack, or from the first
+    ``args.window`` of these rewards. The return of a hint begins with the hint's own reward, not with the reward of the
+    task before it. The difference ``d`` is then multiplied by ``exp(d / T)`` if there is a temperature ``T``: the
+    configured value, or with ``args.adaptive`` a computed value if the mean of ``d`` over trained tokens is below 0. If
+    ``args.center`` is set and this mean is below 0, it is subtracted from the result. ``args.level`` says whether mean
+    and computed temperature are over the whole batch or over each pack. (Trinity-RFT's advantage ``cod`` with
+    ``iterative_hint_e2e_causal``.)
 
     Two kinds of runs are dropped with all their experiences, and counted: runs with a reward that is not a finite
     number, then runs of tasks with fewer than ``min_group_runs`` remaining runs.

@@ -1,4 +1,6 @@
-"""Group-in-group advantages: runs are compared with other runs, and steps with other steps from the same state."""
+"""Group-in-group advantages: the runs of a task are compared with each other, and the steps of these runs with other
+steps from the same state.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from trinity_mq.config.estimators import GigpoEstimator
 from trinity_mq.experience import ExperienceBatch
 
 STEP_REWARD = "step_reward"
-"""Key of ``info``: reward of one step. Without it the experience's reward counts."""
+"""Key of ``info``: reward of the run's step that the experience holds. Without it the experience's reward counts."""
 STATE = "env_state_hash"
 """Key of ``info``: text or number that is equal for steps taken from the same state."""
 

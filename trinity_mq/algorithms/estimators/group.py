@@ -134,9 +134,10 @@ def group_advantages(
     A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences. The reward
     of a run is the reward of its last step (largest ``eid.step``; the last listed of equal steps). With baseline ``b``
     the advantage of reward ``r`` is ``(r - b - shift) / (s + epsilon)`` for a standard deviation ``s``, and ``(r - b -
-    shift) / s`` for another scale; see :class:`GroupEstimator` for both. Except with the baselines ``none``, ``greedy``
-    and ``role_mean``, a group with a single run gets 0, and a group with equal rewards gets 0 if ``shift`` is 0.
-    Rewards are limited to +-``LARGEST``.
+    shift) / s`` for another scale; it is 0 if ``s`` is not above 0. :class:`GroupEstimator` explains both, and the
+    penalties, factors and filters that its other settings add. Except with the baselines ``none``, ``greedy`` and
+    ``role_mean``, a group with a single run gets 0, and a group with equal rewards gets 0 if ``shift`` is 0. Rewards
+    are limited to +-``LARGEST``.
 
     Some runs are dropped with all their experiences, and counted: runs without a finite reward; groups with fewer than
     ``min_group_runs`` remaining runs, or without the greedy run they need; then the groups and runs excluded by
@@ -150,9 +151,9 @@ def group_advantages(
             keeps the mapping from batch to batch.
 
     Returns:
-        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``: the run's number
-        where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the remaining groups,
-        and absent without such groups.
+        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``: the advantage of
+        the run where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the remaining
+        groups, and absent without such groups.
 
     Raises:
         ValueError: An experience has no action mask (dpo). The baseline is ``role_mean``, and ``baselines`` is None or
@@ -282,13 +283,15 @@ def _distances(
 
 
 def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers, greedy: float = 0.0) -> Numbers:
-    """Return the distances of the rewards of a task's runs from ``baseline + shift``, float64 ``[runs]``.
+    """Return the distances of the rewards of a task's runs from ``baseline + shift``, float64 ``[runs]``. A single run
+    has the distance 0, except with the baselines ``none`` and ``greedy``. With ``second_best`` all runs but the best
+    have the distance 0.
 
     Args:
         rewards: Float64 ``[runs]``.
         args: Settings with any baseline except ``role_mean``.
         weights: Weights of the runs in the baseline ``length_weighted``, at least 0, ``[runs]``.
-        greedy: Reward of the greedy run, for the baseline ``greedy``.
+        greedy: Mean reward of the task's greedy runs, for the baseline ``greedy``; 0 for all other baselines.
     """
     count = len(rewards)
     if args.baseline in {"none", "greedy"}:
@@ -340,7 +343,9 @@ def update_average(average: float, value: float, decay: float) -> float:
 
 
 def _scaled(groups: Groups, distances: Groups, args: GroupEstimator) -> dict[str, float]:
-    """Return the advantages of all runs: distances divided by their scale, or 0 if the scale is not above 0."""
+    """Return the advantages of all runs: distances divided by their scale (plus epsilon, except with the scale
+    ``mean``), or 0 if the scale is not above 0. With the scale ``none`` they are the distances.
+    """
     flat = {unit: distance for group in distances.values() for unit, distance in group.items()}
     if args.scale == "none":
         return flat

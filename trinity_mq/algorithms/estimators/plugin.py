@@ -138,8 +138,9 @@ def class_advantages(
     """Give experiences the advantages that an object of ``kind`` gives them; experiences that it leaves out are
     dropped.
 
-    If any run has a finite reward, runs without a finite reward are dropped first and counted. Each batch has an object
-    of its own, so that a batch has the same advantages on every machine.
+    If any run has a finite reward, runs without a finite reward are dropped first and counted. Tasks may have any
+    number of runs: ``min_group_runs`` has no effect. Each batch has an object of its own, so that a batch has the same
+    advantages on every machine.
 
     Raises:
         ValueError: An experience has no action mask (dpo).

@@ -35,7 +35,7 @@ def run_values(
     """Return the values of the runs by task (``tid``) and run (``rid``), in the order of their appearance.
 
     The value of a run is the number of its last step (largest ``eid.step``; the last listed of equal steps), limited to
-    +-``LARGEST``. A run without a finite number does not count, so a task may have no runs left.
+    +-``LARGEST``. A run whose last step has no finite number does not count, so a task may have no runs left.
 
     Args:
         batch: A whole batch.
@@ -190,7 +190,7 @@ def response_field(batch: ExperienceBatch, name: str, required: Flags, maker: st
         batch: Experiences with action masks.
         name: Field with one value per response token.
         required: Experiences that must have the field.
-        maker: Origin of the field, for the message.
+        maker: End of the message: the origin of the field, or the reason why it is needed.
 
     Raises:
         ValueError: An experience in ``required`` lacks the field.

@@ -26,7 +26,8 @@ def distillation_advantages(batch: ExperienceBatch, args: DistillEstimator) -> t
     else 0. Both logprobs are in nats, at the sampling temperature. Rewards, other tokens and other runs have no
     influence: nothing is centred or scaled, and groups may have any size.
 
-    Runs with a logprob that is not a finite number are dropped with all their experiences, and counted.
+    Runs with a trained token whose logprob, of student or teacher, is not a finite number are dropped with all their
+    experiences, and counted.
 
     Args:
         batch: A whole batch, in any order.

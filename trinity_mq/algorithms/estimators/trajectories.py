@@ -109,10 +109,12 @@ def discounted_advantages(
 
     Returns:
         The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``, 0 where the action
-        mask is False; and the metrics. Runs without a finite reward are dropped with all their experiences.
+        mask is False; and the metrics. Runs without a finite reward, or with a trained token whose reward is not
+        finite, are dropped with all their experiences.
 
     Raises:
-        ValueError: An experience has no action mask (dpo), or the penalty has a wrong length.
+        ValueError: An experience has no action mask (dpo), or the penalty has a wrong length or is not finite for a
+            trained token.
     """
     rewarded = _rewarded(batch, token_penalty)
     paths, flat = rewarded.paths, np.zeros(len(rewarded.rewards))

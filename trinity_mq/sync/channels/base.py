@@ -22,9 +22,9 @@ ManifestEntry = tuple[str, str, list[int]]
 """``(name, dtype, shape)``, with a dtype such as ``"float32"``."""
 Manifest = list[ManifestEntry]
 Tensors = list[tuple[str, "Tensor"]]
-"""Tensors in the order of the manifest. A DTensor is gathered when its turn comes."""
+"""Tensors in the order of the manifest. A tensor with the method ``full_tensor`` is gathered when its turn comes."""
 CatchUpSource = tuple[Version, dict[str, Any], Manifest]
-"""Offered version, its location (the rendezvous of ``prepare``), and its manifest."""
+"""A committed version, its location (as in the field ``rendezvous`` of ``prepare``), and its manifest."""
 
 SLOWEST_RATE = 50 * 10**6
 """Slowest acceptable rate of a transfer in bytes per second: two fifths of the rate of a link of 1 Gbit/s, and an
@@ -68,7 +68,7 @@ def transfer_seconds(base: float, num_bytes: int, copies: int = 1) -> float:
 
 
 class ChannelError(Exception):
-    """Weights could not be transferred; the message says where and why. The receiver has not changed anything yet."""
+    """Weights could not be transferred; the message says where and why. No model of an engine has changed yet."""
 
 
 class Channel(Protocol):
@@ -95,8 +95,8 @@ class Channel(Protocol):
         """
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep the source of :meth:`catch_up_source` after the last offered ``version`` is committed, and drop older
-        versions.
+        """Make the committed ``version`` the result of :meth:`catch_up_source`, if it is the version that was offered
+        last, and drop the versions that no engine needs any more.
         """
 
     async def catch_up_source(self) -> CatchUpSource | None:

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A run of consecutive manifest entries of one dtype."""
+    """Consecutive manifest entries of one dtype, which one flat tensor holds."""
 
     dtype: torch.dtype
     entries: tuple[ManifestEntry, ...]
@@ -120,7 +120,9 @@ def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, detached. A sharded tensor is gathered; all of its ranks must call this."""
+    """Return the whole tensor, detached. A sharded tensor is gathered by its method ``full_tensor``, and all of its
+    ranks must take part.
+    """
     gather = getattr(tensor, "full_tensor", None)
     return tensor.detach() if gather is None else gather().detach()
 
@@ -135,7 +137,7 @@ def packed(
     """Yield each bucket's tensors as one flat tensor of its dtype on ``device``, created by ``empty``. Consume
     ``tensors`` as needed.
 
-    Every rank with shards of the tensors runs this, in the same order. Ranks above 0 discard the results.
+    Reading a sharded tensor gathers it, see :func:`gathered`: the other ranks take part, in the same order.
 
     Raises:
         ChannelError: The tensors are not the tensors of the buckets, or come in another order.

@@ -1,4 +1,5 @@
-"""One host copy of arriving weights for all workers of an engine: the first receives into memory that the others map.
+"""One host copy of arriving weights for all workers of an engine: worker 0 receives them into memory that the other
+workers map.
 
 The memory belongs to no file system, so its size is not limited by ``/dev/shm``. The kernel frees it with the last
 mapping.
@@ -96,7 +97,7 @@ def receive_shared(
         all_join: Whether every worker takes part in the transfer. Only the tensors that worker 0 receives are used.
 
     Raises:
-        ChannelError: Worker 0 received no weights.
+        ChannelError: Worker 0 received no weights. An error of this worker's own transfer is raised unchanged.
     """
     buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
     if workers.number == 0:

@@ -56,9 +56,10 @@ class Limits:
 
 
 LIMITS = {"float32": Limits(1e-4, 2e-6, 2e-5), "bfloat16": Limits(1.0, 0.02, 0.15)}
-"""Limits by dtype of the weights. Measured on tiny models: at most 2e-6 in float32. In bfloat16 0.01, and 0.004 for
-differences between versions, with the usual initial spread of weights; 0.08 and 0.02 with four times this spread.
-Measured on a trained model of 30 layers (SmolLM2-135M) in bfloat16: 0.33, and 0.05 to 0.08 for differences."""
+"""Limits by dtype of the weights; another dtype has the limits of float32. Measured on tiny models: at most 2e-6 in
+float32. In bfloat16 0.01, and 0.004 for differences between versions, with the usual initial spread of weights; 0.08
+and 0.02 with four times this spread. Measured on a trained model of 30 layers (SmolLM2-135M) in bfloat16: 0.33, and
+0.05 to 0.08 for differences."""
 HALF = 0.5
 
 
@@ -72,7 +73,7 @@ class Canary:
 
     def problem(self, member: str, life: str, theirs: object, ours: Sequence[float]) -> str | None:
         """Return the reason why the logprobs ``theirs`` of ``member`` do not match the weights behind ``ours``; None if
-        they match.
+        they match, or if they are near and the change is too small to judge.
 
         Args:
             member: Id of the engine.

@@ -6,7 +6,8 @@ its output.
 
 A version counts only after its commit. A member that fails or does not answer makes this attempt fail, and is excluded
 from the next attempt until it joins again. A member that fails the canary is quarantined: it is excluded until it has
-fetched the committed version alone and the canary passes, unless no other member exists. Every wait has a deadline.
+fetched the committed version alone and the canary passes. If all members are quarantined, or such a fetch is not
+possible, quarantined members take part again. Every wait has a deadline.
 
 Members that joined between two versions or lost their weights fetch the committed version alone. Such a fetch has no
 barrier, and no other member waits for it.
@@ -42,7 +43,9 @@ LONGEST_PAUSE = 60.0
 
 @dataclass(slots=True)
 class CatchUp:
-    """Fetch of one member."""
+    """Catch-up fetch of one member: its ``prepare`` event, the time at which the fetch counts as failed, and the time
+    at which the event is sent again.
+    """
 
     prepare: SyncEvent
     deadline: float
@@ -71,7 +74,7 @@ class CatchUpFetches:
         return member not in self.under_way and self._not_before.get(member, now) <= now
 
     def of(self, event: SyncEvent) -> CatchUp | None:
-        """Return the fetch that an answer belongs to."""
+        """Return the current fetch that an answer belongs to; None if it belongs to no current fetch."""
         pull = self.under_way.get(event.sender)
         return pull if pull is not None and key_of(event) == key_of(pull.prepare) else None
 
@@ -181,7 +184,9 @@ class Coordinator:
         life: str = "",
         ranks: int = 1,
     ) -> list[Command]:
-        """Handle join: a member is alive and reports its version. ``ranks``: number of its ranks in a broadcast."""
+        """Handle join: a member is alive and reports its version. ``lease``: seconds until it counts as gone (default:
+        the coordinator's lease); ``life``: id of its engine process; ``ranks``: number of its ranks in a broadcast.
+        """
         previous = self.members.get(member)
         reborn = previous is not None and previous.life != life
         if not reborn and version != self.committed and self._has_just_committed(member, now):
@@ -235,8 +240,8 @@ class Coordinator:
     # -- catch-up of a single member
 
     def due_catch_ups(self, now: float) -> tuple[str, ...]:
-        """Return the members that may fetch the committed version now: they are behind, and not in a current
-        attempt.
+        """Return the members that may fetch the committed version now: they are behind, take part in no current attempt
+        or fetch, and do not pause after a failed fetch. Before the first commit the result is empty.
         """
         if self.committed is None:
             return ()
@@ -244,7 +249,9 @@ class Coordinator:
         return tuple(name for name in self.stale_members() if name not in busy and self._catch_ups.may_begin(name, now))
 
     def pull(self, member: str, prepare: SyncEvent, now: float) -> list[Command]:
-        """Make a member fetch the committed version alone. ``prepare`` carries its manifest, rendezvous and canary."""
+        """Make a member fetch the committed version alone, if :meth:`due_catch_ups` names the member. ``prepare``
+        carries the version's manifest, rendezvous and canary.
+        """
         if self.committed is None or member not in self.due_catch_ups(now):
             return []
         self._tries += 1
@@ -287,8 +294,9 @@ class Coordinator:
     def start(
         self, version: Version, progress: int, prepare: SyncEvent, now: float, *, held: float = 0.0
     ) -> list[Command]:
-        """Begin an attempt with the present members. ``prepare`` carries manifest, rendezvous and canary; its other
-        fields are set here. ``held``: seconds for which the attempt was already delayed.
+        """Begin an attempt with the present members that are not quarantined, or with all if all are quarantined.
+        ``prepare`` carries manifest, rendezvous and canary; its other fields are set here. ``held``: seconds for which
+        the attempt was already delayed.
 
         Raises:
             RuntimeError: An attempt is in progress, or the gate has no members.
@@ -318,7 +326,8 @@ class Coordinator:
         return [self._prepare]
 
     def commit_progress(self, progress: int) -> list[Command]:
-        """Commit the new progress without a transfer, because the weights have not changed since the last commit.
+        """Commit a new progress, the number of batches that the trainer has consumed, without a transfer, because the
+        weights have not changed since the last commit.
 
         Raises:
             RuntimeError: No version is committed, or an attempt is in progress.

@@ -147,8 +147,8 @@ class CoordinatorDriver:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the report as metrics: counts since the trainer's start, and the last sync's phases in
-        milliseconds.
+        """Return the report as metrics: the current numbers of members and of quarantined members, other counts since
+        the trainer's start, and the last sync's phases in milliseconds.
         """
         report = self.report()
         names = ("aborts", "pulls", "canary_failures", "quarantined")
@@ -159,7 +159,7 @@ class CoordinatorDriver:
         }
 
     async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Serve the gate until cancelled. ``each`` is the agent's consumer loop over a feed."""
+        """Serve the gate until cancelled, then close the channel. ``each`` is the agent's consumer loop over a feed."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(each(feed, self._receive_event), name="sync-events")
@@ -250,7 +250,7 @@ class CoordinatorDriver:
         await self._commands.join()
 
     async def confirm_unchanged(self, progress: int) -> None:
-        """Commit the new progress with the weights that all members already have."""
+        """Commit a new progress, the number of batches that the trainer has consumed, for the committed version."""
         self._enqueue(self.machine.commit_progress(progress))
         await self.settled()
 
@@ -365,8 +365,9 @@ class CoordinatorDriver:
                 self._enqueue(self.machine.pull(name, prepare, loop.time()))
 
     def _due_fetches(self, now: float) -> tuple[str, ...]:
-        """Return the members that should fetch now. During a sync, include only members that came after its start, and
-        only while an attempt runs. All other members are about to get a newer version.
+        """Return the members that should fetch now. During a sync these are only members that came after the start of
+        the current attempt: members in the attempt are about to get a newer version. Quarantined members, and all
+        members between two attempts, wait.
         """
         if not self._may_catch_up:
             return ()

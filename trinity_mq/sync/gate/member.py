@@ -28,7 +28,7 @@ class MemberStage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop new batch steps and wait for the running step. Report with :meth:`Member.paused` or ``broke``."""
+    """Stop new batch steps and wait for the running batch step. Report with :meth:`Member.paused` or ``broke``."""
 
     key: Key
     seconds: float
@@ -36,7 +36,9 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Enter the barrier and the collective. Report with :meth:`Member.received` or ``broke``."""
+    """Receive the new weights: enter the barrier and the collective, or fetch them without a barrier in a pull. Report
+    with :meth:`Member.received` or ``broke``.
+    """
 
     key: Key
     prepare: SyncEvent
@@ -53,7 +55,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Resume serving the old version."""
+    """Cut off a running transfer, and resume serving the old version if its weights are untouched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,9 @@ class Member:
         return [answer, *after, *([] if Rejoin() in after else [Rejoin()])]
 
     def commit(self, event: SyncEvent) -> list[Command]:
-        """Handle commit: the version exists. Outside this attempt do nothing; the driver updates the progress."""
+        """Handle commit: the version of this member's attempt is committed. For any other commit do nothing: the driver
+        updates the progress.
+        """
         if self.stage is not MemberStage.APPLIED or event.version is None or not self._same_try(event):
             return []
         return self._committed(event.version, event.progress or 0)

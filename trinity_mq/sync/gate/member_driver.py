@@ -33,7 +33,7 @@ class EnginePort(Protocol):
     """Operations of an engine's host that the gate uses."""
 
     async def pause(self, timeout: float) -> None:
-        """Stop new batch steps; return when the running step has ended."""
+        """Stop new batch steps; return when the running batch step has ended."""
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Receive the weights as described by ``spec``. Return the canary's ``logprobs``, and ``seconds`` by
@@ -44,7 +44,7 @@ class EnginePort(Protocol):
         """Stamp the version and serve."""
 
     async def resume(self) -> None:
-        """Resume serving the previous version."""
+        """Cut off a running transfer, and serve the previous version again if its weights are untouched."""
 
 
 class MemberDriver:

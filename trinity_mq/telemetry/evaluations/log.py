@@ -18,7 +18,7 @@ MOST_EVALUATIONS = 1000
 
 
 class EvaluationAnswer(BaseModel):
-    """Answer of a single run to a question."""
+    """Answer of a single rollout run to a question."""
 
     run: int = 0
     answer: str | None = None
@@ -36,7 +36,7 @@ class EvaluationQuestion(BaseModel):
     expected: str | None = None
     """Expected answer. None: unknown."""
     answers: list[EvaluationAnswer] = Field(default_factory=list)
-    """Answers of the runs that finished."""
+    """Answers of the rollout runs that finished."""
     failure: str | None = None
     """First failure message. None: no failure."""
 
@@ -46,7 +46,8 @@ class Evaluation(BaseModel):
 
     set: str = ""
     label: int = 0
-    """Number of closed batches before the evaluation. In mode ``bench``, the train step of the checkpoint."""
+    """Number of closed batches before the evaluation. In mode ``bench``, the number of batches that the checkpoint was
+    trained on."""
     time: float = 0.0
     """End of the evaluation in seconds since the epoch."""
     questions: list[EvaluationQuestion] = Field(default_factory=list)
@@ -69,7 +70,8 @@ class EvaluationLog:
         self._log = SampleLog(self._folder, max_bytes)
 
     def append(self, evaluation: Evaluation) -> None:
-        """Append an evaluation, with as many of its questions as fit into a record.
+        """Append an evaluation, with as many of its questions as fit into a record. Of more than
+        :data:`MOST_EVALUATIONS` stored evaluations, remove the oldest.
 
         Raises:
             OSError: The disk is full, or the folder is not writable.

@@ -15,8 +15,9 @@ FIRST_MODEL = "first model"
 
 
 def select_checkpoints(config: Config) -> Mapping[int, Checkpoint | None]:
-    """Return the checkpoints by label, in the order of their labels. The label is the number of batches that a
-    checkpoint was trained on. The first model is None.
+    """Return the checkpoints that ``bench.checkpoints`` selects, by label, in the order of their labels. The label is
+    the number of batches that a checkpoint was trained on. The first model is None; ``all`` includes it if
+    ``explorer.eval_on_startup`` is set.
 
     Raises:
         CheckpointError: The folder has no checkpoint, lacks a requested checkpoint, or cannot be read.
@@ -52,8 +53,8 @@ def select_checkpoints(config: Config) -> Mapping[int, Checkpoint | None]:
 
 
 def checksums(config: Config) -> Mapping[int, str]:
-    """Return an identifier of the weights of each checkpoint that mode ``bench`` evaluates, by label: the checksum, or
-    the title if the checksum is unknown. Empty in other modes.
+    """Return an identifier of the weights of each checkpoint that mode ``bench`` evaluates, by label: the checksum, the
+    title if the checksum is unknown, or :data:`FIRST_MODEL`. Empty in other modes.
 
     Raises:
         CheckpointError: As in :func:`select_checkpoints`.

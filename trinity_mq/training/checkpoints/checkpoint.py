@@ -43,7 +43,9 @@ log = structlog.get_logger(__name__)
 
 
 class CheckpointError(FatalError):
-    """A checkpoint or counter could not be written or read; the message names the file, the cause and the remedy."""
+    """A checkpoint, a counter or the final model could not be written, read or found; the message names the file, the
+    cause and the remedy.
+    """
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -131,7 +133,7 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckp
     :func:`choose` comes before all others, until a trainer that resumed from it has saved a checkpoint.
 
     Raises:
-        OSError: The folder cannot be read.
+        OSError: The folder, or the choice in it, cannot be read.
         NewerStateError: A newer release wrote one of the checkpoints.
     """
     whole: list[Checkpoint] = []
@@ -157,7 +159,8 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckp
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Check the checksums of all files of a checkpoint. Blocks.
+    """Check the checksums of all files of a checkpoint except :data:`STATE_FILE`, which holds them. A checkpoint
+    without checksums, which an earlier release wrote, passes. Blocks.
 
     Raises:
         DamagedCheckpointError: A file cannot be read, or its content has changed.
@@ -178,7 +181,8 @@ def find_by_name(folder: Path, name: str) -> Checkpoint:
     train steps. If several checkpoints match, return the newest.
 
     Raises:
-        CheckpointError: The checkpoint does not exist or is damaged; the message names the usable checkpoints.
+        CheckpointError: The name is malformed, the folder cannot be read, or the checkpoint does not exist or is
+            damaged; the message names the usable checkpoints.
     """
     try:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
@@ -206,7 +210,7 @@ def find_by_name(folder: Path, name: str) -> Checkpoint:
 
 
 def choose(folder: Path, checkpoint: Checkpoint) -> None:
-    """Make the next trainer resume from ``checkpoint``; it starts a new generation. The choice is written durably.
+    """Make the next trainer, which begins a new generation, resume from ``checkpoint``. The choice is written durably.
 
     Raises:
         CheckpointError: The choice cannot be written.
@@ -335,8 +339,8 @@ class CheckpointStore:
     async def save(self, write: Writer, state: TrainerProgress) -> Checkpoint:
         """Save a checkpoint atomically: it is synced to disk and appears by a single rename once all files are written.
 
-        A checkpoint of the same progress is replaced. If the save fails or is cancelled, existing checkpoints do not
-        change.
+        A checkpoint of the same progress is replaced. If the save fails or is cancelled before the rename, existing
+        checkpoints do not change. A save that is cancelled later is completed before the error is raised.
 
         Args:
             write: Writes files into the given folder, and returns the checksum of the weights or None.
@@ -455,7 +459,8 @@ def milestones(every: int | None, progress: Iterable[int]) -> list[int]:
 
 
 async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
-    """Publish the folder that ``write`` creates as ``final``: complete and synced to disk, or not at all.
+    """Write a folder with ``write``, and publish it under the path ``final``: complete and synced to disk, or not at
+    all. If ``write`` creates no folder, nothing is published.
 
     Raises:
         CheckpointError: The folder cannot be written.
@@ -518,7 +523,7 @@ class StepAttempts:
         return self._starts.get(ticket, 0)
 
     def begin(self, tickets: Iterable[str]) -> None:
-        """Count a start of each ticket, before its step.
+        """Count a start of each ticket, before its train step. After :meth:`withdraw` do nothing.
 
         Raises:
             CheckpointError: The counts cannot be written.
@@ -529,8 +534,8 @@ class StepAttempts:
 
     @contextmanager
     def noted(self, tickets: Collection[str]) -> Iterator[None]:
-        """Count a start of each ticket for the step in the ``with`` block. The count is removed if the step ends, is
-        cancelled or stops the training.
+        """Count a start of each ticket for the train step in the ``with`` block. The count is removed if the step ends,
+        is cancelled or stops the training; after any other error it stays.
 
         Raises:
             CheckpointError: The counts cannot be written.

@@ -36,8 +36,8 @@ def read_old_facts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_old_parts(folder: Path, modules: Mapping[str, nn.Module]) -> Parts:
-    """Return the parts of an old checkpoint. The critic and the reference are loaded into their ``modules``. The
-    policy's weights were already loaded with the model.
+    """Return the parts of an old checkpoint. The critic, and a reference that has moved, are loaded into their
+    ``modules``. The policy's weights were already loaded with the model.
 
     Args:
         folder: The checkpoint.

@@ -94,7 +94,7 @@ class StatePart:
     """State of one component of the learner."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors by name. Each rank writes and reads its own shards of a device mesh."""
+    """Tensors by name. Of a tensor that is sharded over ranks, each rank writes and reads its own shard."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Values other than tensors, stored as JSON. Floats are restored bit by bit."""
     rows: dict[str, Rows] = field(default_factory=dict)

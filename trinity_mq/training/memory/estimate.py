@@ -134,7 +134,7 @@ class MemoryEstimate:
     """Host memory of rank 0, by part."""
     engine: Parts | None = None
     """Memory on the device of each worker of an engine, by part. ``cache`` is None if ``engine_fraction`` determines
-    it."""
+    it, or if the size is unknown for this kind of engine."""
     engine_fraction: float | None = None
     """Fraction of the device that an engine takes as a whole. None: an engine takes the memory of its parts."""
     auxiliary: Mapping[str, Parts | None] = field(default_factory=dict)
@@ -167,7 +167,9 @@ def trained_requests(config: Config, device: Device) -> dict[str, MeasureRequest
 
 
 def measure_requests(config: Config, device: Device) -> dict[str, MeasureRequest]:
-    """Return the models to measure for :func:`estimate`, by name: ``model``, ``critic``, and auxiliary models."""
+    """Return the models to measure for :func:`estimate`, by name: ``model``, ``critic`` where there is a critic, and
+    the auxiliary models whose engines run here.
+    """
     requests = trained_requests(config, device)
     for served in _auxiliary_here(config):
         requests[served.name] = MeasureRequest(served.model.model_dump(mode="json"), device, passes=False)
@@ -187,7 +189,7 @@ def estimate(
     Args:
         config: Configuration of the run.
         device: Kind of the devices.
-        measured: Results for :func:`measure_requests`.
+        measured: Results for :func:`measure_requests`. Auxiliary models may be missing; their memory is then unknown.
         tokens: Maximum number of tokens in a pass. None: ``trainer.max_tokens_per_micro_batch``; ``auto`` on a GPU
             counts as its smallest value.
     """

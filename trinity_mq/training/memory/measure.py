@@ -212,7 +212,7 @@ def _cache_numbers(text: Any) -> int:
 
 
 def _passes(model: Any, config: ModelConfig, request: MeasureRequest) -> dict[str, Line]:
-    """Measure passes of two sizes; see :func:`_pass_bytes`."""
+    """Measure passes of two sizes, and return the numbers of :func:`_pass_bytes` as lines over the positions."""
     row = min(ROW, getattr(model.config.get_text_config(), "max_position_embeddings", None) or ROW)
     _use_maskless_attention(model)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -333,7 +333,8 @@ def stored_limit(facts: Mapping[str, Any], card: Card) -> PassLimit | None:
 
 
 def choose_limit(config: Config, card: Card, measured: Mapping[str, Measured], *, shared: bool) -> PassLimit:
-    """Return the largest of :data:`TOKEN_STEPS` whose passes fit into the memory of a GPU by the estimate.
+    """Return the largest of :data:`TOKEN_STEPS` whose passes fit into the memory of a GPU by the estimate; the smallest
+    if none fits, and :data:`FALLBACK` if a model was not measured.
 
     Args:
         config: Configuration of the run.

@@ -177,7 +177,8 @@ class Adapters:
     @torch.no_grad()
     def merged(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the weight ``name`` of the model without adapters, with its adapter merged in: ``W + scale B A``, in
-        float32. A weight without an adapter is returned unchanged. See :meth:`shown`.
+        float32. A weight without an adapter is returned unchanged. Ranks above 0 of a sharded model get only their rows
+        of the frozen weight, and discard them. See :meth:`shown`.
         """
         weight = self._base[name]
         base = self._weight(weight.parameter)

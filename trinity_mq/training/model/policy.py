@@ -1,4 +1,6 @@
-"""The policy as a torch model: loading, logprobs at chosen positions, saving. Use it from one thread only."""
+"""The policy as a torch model: loading, logprobs at chosen positions, saving. Use a policy from one thread only, except
+where a method allows any thread.
+"""
 
 from __future__ import annotations
 
@@ -99,16 +101,16 @@ class Policy:
         *,
         shards: bool = True,
     ) -> None:
-        """Load the model in ``folder``. With several ranks, and on a GPU, the weights are read after the model was
-        built and sharded, so that no process holds the whole model. Where this is impossible the reason is logged, and
-        the model is loaded as a whole before.
+        """Load the model in ``folder``. With several ranks the weights are read after the model was built and sharded,
+        so that no process holds the whole model; on a single GPU after the model was built, directly into its memory.
+        Where this is impossible the model is loaded as a whole before.
 
         Args:
             config: Configuration of the model.
             folder: Hugging Face folder of the model.
-            seed: Seed for weights that the folder lacks.
+            seed: Seed for weights that the folder lacks, and for new adapters.
             trainer: Decides whether rows are packed, prefixes shared and activations kept. None: padded rows of whole
-                sequences, activations kept.
+                sequences; activations are kept on a CPU only.
             ranks: Ranks over which the model is sharded; None: the model is not sharded.
             shards: Whether to shard the model. False: the caller shards a module around it, see :meth:`shard`.
 
@@ -189,7 +191,8 @@ class Policy:
             self._files = None
 
     def shard(self, root: nn.Module, heads: Sequence[nn.Module] = ()) -> None:
-        """Shard ``root``, which contains the blocks of the model, over the ranks, and read its weights.
+        """Shard ``root``, which contains the blocks of the model, over the ranks, and read its weights. A single rank
+        shards nothing. Close the weight files unless they are needed for merging adapters.
 
         Args:
             root: Module that computes.
@@ -252,7 +255,9 @@ class Policy:
         self.division = replace(self.division, max_tokens=max_tokens)
 
     def _can_share_prefixes(self, trainer: TrainerConfig) -> bool:
-        """Return whether rows may share prefixes. If sharing is requested but not possible, log the reason."""
+        """Return whether rows may share prefixes. If sharing is requested but the model does not support it, log the
+        reason.
+        """
         if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or self.recomputes:
             return False
         if self._routers is not None:  # experts are prescribed for whole sequences
@@ -330,8 +335,9 @@ class Policy:
         return total_digest(shown(name).to(self._dtype) for name, _, _ in self.manifest())
 
     def save(self, folder: Path, tokenizer: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write a Hugging Face folder with float32 weights and the tokenizer files of the folder ``tokenizer``.
-        Adapters are merged into the weights, and also written to ``adapter/`` in ``peft`` format.
+        """Write a Hugging Face folder with float32 weights, the tokenizer files of the folder ``tokenizer`` and the
+        chat template of the configuration, if it sets a template. Adapters are merged into the weights, and also
+        written to ``adapter/`` in ``peft`` format.
 
         Args:
             folder: Target folder, created if missing.
@@ -373,7 +379,7 @@ def file_placeholders(model: Any, weights: LateTensors) -> dict[str, Tensor]:
 
 
 def select_device(requested: Literal["auto", "cpu", "cuda"], world: int = 1) -> torch.device:
-    """Return the device to compute on. With several GPUs it is the GPU of this rank.
+    """Return the device to compute on. With several ranks it is the GPU of this rank, otherwise the current GPU.
 
     Args:
         requested: ``model.device``.
@@ -427,12 +433,13 @@ def _checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class TokenScorer(nn.Module):
-    """Logprobs and entropies of chosen tokens, from the hidden states at the input of the model's head.
+    """Computes logprobs and entropies of chosen tokens, from the hidden states at the input of the model's head.
 
-    The head itself is called with zero tokens. Its weight is read in this module's forward pass, and every tensor with
-    a gradient leaves through this module's outputs. So this module must be the root for sharding
-    (``torch.distributed.fsdp.fully_shard``): the weight is then unsharded in this forward pass, and again when the
-    backward pass recomputes the logits. Adapters must be added to the model before this module wraps it.
+    The head itself is called with zero tokens, unless the operation after the head is unknown. Its weight is read in
+    this module's forward pass, and every tensor with a gradient leaves through this module's outputs. So this module
+    must be the root for sharding (``torch.distributed.fsdp.fully_shard``): the weight is then unsharded in this forward
+    pass, and again when the backward pass recomputes the logits. Adapters must be added to the model before this module
+    wraps it.
     """
 
     def __init__(self, model: Any, after: HeadOperation | None = None, probe: Any = None) -> None:

@@ -66,7 +66,8 @@ class _Conversion:
 
 
 class DeferredWeights:
-    """The tensors of a model's files, by the places that they have in the model. Open until :meth:`close`.
+    """The tensors of a model's files, by the places that they have in the model. The files are open until
+    :meth:`close`.
 
     Args:
         paths: Files in safetensors format.
@@ -150,8 +151,8 @@ class DeferredWeights:
 
     @torch.no_grad()
     def fill(self, root: nn.Module, device: torch.device) -> None:
-        """Give every parameter and buffer of ``root`` that is on the meta device memory on ``device``, and read it.
-        Sharded parameters read their own rows. Tied parameters stay tied.
+        """Allocate memory on ``device`` for every parameter and buffer of ``root`` on the meta device, and read its
+        value. Sharded parameters read their own rows. Tied parameters stay tied.
 
         Args:
             root: Module that contains modules of the model.

@@ -163,7 +163,7 @@ class Ranks:
         """
         self.rank, self.world = rank, world
         self.lost = ""
-        """Reason why the ranks will never be complete; empty if unknown."""
+        """Reason why the ranks will never be complete; empty while no rank is known to be lost."""
         self._timeout = timedelta(seconds=seconds)
         self._store: Store | None = None
         self._address: tuple[str, int] | None = None
@@ -219,7 +219,7 @@ class Ranks:
     def open(self, device: torch.device) -> None:
         """Create the process group, and make ``device`` the current device of this thread, which must be the thread
         that computes: torch keeps a current device per thread, and FSDP and device meshes take the current device. This
-        is a collective of all ranks.
+        is a collective of all ranks. Later calls only set the device. A single rank does nothing.
 
         Args:
             device: Device of this rank's models. Tensors to sum may be on it too.
@@ -352,7 +352,7 @@ class Ranks:
             raise worst.error_elsewhere(text)
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Vote with an error. Return if all ranks end the command with this error.
+        """Vote with an error. Return if this rank is to raise its own error: it is broken itself, or no rank is broken.
 
         Raises:
             RankError: A rank is no longer usable.

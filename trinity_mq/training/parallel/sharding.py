@@ -21,11 +21,12 @@ def shard(root: nn.Module, parts: Sequence[nn.Module], device: torch.device, wor
     """Shard a module in place. Each of ``parts`` is sharded separately. The rest, including embeddings and head, is
     sharded with the root, so that tied weights stay one parameter.
 
-    Parameters stay float32 for the optimizer; the computation uses ``dtype``. Gradients are summed over the ranks in
-    float32, not averaged, because the scale of a loss comes from the counts of the whole optimizer step.
+    Parameters keep their data type, float32 if they are trained; the computation uses ``dtype``. Gradients are summed
+    over the ranks in float32, not averaged, because the scale of a loss comes from the counts of the whole optimizer
+    step.
 
     Args:
-        root: Root module on ``device``, the same on every rank.
+        root: Root module on ``device`` or on the meta device, the same on every rank.
         parts: Modules inside the root.
         device: Device of this rank.
         world: Number of ranks.

@@ -44,7 +44,9 @@ class CheckpointChannel:
         self._spare = SpareBuffers(pinned=True)
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Write the files, unless they exist, and return their location."""
+        """Write the files, unless this version is the last that was written and was not abandoned. Return their
+        location.
+        """
         if self._offered is None or self._offered[0] != version:
             self._offered = None
             buckets = plan(manifest, self._bucket_bytes)
@@ -68,7 +70,9 @@ class CheckpointChannel:
         """Do nothing: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep the files of ``version``, and as many earlier versions as configured."""
+        """Make the files of ``version`` the source of catch-up fetches, if it was offered last. Remove the files of all
+        other versions except the newest earlier versions, as many as configured.
+        """
         if self._offered is None or self._offered[0] != version:
             return
         self._committed = self._offered

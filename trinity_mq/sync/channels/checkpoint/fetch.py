@@ -23,7 +23,8 @@ def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
     ``spec``: path, digest, manifest, seconds.
 
     Raises:
-        ChannelError: A file is missing, differs from the written content, or does not match the manifest.
+        ChannelError: A file is missing, differs from the written content, does not match the manifest or has another
+            format, or not all files were read within ``seconds``.
     """
     from fsspec.core import url_to_fs
 

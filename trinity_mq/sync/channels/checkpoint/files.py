@@ -64,7 +64,7 @@ class WeightFiles:
         """Write one shard per bucket, then the manifest. Return the version's folder or URL, and the manifest's
         checksum.
 
-        ``written`` is called with each bucket that is no longer needed.
+        ``written`` is called with the flat tensor of each bucket once its shard is written.
 
         Raises:
             OSError: The files could not be written. The partial files are not a version, and the next :meth:`prune`
@@ -87,10 +87,11 @@ class WeightFiles:
         return f"{self._prefix}{folder}", checksum
 
     def prune(self, current: str, keep: int) -> None:
-        """Remove all versions except ``current`` and the newest ``keep - 1`` versions before it. Folders that cannot be
-        removed stay.
+        """Remove all versions except ``current`` and the newest ``keep - 1`` complete versions before it. Folders that
+        cannot be removed stay.
 
-        Incomplete folders and the remains of failed attempts are removed too.
+        Incomplete folders, later versions and other copies of a kept version, which failed attempts left, are removed
+        too.
         """
         newest = self._version_of(current)
         self._fs.invalidate_cache()

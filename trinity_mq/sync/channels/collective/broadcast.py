@@ -168,7 +168,9 @@ class Sender:
         self._group: Group | None = None
 
     async def rendezvous(self) -> dict[str, Any]:
-        """Return the address where members meet the trainer. The first use opens the store."""
+        """Return the instructions for a member, with the address where members meet the trainer. The first use opens
+        the store.
+        """
         store = self._store
         if store is None:
             self._store = store = await in_daemon_thread(self._open, self.seconds, "rendezvous")

@@ -13,16 +13,20 @@ from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 
 class CollectiveChannel:
-    """Broadcasts from a host copy. The copy starts with the offer, while engines still serve, and continues bucket by
-    bucket during the broadcast. Members that missed the broadcast fetch from the same copy.
+    """Broadcasts a host copy or the live weights to all members; members that missed the broadcast fetch through a
+    second channel.
+
+    If this second channel is the memory channel, its host copy starts with the offer, while engines still serve, and
+    continues bucket by bucket during the broadcast. With gloo the broadcast then reads the copy, with NCCL the live
+    weights. If the second channel writes files, the live weights are broadcast.
 
     Sharded weights and merged adapters are read once, in the offer, because reading them is a collective of the
-    trainer's ranks. Broadcast, files and fetches then read the host copy.
+    trainer's ranks. Broadcast, files and fetches then read a complete host copy.
 
     Args:
         host: Address of the rendezvous.
         bucket_bytes: Size of one broadcast.
-        seconds: Limit of the barrier and of each step of the collective.
+        seconds: Limit of the barrier, and of each broadcast in addition to its duration at the slowest acceptable rate.
         backend: Backend of the broadcast.
         pulls: Channel for members that missed a broadcast. A file channel writes each version before the broadcast.
     """
@@ -43,7 +47,7 @@ class CollectiveChannel:
         """Host copy to broadcast. None: broadcast the live weights."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Prepare the weights for catch-up fetches, and return the rendezvous."""
+        """Copy or write the weights as far as the broadcast and catch-up fetches need it, and return the rendezvous."""
         self._copy = None
         if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
             self._copy = await self._memory.stage(version, tensors, manifest, digests=False)

@@ -98,7 +98,7 @@ class MemoryChannel:
         """Do nothing: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep only the copy of ``version``."""
+        """Keep only the copy of ``version``, once it is complete. Do nothing if another version was offered last."""
         copy = self._offered
         if copy is not None and copy.version == version:
             await self._wait_until_whole(copy)

@@ -27,10 +27,10 @@ class HostCopy:
     spare: SpareBuffers = field(default_factory=SpareBuffers)
     """Pool of the buffers. A released copy returns its buffers to the pool."""
     readers: int = 0
-    """Number of current readers. The buffers must not change while readers exist."""
+    """Number of requests that read the buffers now. The buffers must not change while a request reads them."""
     buckets: list[Bucket] = field(init=False)
     flats: list[Tensor] = field(default_factory=list)
-    """One flat CPU tensor per bucket."""
+    """One flat CPU tensor for each bucket that is filled; empty after :meth:`release`."""
     is_whole: bool = False
     """Whether all buckets are filled."""
     _problem: ChannelError | None = None
@@ -45,7 +45,7 @@ class HostCopy:
         """Copy the tensors bucket by bucket, and compute the checksums too if ``digests``. Blocks.
 
         Raises:
-            ChannelError: The tensors do not match the manifest.
+            ChannelError: The tensors do not match the manifest, or the copy was marked as failed in the meantime.
         """
         try:
             for flat in packed(self.buckets, tensors, empty=self.spare.take):
@@ -100,8 +100,8 @@ class HostCopy:
             yield flats[number]
 
     def release(self) -> None:
-        """Return the buffers to the pool, unless a thread reads or fills them. In that case they are freed after their
-        last use.
+        """Mark an incomplete copy as failed. Return the buffers of a complete copy to the pool, unless a request reads
+        them. All other buffers are freed after their last use.
         """
         self.fail(ChannelError(f"the host copy of version {self.version} was abandoned"))
         if self.is_whole and not self.readers:
