@@ -27,13 +27,15 @@ class TrackerError(Exception):
 
 
 class Tracker(Protocol):
-    """One run at one service. Steps may arrive in any order, and the same values may arrive twice."""
+    """Interface of a client that sends the metrics of our run to one service, as a run there. Steps may arrive in any
+    order, and the same values may arrive twice.
+    """
 
     kind: str
     """Name of the service."""
 
     def begin(self, run_id: str) -> str:
-        """Start a run or resume the run ``run_id``. Return the run's id.
+        """Start a run at the service, or resume its run ``run_id``. Return the id of the run at the service.
 
         Args:
             run_id: Id that an earlier call returned. Empty: start a new run.
