@@ -37,7 +37,7 @@ EXAMPLE_TARGET = "example:arithmetic"
 
 
 def next_step(arguments: argparse.Namespace) -> str | None:
-    """Return the line about the next step, or None if no line is to be printed: the command is not in :data:`NEXT`, has
+    """Return the line about the next step, or None to print nothing: the command is not in :data:`NEXT`, has
     followed a run, has printed output for programs or the plan of one of several machines (``--only``), or has printed
     an empty list, for which it sets ``arguments.is_empty``.
     """

@@ -368,7 +368,7 @@ class RunState:
 
     @property
     def gate(self) -> GateStatus:
-        """The trainer's report on weight syncs, with the initial values if there is no report."""
+        """The trainer's report on weight syncs, with initial values before the first report."""
         return next((trainer.sync for trainer in self.statuses(TrainerStatus).values() if trainer.sync), GateStatus())
 
     @property

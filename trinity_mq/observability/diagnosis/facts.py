@@ -97,7 +97,7 @@ class ObservationIndex:
 
     def first(self, role: str, status: type[S]) -> tuple[Heartbeat, S] | None:
         """Return (heartbeat, status) of the role's living agent with the first id among the agents whose status is of
-        the type ``status``. None: there is no such agent.
+        the type ``status``. None: no such agent lives.
         """
         sorted_beats = sorted(self.of_role(role), key=lambda item: item[0].id)
         return next(((beat, beat.detail) for beat, _ in sorted_beats if isinstance(beat.detail, status)), None)

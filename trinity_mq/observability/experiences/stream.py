@@ -170,7 +170,7 @@ class ReadyReader:
         return QUIET_SECONDS
 
     async def _read_from(self, offset: int | None, quiet: float | None) -> int | None:
-        """Read from ``offset`` to the last delivery that is to be read, or to ``quiet`` seconds of silence (None:
+        """Read from ``offset`` to the last wanted delivery, or to ``quiet`` seconds of silence (None:
         without limit). If retention cut the stream, return the offset at which to resume, else None.
         """
         is_first = offset is not None
