@@ -37,8 +37,9 @@ SMALL = 1e-5
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of answers with the policies' values for their tokens. Each tensor is ``[answers, tokens]``; logprobs and
-    entropies are in nats.
+    """A batch of answers with the values of several policies for their tokens: ``mu`` is the sampler, ``old`` the
+    policy before the train step, ``ref`` the reference. ``mask`` selects the trained tokens. Each tensor is
+    ``[answers, tokens]``; logprobs and entropies are in nats.
     """
 
     mask: Tensor
@@ -187,7 +188,7 @@ def losses(
 
 
 def table(sample: Sample, advantages: Tensor, losses_of_batch: Losses) -> Iterator[str]:
-    """Yield a line for each trained token of the first two answers of each task."""
+    """Yield a heading, then a line for each token of the first two answers of each task. A masked token is marked."""
     yield f"{'task/run':9}{'token':>6}{'reward':>8}{'advantage':>11}{'ratio':>9}{'gradient':>12}"
     for number in range(len(sample.mask)):
         if number % RUNS > 1:

@@ -39,7 +39,7 @@ ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """The result of one check."""
+    """One finding of a check, which may have several."""
 
     subject: str
     verdict: Verdict
@@ -289,7 +289,9 @@ def _clock(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
 
 
 def _depths(facts: DoctorFacts, needs: Needs) -> dict[str, tuple[int, int]]:
-    """Return messages and consumers of each queue of the run. Counts from AMQP are the currently ready messages."""
+    """Return (messages, consumers) of each known queue of the run, by name. Where AMQP has answered, only ready
+    messages are counted.
+    """
     listed = {
         queue["name"]: (queue.get("messages", 0), queue.get("consumers", 0))
         for queue in facts.get("queues", ())
