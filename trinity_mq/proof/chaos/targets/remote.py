@@ -88,7 +88,7 @@ class ComposeTargets:
         return dict.fromkeys((*COMMAND_ROLES, "broker"), ("kill", "freeze", "cut", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the running containers of a service."""
+        """Return the running and the paused containers of a service, sorted by name."""
         rows = await self._listed(role, "--filter", "status=running", "--filter", "status=paused")
         return sorted(
             (Victim(role, name, container, f"{role}-{container[:SHORT_ID]}") for container, name, _ in rows),
@@ -110,7 +110,7 @@ class ComposeTargets:
                 await self._cut(victim)
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """Resume a container, or reconnect its networks with its aliases."""
+        """Resume a frozen container, and reconnect its disconnected networks with its aliases."""
         if kind == "freeze":
             with contextlib.suppress(CommandError):  # the container was killed in the meantime
                 await output_of("docker", "unpause", victim.identity)
@@ -184,7 +184,7 @@ class KubernetesTargets:
         return dict.fromkeys((*COMMAND_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the running pods of a role."""
+        """Return the running pods of a role, sorted by name."""
         pods = [pod for pod in await self._pods() if _role_of(pod) == role and _runs(pod)]
         return sorted((_victim(role, pod) for pod in pods), key=lambda victim: victim.name)
 
