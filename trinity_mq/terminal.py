@@ -95,8 +95,8 @@ def unguarded(stream: TextIO) -> TextIO:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Escape all text that is written to standard output and standard error inside the block. Tracebacks of uncaught
-    errors are escaped too, also after the block. Text for a stream that is closed, as with ``2>&-``, is lost.
+    """Escape the unsafe characters of all text that is written to standard output and standard error inside the block,
+    and of the tracebacks of uncaught errors. Text for a stream that is closed, as with ``2>&-``, is lost.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     out: Any = EscapingStream(unguarded(sys.stdout))
@@ -148,7 +148,7 @@ def _console_kind() -> type[Console]:
     from rich.segment import Segment
 
     class VisibleConsole(Console):
-        """A rich console that escapes rendered text. Control segments come from rich itself and pass unchanged."""
+        """A rich console that escapes unsafe characters. Control segments come from rich itself and pass unchanged."""
 
         def __init__(self, *, file: TextIO, **options: Any) -> None:
             super().__init__(file=file.unguarded if isinstance(file, EscapingStream) else file, **options)

@@ -187,8 +187,8 @@ def sessions_line(status: GatewayStatus) -> str:
 
 
 def sync_line(gate: GateStatus) -> str:
-    """Return the last weight sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with the
-    non-zero counts of :data:`SYNC_COUNTS` over all syncs.
+    """Return the last weight sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all
+    non-zero counts of the gate (:data:`SYNC_COUNTS`).
     """
     phases = ", ".join(f"{name} {value:.0f} ms" for name, value in gate.phases.items())
     values = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}

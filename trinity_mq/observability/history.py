@@ -15,7 +15,7 @@ from trinity_mq.observability.timeline import Span, spans
 from trinity_mq.roles import row_of
 
 KEPT_SECONDS = 900.0
-"""Seconds after its end at which an interval is removed."""
+"""Seconds for which an interval is kept after its end."""
 MOST_INTERVALS = 4000
 """Maximum number of intervals kept per agent."""
 MOST_ACTIVITIES = 20_000

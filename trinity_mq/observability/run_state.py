@@ -90,7 +90,7 @@ class RunState:
 
     Args:
         run: The run's name.
-        total: Number of steps of the run. None: the configuration or the explorer will report it.
+        total: Number of training batches of the run. None: from ``config``. The explorer's report replaces it.
         config: Configuration of the run. None: unknown.
         room: Free resources of this machine. They are used only if the run works on this machine.
     """
@@ -379,7 +379,9 @@ class RunState:
         return max(serving, key=lambda gateway: gateway.acting, default=None)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds until the last step at the recent pace, or None if it is unknown or overdue."""
+        """Return the estimated seconds until the trainer has consumed the last batch, at the recent pace, or None if
+        it is unknown or overdue.
+        """
         if self.total is None or len(self._pace) < 2:
             return None
         (first, step), (last, now_step) = self._pace[0], self._pace[-1]
@@ -423,7 +425,9 @@ class _Measures:
 
 
 class Trends:
-    """Collects the values of one run. Each time is an argument, in seconds of any clock."""
+    """Collects values of one run over time: progress, busy shares, metrics of stages, counters. Each time is an
+    argument, in seconds of any clock.
+    """
 
     def __init__(self) -> None:
         self.began = self.moved_at = math.inf

@@ -1,5 +1,5 @@
-"""HTTP routes of the page: its files, the run's state as server-sent events, and details as JSON. Also the functions
-that read run folders for these routes.
+"""HTTP routes of the page: its files, the run's state as server-sent events, and details as JSON. Other functions
+read run folders for these routes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RunPage:
         return observation
 
     def as_map(self) -> dict[str, Any]:
-        """Return the state of the run as JSON."""
+        """Return the state of the run as a JSON object. Bottleneck and finding are updated to the current time."""
         now, state = self._clock(), self.state
         agents = [
             {

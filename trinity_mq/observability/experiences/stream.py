@@ -63,7 +63,7 @@ class StreamSummary:
     experiences: int = 0
     """Number of experiences in decoded batches."""
     notes: list[str] = field(default_factory=list)
-    """Remarks for the user."""
+    """Remarks for the user. Empty if the reader passes remarks to its ``note``."""
     foreign: int = 0
     """Number of messages from other runs of the same name. They are skipped if the bus knows the run's id."""
     incomplete: list[str] = field(default_factory=list)

@@ -52,7 +52,11 @@ class Tracker(Protocol):
         """
 
     def finish(self) -> str:
-        """Wait until everything is sent, end the run and return its location (a URL or path)."""
+        """Wait until everything is sent, end the run at the service and return its location (a URL or path).
+
+        Raises:
+            TrackerError: The service did not accept everything.
+        """
 
 
 class ProgressFile:
@@ -140,7 +144,9 @@ class Forwarder:
             self._progress.save(self._state)
 
     def finish(self) -> list[str]:
-        """Send the rest and end the run at each service. Return the location of each run."""
+        """Send the rest and end the run at each service. Return the location of the run at each service where it
+        has begun and was ended.
+        """
         self.send()
         locations = []
         for tracker in self._trackers:

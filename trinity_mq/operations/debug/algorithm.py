@@ -94,7 +94,9 @@ def make_sample(seed: int) -> Sample:
 
 
 def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
-    """Return the advantages of the estimator, ``[answers, tokens]``. A critic's estimator gets values of 0."""
+    """Return the advantages of the estimator, ``[answers, tokens]``; 0 without an estimator. A critic's estimator gets
+    values of 0.
+    """
     if config.estimator.kind == "none":
         return torch.zeros(sample.mask.shape)
     experiences = [

@@ -30,7 +30,7 @@ FLAGS = ("quorum_queue", "stream_queue")
 CLOCK_SECONDS = 5.0
 """Maximum clock difference in seconds. Runs do not compare the clocks of two machines, but readers of logs do."""
 LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
-"""Free bytes in the run folder below which a checkpoint is likely to fail, and below which it may fail."""
+"""Free bytes on the run folder's disk below which a checkpoint is likely to fail, and below which it may fail."""
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """First driver branch for each major release of CUDA, by NVIDIA's table of minor version compatibility."""
 STATUS = "`rabbitmqctl status` on the broker's machine"

@@ -36,7 +36,9 @@ class InjectedFault:
     note: str = ""
     """Why the fault was not injected, or that its marked point was not reached."""
     ended: float | None = None
-    """Time at which the injector ended a lasting fault."""
+    """Time at which the injector ended a lasting fault; for other faults the time of the fault. None: it still lasts,
+    or was not injected.
+    """
     is_inside: bool = False
     """True if its victim had stopped itself at the fault's point."""
     known: frozenset[tuple[str, str]] = frozenset()

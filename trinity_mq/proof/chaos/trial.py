@@ -71,9 +71,9 @@ class TrialOutcome:
     began: float = 0.0
     """Time of the event loop at the start of the trial, in seconds."""
     rate_before: float | None = None
-    """Train steps per minute before the first fault."""
+    """Batches that the trainer consumed per minute before the first fault. None: unknown."""
     rate_while: float | None = None
-    """Train steps per minute from the first fault to the last recovery."""
+    """Batches that the trainer consumed per minute from the first fault to the last recovery. None: unknown."""
     steps: int = 0
     """Number of times that the trainer was seen to consume a batch."""
     seconds: float = 0.0
@@ -193,7 +193,7 @@ async def _wait_for_step(witness: RunObserver, step_count: int, over: Callable[[
 
 
 def _rates(done: Sequence[InjectedFault], witness: RunObserver) -> tuple[float | None, float | None]:
-    """Return train steps per minute before the first fault, and from there to the last recovery."""
+    """Return the batches consumed per minute before the first fault, and from there to the last recovery."""
     struck = [injection.at for injection in done if injection.at is not None]
     if not struck or not witness.steps:
         return None, None

@@ -40,7 +40,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 class LocalTargets:
-    """The processes of a run on this machine, under one ``trinity-mq run``.
+    """Finds the processes of a run on this machine, under one ``trinity-mq run``, and injects faults into them.
 
     Args:
         run_dir: The run's folder.

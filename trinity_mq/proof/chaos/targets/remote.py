@@ -66,7 +66,8 @@ async def output_of(*command: str) -> str:
 
 
 class ComposeTargets:
-    """The containers of one docker compose project with the service names of docker-compose.yml.
+    """Finds the containers of one docker compose project with the service names of docker-compose.yml, and injects
+    faults into them.
 
     A killed container is started again here, because Docker treats ``docker kill`` as a stop by a person.
 
@@ -163,7 +164,8 @@ class ComposeTargets:
 
 
 class KubernetesTargets:
-    """The pods of a namespace whose label ``app.kubernetes.io/component`` is a role or RabbitMQ.
+    """Finds the pods of a namespace whose label ``app.kubernetes.io/component`` is in :data:`COMPONENTS`, and injects
+    faults into them.
 
     A pod is killed by deletion without a grace period, and restarted by deletion with a grace period. Its controller
     creates a new pod.
