@@ -73,7 +73,7 @@ def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Publish dead batches again: all, or the batches of ``--batch``. Return 1 if a batch could not be published, else 0."""
+    """Publish dead batches again: all, or the batches of ``--batch``. Return 1 if a batch could not be published."""
     target = find_target(arguments)
     republished, problems, remaining = run_until_complete(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
