@@ -1,4 +1,4 @@
-"""Output of commands: the only module that decides which text reaches a terminal, and the files that commands write."""
+"""Output of commands. No other module decides which characters reach a terminal. Also writes the files of commands."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def escape_to_one_line(text: str) -> str:
 
 
 def escape_and_indent(text: str) -> str:
-    """Return ``text`` with each line passed through :func:`escape_to_one_line` and every line after the first indented,
-    so that foreign text cannot imitate a line of our output.
+    """Return ``text`` with each line passed through :func:`escape_to_one_line` and every line after the first indented
+    by two spaces, so that foreign text cannot imitate a line of our output. An indentation of two spaces that a line
+    already has is not doubled.
     """
     return "\n  ".join(escape_to_one_line(line.removeprefix("  ")) for line in text.split("\n"))
 
@@ -66,7 +67,7 @@ class EscapingStream:
     def __init__(self, stream: TextIO) -> None:
         self.unguarded = stream
         self.is_silent = True
-        """Whether nothing has been written."""
+        """Whether nothing has been written, and :func:`unguarded` has not been called for this stream."""
 
     def write(self, text: str) -> int:
         """Write ``text`` with its unsafe characters escaped."""
@@ -75,7 +76,7 @@ class EscapingStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write several texts."""
+        """Write the concatenation of ``lines`` with its unsafe characters escaped."""
         self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
@@ -83,8 +84,8 @@ class EscapingStream:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """Return the stream behind the guard. Use it to write terminal colours around text that :func:`escape_unsafe` has
-    already escaped.
+    """Return the stream behind an :class:`EscapingStream`, which then counts as written to, or any other ``stream``
+    itself. Use it to write terminal colours around text that :func:`escape_unsafe` has already escaped.
     """
     if isinstance(stream, EscapingStream):
         stream.is_silent = False
@@ -94,8 +95,8 @@ def unguarded(stream: TextIO) -> TextIO:
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard standard output and standard error inside the block, and the tracebacks of programming errors. Text for a
-    stream that is closed, as with ``2>&-``, is lost.
+    """Escape the unsafe characters of all text that is written to standard output and standard error inside the block,
+    and of the tracebacks of uncaught errors. Text for a stream that is closed, as with ``2>&-``, is lost.
     """
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     out: Any = EscapingStream(unguarded(sys.stdout))
@@ -107,7 +108,9 @@ def guarded_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def announced(text: str, seconds: float) -> Iterator[None]:
-    """On a terminal, write ``text`` if the block has written nothing after this time: imports may take long."""
+    """Write ``text`` to standard error if that is a terminal and the command has printed nothing ``seconds`` after the
+    start of the block, because imports may take long. Works only inside :func:`guarded_output`.
+    """
 
     def announce() -> None:
         if all(getattr(stream, "is_silent", False) for stream in (sys.stdout, sys.stderr)):
@@ -145,14 +148,14 @@ def _console_kind() -> type[Console]:
     from rich.segment import Segment
 
     class VisibleConsole(Console):
-        """Makes every segment of rendered text visible. Control segments come from rich itself and pass unchanged."""
+        """A rich console that escapes unsafe characters. Control segments come from rich itself and pass unchanged."""
 
         def __init__(self, *, file: TextIO, **options: Any) -> None:
             super().__init__(file=file.unguarded if isinstance(file, EscapingStream) else file, **options)
             self._guarded = file
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-            unguarded(self._guarded)  # now something is written
+            unguarded(self._guarded)  # marks the stream as written to
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(escape_unsafe(segment.text), segment.style)
 
@@ -160,7 +163,8 @@ def _console_kind() -> type[Console]:
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    """Return the rows of a table as lines with aligned columns.
+    """Return the rows of a table as lines with aligned columns. Cells are aligned to the left, or with ``right`` to the
+    right.
 
     >>> align_columns([("name", "steps"), ("run", "12")])
     ['name  steps', 'run   12']
@@ -171,7 +175,7 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write ``text`` into a file.
+    """Write ``text`` to the file ``path``, whose old content is replaced.
 
     Raises:
         CommandError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent."""
+"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent, or a host of further engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_mq.targets.target import load_target_configuration, name_of_host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of an agent. The last word of ``parser.prog`` is its role."""
+    """Add the arguments of the command that runs an agent. The last word of ``parser.prog`` is the agent's role."""
     add_target(parser)
     role = parser.prog.rpartition(" ")[2]
     parser.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_agent(arguments: argparse.Namespace) -> int:
-    """Run the agent named by the command until its work is over; return its exit code."""
+    """Run an agent of the role that the command names, or with ``--engines-only`` host further engines, until the work
+    is over. Return the exit code.
+    """
     config = load_target_configuration(arguments)
     if Addresses.of(config.broker) is None and (url := RunFolder(config).saved_broker_url()) is not None:
         os.environ[URL_VARIABLE] = url

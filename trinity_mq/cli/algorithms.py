@@ -93,7 +93,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def pieces_line(config: AlgorithmConfig) -> str:
-    """Return the pieces of an algorithm that differ from the defaults, in one line."""
+    """Return in one line the estimator of an algorithm, and the pieces and weights that differ from the defaults."""
     plain, parts = LossConfig(), [_short(config.estimator)]
     for name in PIECES:
         value = getattr(config, name)
@@ -109,7 +109,7 @@ def pieces_line(config: AlgorithmConfig) -> str:
 
 
 def _short(piece: Any) -> str:
-    """Return a piece as its kind and the fields that differ from its defaults."""
+    """Return a piece as text: its kind and the fields that differ from their defaults."""
     fields = piece.model_dump(exclude_defaults=True)
     fields.pop("kind", None)
     field_texts = ", ".join(f"{name} {value}" for name, value in fields.items())

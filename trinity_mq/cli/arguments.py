@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
     """Add ``TARGET``, which names a run, and settings that override its configuration. ``also`` is added to the help of
-    ``TARGET``.
+    ``TARGET``. With ``optional``, the command line may leave ``TARGET`` out.
     """
     target = parser.add_argument(
         "target",
@@ -52,7 +52,9 @@ def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: boo
 
 
 def complete_target(prefix: str, **_: Any) -> Iterator[str]:
-    """Yield YAML files, folders and runs that begin with ``prefix``."""
+    """Yield YAML files and folders that begin with ``prefix``, the names of all runs, and for a non-empty ``prefix``
+    all examples. The caller, argcomplete, drops words that do not begin with ``prefix``.
+    """
     from argcomplete.completers import FilesCompleter
 
     from trinity_mq.config.loading.examples import EXAMPLE, example_names
@@ -65,7 +67,7 @@ def complete_target(prefix: str, **_: Any) -> Iterator[str]:
 
 
 def complete_setting(**_: Any) -> Iterator[str]:
-    """Yield the beginnings of settings. Settings of list items are for the first item."""
+    """Yield ``KEY=`` for each setting. The key of a setting of list items names the first item."""
     from trinity_mq.config.settings_table import all_settings
 
     for setting in all_settings():
@@ -105,10 +107,10 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def check_least(arguments: argparse.Namespace, **least: int) -> None:
-    """Check that options are not too small; options without a value are not checked.
+    """Check that the values of options are not too small. An option whose value is None is not checked.
 
     Raises:
-        CommandError: The value of an option is below its least value in ``least``.
+        CommandError: The value of an option is below its minimum in ``least``, which is by option name.
     """
     from trinity_mq.errors import CommandError
 

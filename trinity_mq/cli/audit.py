@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    """Check checkpoints of a run against its history and the ``ready`` stream, and print the results. Return 1 if a
-    fault was found.
+    """Check checkpoints of a run against its history and, unless ``--offline``, against the ``ready`` stream. Print the
+    results. Return 1 if a fault was found, else 0, also if the stream could not be read.
     """
     from trinity_agents.trainer.audit import Auditor, as_json, verdict
 
@@ -96,7 +96,7 @@ def _print(auditor: Auditor) -> None:
         print(f"  {SIGNS[check.result]:<11}  {check.name:<{width}}  {check.text}")
 
 
-# -- the stream
+# -- the ready stream
 
 
 def _stream_content(arguments: argparse.Namespace) -> tuple[Record | None, str]:

@@ -1,4 +1,4 @@
-"""``trinity-mq broker``: a private node that outlives runs, the permissions of users, and cleaning up after a run."""
+"""``trinity-mq broker``: runs a private node that outlives runs, prints permissions of users, cleans up after a run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def stop(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print the URL of a folder's broker. Return 1 if no broker runs."""
+    """Print the process and the URL of a folder's broker. Return 0, or 1 if no broker runs."""
     home = broker_folder(arguments.folder)
     url = home.live_broker_url()
     print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.path}")
@@ -87,7 +87,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def show_permissions(arguments: argparse.Namespace) -> int:
-    """Print ``rabbitmqctl`` lines without running them."""
+    """Print the ``rabbitmqctl`` lines that make a user with the permissions of a role, without running them."""
     if arguments.replies and arguments.role != "agent":
         raise CommandError(
             f"--replies is for agents, which answer submitters; role {arguments.role} does not answer "

@@ -124,7 +124,7 @@ async def _run_trial(arguments: argparse.Namespace) -> tuple[TrialOutcome, Path]
 
 
 def tell(line: str) -> None:
-    """Print a line for a person who watches the trial."""
+    """Print a line on stderr for a person who watches the trial."""
     print(line, file=sys.stderr, flush=True)
 
 

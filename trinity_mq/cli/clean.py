@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def clean(arguments: argparse.Namespace) -> int:
-    """Delete the queues, exchanges and blobs of a run without working agents."""
+    """Delete the queues, exchanges and blobs of a run whose explorer and trainer do not run. Return 0."""
     target = find_target(arguments, arguments.blob_store)
     tickets = [] if target.config is None else saved_tickets(target.config)
     for line in run_until_complete(delete_run(target, tickets)):

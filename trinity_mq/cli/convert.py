@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert each file and report on it. Return 1 if an experience or file was skipped."""
+    """Convert each file and database and report on it. Return 1 if an experience or file was skipped, else 0. With
+    ``--strict``, stop at the first experience or file that would be skipped.
+    """
     inputs = [Path(name.removeprefix("sqlite:///")) for name in arguments.inputs]
     databases = [path for path in inputs if is_database(path)]
     files = [path for path in inputs if path not in databases]
@@ -66,7 +68,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def _one(source: Path, target: Path, arguments: argparse.Namespace) -> Iterator[tuple[Path, Outcome]]:
-    """Convert one file, and yield its target with the outcome."""
+    """Convert one file when the result is requested, and yield its target with the outcome."""
     yield target, convert_file(source, target, arguments.compression, strict=arguments.strict)
 
 

@@ -53,7 +53,7 @@ def dash(arguments: argparse.Namespace) -> int:
 
 
 def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target | None:
-    """Return the run and its broker; None if the broker does not run and the run's folder provides the data.
+    """Return the run and its broker; None if no running broker is known, so that only the run's folder provides data.
 
     Raises:
         CommandError: Neither a broker nor a run folder exists.

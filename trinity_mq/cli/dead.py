@@ -60,8 +60,8 @@ def list_dead(arguments: argparse.Namespace) -> int:
 
 
 def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
-    """Return one letter for a terminal: kind and origin, reason, and message id, in lines of at most ``width``
-    characters.
+    """Return one dead letter for a terminal: its number in the list, kind and origin, reason, and message id, in lines
+    of at most ``width`` characters. ``cells`` are the letter's values of :data:`COLUMNS`.
     """
     letter = dict(zip(COLUMNS, cells, strict=True))
     parts = [f"{name} {letter[name]}" for name in ("batch", "operator") if letter[name] != "-"]
@@ -73,7 +73,7 @@ def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Publish dead batches again. Return 1 if a batch could not be published."""
+    """Publish dead batches again: all, or the batches of ``--batch``. Return 1 if a batch could not be published."""
     target = find_target(arguments)
     republished, problems, remaining = run_until_complete(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Show a conversation as tokens."""
+    """Show a conversation as tokens, and the answers that an engine would read from it. Return 0."""
     from trinity_mq.config.switches import SwitchError
     from trinity_mq.engines.generation.text import TextError
     from trinity_mq.operations.debug import render as rendering
@@ -72,14 +72,14 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def algorithm(arguments: argparse.Namespace) -> int:
-    """Run the algorithm of a configuration on a small batch."""
+    """Run the algorithm of a configuration on a small batch. Return 1 if a check failed, else 0."""
     from trinity_mq.operations.debug.algorithm import algorithm as run
 
     return run(arguments)
 
 
 def workflow(arguments: argparse.Namespace) -> int:
-    """Run a task once and print its events. Return 1 if it failed."""
+    """Run a task once and print its calls, experiences and outcome. Return 1 if the workflow failed, else 0."""
     from trinity_mq.operations.debug.report import JsonReport, TextReport
     from trinity_mq.telemetry import setup_logging
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print findings. Return 1 if there is a problem, else 0."""
+    """Print the findings of all checks. Return 1 if the verdict of a finding is ``problem``, else 0."""
     target = arguments.target
     config = None if target is None else find_configuration(target, arguments.overrides)
     needs = Needs.of(config, None if config is not None else target)
@@ -55,7 +55,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def lines(results: Sequence[DoctorFinding]) -> list[str]:
-    """Return the report for a person."""
+    """Return the findings as lines for a person, and a last line with the number of findings by verdict."""
     width = max((len(finding.subject) for finding in results), default=0)
     report = []
     for finding in results:

@@ -11,7 +11,7 @@ from trinity_mq.config.loading.examples import EXAMPLE, EXAMPLES, STARTER, examp
 from trinity_mq.errors import CommandError
 
 FOLDER = "examples"
-"""Folder of the copies. Paths in the examples begin with its name."""
+"""Name of the folder into which the examples are copied. Paths in the examples begin with this name."""
 _EXTRA = re.compile(r"trinity-mq\[([a-z0-9,-]+)\]")
 
 

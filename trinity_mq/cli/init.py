@@ -58,7 +58,9 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module of this name is part of Python or installed: the agent's module would hide it."""
+    """Return whether a module of this name is part of Python or installed, so that the agent's module would hide it. A
+    module in the working folder, or in a package there, does not count.
+    """
     if module in sys.stdlib_module_names:
         return True
     spec = importlib.util.find_spec(module)
@@ -66,7 +68,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _write(folder: Path, words: Mapping[str, str]) -> None:
-    """Write the files of the starter with ``words`` replaced."""
+    """Write the files of the starter into ``folder``. Each key of ``words`` is replaced by its value in their texts."""
     for file_name in _PURPOSES:
         text = (EXAMPLES / STARTER / file_name).read_text(encoding="utf-8")
         for word, replacement in words.items():

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print experiences. Return 0, or 1 if no experience was printed."""
+    """Print experiences, or with ``--evaluation`` answers of evaluations. Return 0, or 1 if nothing was printed."""
     from trinity_mq.observability.experiences.stream import ExperienceFilter
 
     check_least(arguments, limit=1)

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the lines. Return 0, or 1 if no log exists and ``--follow`` is not given."""
+    """Print the selected log lines, and follow new lines with ``--follow``. Return 0, or 1 if no log exists and
+    ``--follow`` is not given.
+    """
     folder = find_run_folder(arguments)
     check_least(arguments, lines=0)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0: success. 1: failure. 2: an error that the user can fix, explained in a line on stderr. 75 and 78: an agent failed
-    with an error that a restart may fix (75) or cannot fix (78). 130 and 143: interrupted by SIGINT or SIGTERM.
+    with an error that a restart may fix (75) or cannot fix (78). 130 and 143: interrupted by SIGINT or SIGTERM. The
+    help of a command explains its other codes.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not fail the command
@@ -208,7 +209,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _show_hint(line: str) -> None:
-    """Print a line on stderr. A failed write is ignored."""
+    """Print the line about the next command on stderr, with passwords masked. A failed write is ignored."""
     if "://" in line:
         from trinity_mq.telemetry import mask_passwords
 
@@ -251,7 +252,9 @@ def _help_lines(name: str, text: str, width: int) -> str:
 
 
 class _CommandParser(Parser):
-    """The parser of one command. It imports the command's module when that command runs, but not for ``--help``."""
+    """The parser of one command. It imports the command's module only when it parses that command's arguments, so
+    ``trinity-mq --help`` imports no module of a command.
+    """
 
     def __init__(self, *args: Any, target: str, **options: Any) -> None:
         super().__init__(*args, **options)

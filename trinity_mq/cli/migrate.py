@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration, or the converted plug-in. Print on stderr the settings or names without a
-    counterpart, and for a configuration whether it is valid.
+    counterpart, and for a configuration whether it is valid. Return 0 if the result can be used as it is, else 1.
     """
     source, out = arguments.source, arguments.out
     if missing := [folder for folder in arguments.plugin_dir if not Path(folder).is_dir()]:
@@ -84,7 +84,7 @@ def migrate_file(arguments: argparse.Namespace) -> int:
 
 
 def _check_free(out: Path | None, *, force: bool) -> None:
-    """Refuse to overwrite a file without ``--force``."""
+    """Raise CommandError if ``out`` exists and ``force`` is False. None: the result goes to standard output."""
     if out is not None and out.exists() and not force:
         raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
 

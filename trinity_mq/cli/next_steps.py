@@ -31,14 +31,15 @@ NEXT: Mapping[str, str] = {
     "convert-experiences": "trinity-mq inspect FILE",
     "clean": "trinity-mq list: what is still there",
 }
-"""Next steps by command and action. Commands without a row print their next step themselves, or run until they are
-stopped."""
+"""Next steps by command and action. A row with only a command also applies to the actions that lack a row. A command
+without a row prints its next step itself, runs until it is stopped, or does not suggest a next step."""
 EXAMPLE_TARGET = "example:arithmetic"
 
 
 def next_step(arguments: argparse.Namespace) -> str | None:
-    """Return the line about the next step, or None without such a line, for example after output for programs, or
-    after an empty list, for which a command sets ``arguments.is_empty``.
+    """Return the line about the next step, or None to print nothing: the command is not in :data:`NEXT`, has
+    followed a run, has printed output for programs or the plan of one of several machines (``--only``), or has printed
+    an empty list, for which it sets ``arguments.is_empty``.
     """
     words = [arguments.command, getattr(arguments, "action", None)]
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)

@@ -23,7 +23,7 @@ PARTS: Mapping[str, Callable[[Config, Sequence[Gpu]], Placement]] = {"trainer": 
 """Parts of a run that a machine of ``trinity-mq node`` can run alone, each with the function that places it on the
 machine's GPUs."""
 SINGLE_GIB, SEVERAL_GIB = 24.0, 80.0
-"""Memory of a pretended GPU in GiB: of a single GPU, and of each of several GPUs."""
+"""Default memory of a pretended GPU in GiB: of a single GPU, and of each of several GPUs."""
 MOST_GIB = 2.0**20
 """Maximum memory of a pretended GPU in GiB."""
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of a run, or of each stage of a file. Return 1 if a run does not fit, else 0."""
+    """Print the plan of the run of TARGET, or of each stage of the file. Return 1 if a run does not fit, else 0."""
     if arguments.gpu_memory is not None and arguments.gpus is None:
         raise CommandError(f"--gpu-memory {arguments.gpu_memory:g} is for pretended GPUs: give --gpus N too")
     stages = load_target_stages(arguments)
@@ -66,7 +66,9 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _plan(config: Config, count: int | None, gib: float | None, part: str | None) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan of a run, as JSON and as lines."""
+    """Return the plan of a run as a JSON object and as lines. ``count`` is the number of pretended GPUs (None: the GPUs
+    of this machine), ``gib`` the memory of each, ``part`` the part of the run that this machine runs (None: all).
+    """
     report = free_gpus(config.path) if count is None else GpuReport(_pretended(count, gib))
     if not report.gpus and run_needs(config):
         where = f"no GPU can be used here ({report.why}); --gpus N shows the plan on N GPUs"

@@ -1,4 +1,4 @@
-"""``trinity-mq review``: lists the runs that wait for a person's verdict, shows a run, and sends verdicts."""
+"""``trinity-mq review``: lists the rollouts that wait for a person's verdict, shows one rollout, and sends verdicts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_reviews(arguments: argparse.Namespace) -> int:
-    """Print the runs that wait for a verdict, one paragraph each. Return 0, even if the list is empty."""
+    """Print the rollouts that wait for a verdict, or with ``--all`` also the decided reviews, a paragraph each. Return
+    0, even if the list is empty.
+    """
 
     async def look(reviews: ReviewStream) -> list[Review]:
         return list(reviews.ledger) if arguments.all else reviews.pending()
@@ -69,7 +71,7 @@ def list_reviews(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print one review with all its texts. Return 0."""
+    """Print the review of one rollout with all its texts. Return 0."""
 
     async def look(reviews: ReviewStream) -> Review:
         return find_review(reviews, arguments.id)
@@ -80,7 +82,9 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def send_verdict(arguments: argparse.Namespace) -> int:
-    """Send a verdict and print whether it counts. Return 0, or 1 if it does not count."""
+    """Send a verdict on a rollout and print whether it counts. Return 1 if it does not count, else 0, also if no
+    operator has read it yet.
+    """
     verdict: Verdict = arguments.action
     reward = arguments.value if verdict == "reward" else None
     by = _user() if arguments.by is None else arguments.by

@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a configuration to its end. Return a code of :mod:`trinity_mq.launch.exit_codes`, 130 or 143."""
+    """Run a configuration, or the stages of a file one after another, to the end. Return a code of
+    :mod:`trinity_mq.launch.exit_codes`, 130 or 143.
+    """
     with _fork_server() as server:
         from trinity_mq.launch.configured_run import run_configured
         from trinity_mq.targets.target import load_target_configuration, load_target_stages
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run a configuration in mode ``serve``. Return values are the same as for :func:`run`."""
+    """Run a configuration in mode ``serve``. The exit codes are the same as for :func:`run`."""
     arguments.overrides = ["mode=serve", *arguments.overrides]
     return run(arguments)
 

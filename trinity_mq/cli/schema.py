@@ -40,12 +40,14 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def texts() -> dict[str, str]:
-    """Return the file contents by file name."""
+    """Return the content of each schema file, by file name."""
     return {name + SUFFIX: json.dumps(json_schema, indent=2) + "\n" for name, json_schema in json_schemas().items()}
 
 
 def schema_differences(folder: Path) -> list[str]:
-    """Return a line for each file in ``folder`` that differs from the models. Schemas of old versions are allowed."""
+    """Return a line for each schema file that is missing from ``folder``, differs from the models, or is not the schema
+    of a message body. Schemas of old versions may be there.
+    """
     lines = []
     for name, text in texts().items():
         path = folder / name

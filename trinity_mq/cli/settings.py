@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(arguments: argparse.Namespace) -> int:
-    """Print the settings of a section, or write the whole page to a file. Return 0."""
+    """Print all settings, the settings of a section or a single setting, or write the whole page to the file of
+    ``--out``. Return 0.
+    """
     if arguments.out is not None:
         write_output(Path(arguments.out), page())
         return 0

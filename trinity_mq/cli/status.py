@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Listen for some seconds and print a table, or print the report of a stopped run. Return 0, or 1 if no agent sent
-    a heartbeat.
+    """Listen to a run for some seconds and print a table, or print the report of a run that does not run now. Return 1
+    if no agent sent a heartbeat, or if the stopped run has not finished, else 0.
     """
     select_newest_run(arguments)
     target = find_target(arguments, folder_suffices=True)

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Publish a task. With ``--wait``, print its outcome and answers as JSON and return 1 unless it finished or
-    finished partially.
+    """Publish a task, and return 0. With ``--wait``, print its outcome and answers as JSON, and return 1 unless the
+    outcome is ``finished`` or ``partial``.
     """
     target = find_target(arguments)
     submission = TaskSubmission(task=read_task(arguments.task), submission_id=arguments.id)

@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tap(arguments: argparse.Namespace) -> int:
-    """Print experiences as they are published. Return 0 at the end of the run or of the stream."""
+    """Print the experiences of a run as they are published, from the place of ``--from`` on. Return 0 at the end of the
+    run, or with ``--no-follow`` at the current end of the stream.
+    """
     start = _start(arguments.start)
     if start is None and not arguments.follow:
         raise CommandError("--from now with --no-follow shows nothing: give --from beginning, or a batch")
@@ -74,7 +76,7 @@ def _fields(text: str | None) -> list[str] | None:
     """Return the names of the requested fields, or None for all fields.
 
     Raises:
-        CommandError: An experience has no such field.
+        CommandError: ``text`` names no field, or a field that experiences do not have.
     """
     if text is None:
         return None

@@ -1,5 +1,5 @@
 """``trinity-mq timeline``: writes a run's timeline as a Chrome trace from the metrics in its folder, or prints one
-batch of its trace as a waterfall.
+batch of its trace, or the medians of several batches, as a waterfall.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Write the run's timeline and print its path, or print the waterfall of one batch. Return 0."""
+    """Write the run's timeline and print its path, or with ``--batch`` print a waterfall. Return 0."""
     folder = find_run_folder(arguments)
     if not folder.is_dir():
         raise CommandError(f"{folder}: no run has left a folder there{run_list_suffix()}")

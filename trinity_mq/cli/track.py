@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Send the unsent metrics and spans of a run and print their location. Return 0."""
+    """Send the unsent metrics and spans of a run. With ``--follow``, send new data too until the standard input ends or
+    a signal arrives. Print the locations of the data and return 0.
+
+    Raises:
+        CommandError: A service did not accept all data, no service is configured, or the run left no folder.
+    """
     config = load_target_configuration(arguments)
     kinds = arguments.to or [
         *(tracker.kind for tracker in config.monitor.trackers),

@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Check a configuration, or every stage of it, and print a line for each part. Return 0."""
+    """Check a configuration, every stage of a file, or the stage of ``--stage``. Print a line for each part. Return 0.
+
+    Raises:
+        ConfigError: Lists the problems.
+    """
     stages = load_target_stages(arguments)
     if arguments.stage is not None and not stages:
         raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
@@ -43,12 +47,16 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def _describe_model(config: Config) -> list[str]:
-    """Return lines on the renderer of conversations and on too long prompts. Both need the model's tokenizer."""
+    """Return lines on the renderer of conversations and on prompts that are too long for the model. Both need the
+    model's tokenizer, except for a tiny model.
+    """
     return [*describe_rendering(config), *count_long_prompts(config, tasksets(config))]
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of TARGET. If keys are wrong, the rest is checked too before the error is raised."""
+    """Return the configuration of TARGET. If it has wrong keys, the settings without these keys are checked too, and
+    the error lists all problems.
+    """
     try:
         return load_target_configuration(arguments)
     except ConfigError as error:
@@ -67,8 +75,9 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _decides_checks(problem: Problem) -> bool:
-    """Return whether a problem is in a section of :data:`DECIDING`. Without the wrong key, the further checks would
-    then check other tasksets or other user code than the user wants.
+    """Return whether the wrong key of a problem is in a section of :data:`DECIDING`, or is a top-level key that
+    resembles such a section. The checks of the settings without this key would then check other tasksets or other user
+    code than the user wants.
     """
     sections = [problem.location[0], *problem.similar] if len(problem.location) == 1 else problem.location[:1]
     return not DECIDING.isdisjoint(sections)

@@ -1,4 +1,4 @@
-"""``trinity-mq why``: names the agent that a run waits for in one sentence, with evidence and a remedy."""
+"""``trinity-mq why``: says in one sentence what a run waits for (an agent, the broker), with evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def why(arguments: argparse.Namespace) -> int:
-    """Print why nothing progresses, or that the run progresses. Exit codes are documented in :data:`EPILOG`."""
+    """Print why nothing progresses, or that the run progresses, has ended or is stopped. :data:`EPILOG` documents the
+    exit codes.
+    """
     select_newest_run(arguments)
     target = find_target(arguments, folder_suffices=True)
     finding = _finding_of_folder(target.folder, target.broker.url is None) or asyncio.run(

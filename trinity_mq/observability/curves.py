@@ -25,7 +25,7 @@ class Curves:
         """Number of values added so far. It changes whenever a curve changes."""
 
     def add(self, message: Metrics) -> None:
-        """Add the values of one step of one agent."""
+        """Add the finite values of one step of one agent. Other values are skipped."""
         for name, value in message.values.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 continue

@@ -26,13 +26,13 @@ SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 
 
 class Display(Protocol):
-    """An output that shows a run."""
+    """Interface of an output that shows a run."""
 
     def show(self, state: RunState, news: list[str], now: float) -> None:
         """Draw the current state. ``news`` are lines that stay visible."""
 
     def close(self) -> None:
-        """Restore the terminal. The last table stays visible."""
+        """End the output. The last state stays visible."""
 
 
 def open_display(stream: TextIO | None = None) -> Display:
@@ -42,7 +42,7 @@ def open_display(stream: TextIO | None = None) -> Display:
 
 
 class PlainDisplay:
-    """Prints a line every few seconds and news at once. Lines are flushed, for pipes and logs."""
+    """Prints a line on the run's state every few seconds, and news at once. Lines are flushed, for pipes and logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
@@ -89,7 +89,7 @@ INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margi
 
 
 def format_status_line(state: RunState, now: float) -> str:
-    """Return the state in one line."""
+    """Return the state of the run in one line."""
     agents = state.agents(now)
     parts = [f"step {_steps(state)}", *(f"{name} {value}" for name, value in main_figures(state, now))]
     if _gauges_hold(state, now):
@@ -124,7 +124,7 @@ class LiveDisplay:
 
 
 def render_table(state: RunState, now: float) -> RenderableType:
-    """Return the state as a rich renderable."""
+    """Return the state of the run as a rich renderable: a heading, tables and lines."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -188,7 +188,7 @@ def sessions_line(status: GatewayStatus) -> str:
 
 def sync_line(gate: GateStatus) -> str:
     """Return the last weight sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all
-    non-zero counts.
+    non-zero counts of the gate (:data:`SYNC_COUNTS`).
     """
     phases = ", ".join(f"{name} {value:.0f} ms" for name, value in gate.phases.items())
     values = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}
@@ -205,13 +205,17 @@ def _depths(state: RunState) -> Sequence[tuple[str, str]]:
 
 
 def _gauges_hold(state: RunState, now: float) -> bool:
-    """Return whether rates, staleness and queue depths are current. They are outdated once every agent has ended."""
+    """Return whether rates, staleness and queue depths are current. They are outdated once no agent is alive any more,
+    because all have ended or are silent.
+    """
     agents = state.agents(now)
     return not agents or any(agent.alive for agent in agents)
 
 
 def main_figures(state: RunState, now: float) -> Sequence[tuple[str, str]]:
-    """Return the main figures of a run: learning signal, evaluations, rates, remaining time."""
+    """Return the main figures of a run as (name, text): learning signal, evaluations, token rate, weight version,
+    staleness and remaining time. Figures that are outdated, because no agent is alive any more, are left out.
+    """
     tokens = next((state.metrics[name] for name in TOKENS_PER_SECOND if name in state.metrics), None)
     remaining_s = state.seconds_left(now)
     learning_signal = next((signal for signal in INSTEAD_OF_REWARD if signal[1] in state.metrics), ("reward", REWARD))

@@ -21,8 +21,8 @@ QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 
 
 async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], object]) -> None:
-    """Pass the messages of an exclusive queue to ``receive`` until cancelled. Messages that do not decode are
-    skipped.
+    """Declare an exclusive queue, and pass its decoded messages to ``receive`` until cancelled. Messages that do not
+    decode are skipped.
     """
     await bus.declare(queue)
     async with await bus.consume(queue) as subscription:
@@ -35,7 +35,9 @@ async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], o
 async def follow_telemetry(
     bus: Bus, topology: Topology, who: str, receive: Callable[[object], object], *, pattern: str = "#"
 ) -> None:
-    """Pass telemetry that matches ``pattern`` to ``receive`` until cancelled."""
+    """Pass the telemetry messages whose routing keys match ``pattern`` to ``receive`` until cancelled. ``who`` is a
+    part of the name of the queue.
+    """
     await consume_messages(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
 
 
@@ -46,8 +48,8 @@ class MetricsTail:
         self._tail = Tail(run_dir / METRICS_FILE)
 
     def read(self) -> list[Metrics]:
-        """Return the new messages since the last call. A line that is still being written is returned by a later
-        call.
+        """Return the new lines since the last call as messages. Lines without metrics are skipped, and a line that is
+        still being written is returned by a later call.
         """
         return [message for line in self.read_lines() if (message := parse_metrics(line)) is not None]
 

@@ -1,4 +1,4 @@
-"""The history of a run for the page: states of agents, activities, curves and samples, each bounded in memory."""
+"""The history of a run for the page: states of agents over time, activities, curves and samples, bounded in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_mq.observability.timeline import Span, spans
 from trinity_mq.roles import row_of
 
 KEPT_SECONDS = 900.0
-"""Seconds after its end at which an interval is removed."""
+"""Seconds for which an interval is kept after its end."""
 MOST_INTERVALS = 4000
 """Maximum number of intervals kept per agent."""
 MOST_ACTIVITIES = 20_000
@@ -23,7 +23,9 @@ MOST_ACTIVITIES = 20_000
 
 @dataclass(slots=True)
 class Interval:
-    """A period in which an agent's state did not change. Times are in seconds since the epoch."""
+    """A period in which the state of an agent, and the event that it waits for, did not change. Times are in seconds
+    since the epoch.
+    """
 
     start: float
     end: float
@@ -47,7 +49,9 @@ class RunHistory:
         """Intervals by (role, agent id)."""
 
     def receive(self, message: object, at: float) -> None:
-        """Process metrics that were written at ``at``, in seconds since the epoch. Other messages are ignored."""
+        """Process metrics that were written or received at ``at``, in seconds since the epoch. Other messages are
+        ignored.
+        """
         if isinstance(message, Metrics):
             self.curves.add(message)
             line = {**message.values, "time": at, "role": message.role, "agent": message.id, "step": message.step}

@@ -15,15 +15,17 @@ from trinity_mq.targets.probe import broker_problem
 LISTEN_SECONDS = 12.0
 """Default of ``--seconds``. It exceeds the time after which work counts as overdue."""
 LEAST_SECONDS = 5.5
-"""Minimum seconds of listening before any culprit except the broker is named, because progress may be imminent."""
+"""Minimum seconds of listening before a culprit other than the broker ends it, because progress may be imminent."""
 LOOK_SECONDS = 0.5
 """Interval in seconds between checks of the collected messages."""
 SURE_MOVES = 2
-"""Number of progress changes after which a run without a culprit counts as moving."""
+"""Number of progress changes after which listening to a moving run ends before its time is over."""
 
 
 async def observe(target: Target, seconds: float) -> RunFinding:
-    """Listen until the finding is certain, for at most ``seconds``."""
+    """Listen to the run's heartbeats until the finding is certain, for at most ``seconds``, and return the finding. If
+    the connection to the broker fails, the broker is the culprit.
+    """
     try:
         async with connect_bus(target.run, target.broker, "why") as (bus, topology):
             return await _listen(target, bus, topology, seconds)

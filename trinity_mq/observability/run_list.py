@@ -22,17 +22,17 @@ class RunRow:
 
     name: str
     state: str
-    """``runs``, ``finished`` or ``stopped``. Runs of agents without a supervisor are listed as stopped."""
+    """``runs``, ``finished`` or ``stopped``. An unfinished run of agents without a supervisor is listed as stopped."""
     step: str
     accuracy: str
-    """Result of the last evaluation of the first evaluation taskset."""
+    """Result of the first taskset of the last evaluation, as text; ``-`` without evaluations."""
     reward: str
     age: float | None
     """Seconds since the last metrics line. None: no metrics."""
 
 
 def find_runs(top: Path) -> list[Path]:
-    """Return the run folders below ``top``."""
+    """Return the run folders below ``top``, at any depth, sorted by path."""
     # Agents without ``trinity-mq run`` write metrics but no configuration. A run that has just started has a
     # configuration but no metrics.
     folders = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
@@ -40,7 +40,7 @@ def find_runs(top: Path) -> list[Path]:
 
 
 def row(folder: Path) -> RunRow:
-    """Return the state of the run in a folder."""
+    """Return the row of the list for the run in a folder."""
     try:
         config = load_config(folder / CONFIG_FILE)
     except ConfigError:

@@ -41,7 +41,7 @@ S = TypeVar("S", bound=AgentStatus)
 
 STALENESS = "sample/staleness/max"
 TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
-"""Metrics of the token rate. The first metric with a value is used: sampled tokens, else trained tokens."""
+"""Metrics of the token rate. The first metric with a value is used: rate of sampled tokens, else of trained tokens."""
 PACE_STEPS = 50
 """Maximum number of recent progress changes from which the remaining time is estimated."""
 WAIT_SHOWN = 10.0
@@ -56,9 +56,9 @@ Samples = collections.deque[tuple[float, float]]
 STAGE_METRICS = frozenset({"trainer/idle_frac", "time/batch", "time/sync"})
 """Metrics that measure how busy a stage is. They are averaged, because values of a single step vary."""
 WINDOW = 60.0
-"""Seconds over which busy shares and the metrics of stages are averaged."""
+"""Seconds over which busy shares and the metrics of stages are averaged, and for which counters are kept."""
 MIN_SAMPLES = 5
-"""Minimum heartbeats of a stage in the window; with fewer, its busy share is unknown."""
+"""Minimum number of heartbeats of a stage within :data:`WINDOW`; with fewer, its busy share is unknown."""
 RATE_SECONDS = 20.0
 """Seconds over which the rates of counters are measured."""
 
@@ -90,7 +90,7 @@ class RunState:
 
     Args:
         run: The run's name.
-        total: Number of steps of the run. None: the configuration or the explorer will report it.
+        total: Number of training batches of the run. None: from ``config``. The explorer's report replaces it.
         config: Configuration of the run. None: unknown.
         room: Free resources of this machine. They are used only if the run works on this machine.
     """
@@ -111,7 +111,7 @@ class RunState:
         self.broker_trouble = ""
         """Reason why the broker does not accept messages, such as an alarm. Empty: it accepts messages."""
         self.is_live = False
-        """True while a source receives heartbeats."""
+        """True while a ``BrokerSource`` is connected to the run's broker. Other users of this class do not set it."""
         self.run_id: str | None = None
         """Id of the run, reported by its explorer."""
         self.finished = False
@@ -131,15 +131,17 @@ class RunState:
         self.failures: list[FailureStatus] = []
         """The most frequent kinds of slice failures."""
         self.reviews = 0
-        """Number of runs that wait for a person's verdict."""
+        """Number of rollouts that wait for a person's verdict."""
         self.news: collections.deque[tuple[float | None, str]] = collections.deque(maxlen=MOST_NEWS)
         """News lines, each with the time of its event. None: the time is unknown."""
         self.problems: collections.deque[str] = collections.deque(maxlen=20)
         """Messages about data that could not be read."""
         self.finding: RunFinding | None = None
-        """The reason why nothing progresses. None: something progressed recently."""
+        """The reason why nothing progresses, from the last :meth:`diagnose_stall`. None: something progressed recently,
+        the run is over, or no reason is known.
+        """
         self.began = math.inf
-        """Time from which heartbeats are expected."""
+        """Time from which heartbeats are expected. Infinite: not set."""
         self.trends = Trends()
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._last_seq: dict[tuple[str, str], int] = {}
@@ -244,7 +246,9 @@ class RunState:
             self.train_steps = max(self.train_steps or 0, round(steps))
 
     def set_depths(self, depths: Mapping[str, int | None], now: float | None = None) -> None:
-        """Record the depths of queues by display name."""
+        """Record the depths of queues by display name, and report new dead letters as news. ``now`` is the time of
+        these news; None: unknown.
+        """
         dead = depths.get("dead")
         if dead and dead > self._dead:
             at = now if self.depths else None  # the dead letters may be older than the first depths
@@ -316,8 +320,9 @@ class RunState:
         return bool(places) and all(place.startswith(f"{socket.gethostname()}:") for place in places)
 
     def diagnose_stall(self, now: float) -> None:
-        """Diagnose why nothing progresses, after :data:`STILL_SHOWN` seconds without progress. Each culprit is reported
-        as news once. Before the first heartbeat agents may still be loading, so only the broker can be the culprit.
+        """Diagnose why nothing progresses, after :data:`STILL_SHOWN` seconds without progress, and store the reason in
+        :attr:`finding`. Until something progresses again, each culprit and each remedy is reported as news only once.
+        Before the first heartbeat agents may still be loading, so only the broker can be the culprit.
         """
         self.finding = None
         if self.still(now) < STILL_SHOWN or not (self._heartbeats or self.broker_trouble):
@@ -335,7 +340,7 @@ class RunState:
     # -- output
 
     def agents(self, now: float) -> list[AgentRow]:
-        """Return the agents at ``now``, ordered by role."""
+        """Return the states at ``now`` of all agents that have sent a heartbeat, ordered by role and id."""
         order = sorted(self._heartbeats.values(), key=lambda item: (row_of(item[0].role).shown, item[0].id))
         return [_row(beat, now - at) for beat, at in order]
 
@@ -357,24 +362,26 @@ class RunState:
 
     @property
     def version(self) -> str | None:
-        """The weight version committed last."""
+        """The weight version committed last, as text. None: no version is committed."""
         trainers = self.statuses(TrainerStatus).values()
         return next((version_text(trainer.committed) for trainer in trainers if trainer.committed), None)
 
     @property
     def gate(self) -> GateStatus:
-        """The trainer's report on weight syncs."""
+        """The trainer's report on weight syncs, with initial values before the first report."""
         return next((trainer.sync for trainer in self.statuses(TrainerStatus).values() if trainer.sync), GateStatus())
 
     @property
     def sessions(self) -> GatewayStatus | None:
-        """The session counts that the active gateway reports. None: no gateway has reported."""
+        """The session counts that the active gateway reports. None: no gateway serves, as far as is known."""
         gateways = self.statuses(GatewayStatus).items()
         serving = [gateway for name, gateway in gateways if gateway.url and self.final_state(name) is None]
         return max(serving, key=lambda gateway: gateway.acting, default=None)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the estimated seconds until the last step at the recent pace, or None if it is unknown or overdue."""
+        """Return the estimated seconds until the trainer has consumed the last batch, at the recent pace, or None if
+        it is unknown or overdue.
+        """
         if self.total is None or len(self._pace) < 2:
             return None
         (first, step), (last, now_step) = self._pace[0], self._pace[-1]
@@ -407,7 +414,7 @@ def version_text(version: Version | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Measures:
-    """Values of one heartbeat that are followed over time."""
+    """Values in one heartbeat that are followed over time."""
 
     progress: tuple[Any, ...] = ()
     """Values that change when the agent makes progress."""
@@ -418,7 +425,9 @@ class _Measures:
 
 
 class Trends:
-    """Collects the values of one run. Each time is an argument, in seconds of any clock."""
+    """Collects values of one run over time: progress, busy shares, metrics of stages, counters. Each time is an
+    argument, in seconds of any clock.
+    """
 
     def __init__(self) -> None:
         self.began = self.moved_at = math.inf
@@ -460,18 +469,22 @@ class Trends:
                 _add_sample(self._busy, stage, share, now)
 
     def busy(self, now: float) -> dict[str, float]:
-        """Return the busy share, 0 to 1, of each stage over the last minute."""
+        """Return the busy share, 0 to 1, of each stage over the last minute. Stages with fewer than
+        :data:`MIN_SAMPLES` heartbeats in this time are missing.
+        """
         recent = {
             stage: [share for at, share in samples if at >= now - WINDOW] for stage, samples in self._busy.items()
         }
         return {stage: sum(shares) / len(shares) for stage, shares in recent.items() if len(shares) >= MIN_SAMPLES}
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean of each metric of a stage over the last minute, else its latest value."""
+        """Return the mean of each metric in :data:`STAGE_METRICS` over the minute that ends with its latest value."""
         return {name: sum(value for _, value in samples) / len(samples) for name, samples in self._metrics.items()}
 
     def rate(self, name: str, now: float) -> float:
-        """Return a counter's increase per second, summed over all agents."""
+        """Return a counter's increase per second in the last :data:`RATE_SECONDS`, summed over all agents. Agents with
+        fewer than two values in this time are skipped.
+        """
         total = 0.0
         for (_, counter), samples in self._counters.items():
             recent = [(at, value) for at, value in samples if at >= now - RATE_SECONDS]
@@ -481,7 +494,7 @@ class Trends:
 
 
 def _add_sample(samples_by_key: dict[K, Samples], key: K, value: float, now: float) -> None:
-    """Add a sample, and remove samples older than the window."""
+    """Add a sample to the samples of ``key``, and remove its samples that are older than :data:`WINDOW`."""
     samples = samples_by_key.setdefault(key, collections.deque())
     samples.append((now, value))
     while samples[0][0] < now - WINDOW:

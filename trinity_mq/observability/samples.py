@@ -158,7 +158,9 @@ class SampleStore:
         return problems
 
     def add(self, samples: DecodedSamples) -> int:
-        """Add samples to the table and return the number of new rows."""
+        """Add decoded samples to the table and return the number of new rows. Experiences that the table already has
+        are skipped.
+        """
         new = 0
         for uid, row in samples.rows.items():
             if uid in self._rows:
@@ -198,7 +200,7 @@ class SampleStore:
 
 
 def experience_at(body: bytes, index: int) -> Experience:
-    """Return one experience of an encoded batch."""
+    """Return the experience at ``index`` of an encoded batch."""
     from trinity_mq.experience import ExperienceBatch
 
     return ExperienceBatch.decode(body).settle()[index]

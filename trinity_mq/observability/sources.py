@@ -102,9 +102,9 @@ class BrokerSource:
         """The connected bus. None: not connected."""
         self.topology: Topology | None = None
         self.reviews: ReviewStream | None = None
-        """Runs that wait for a person's verdict. None: no operator requests verdicts."""
+        """Stream of the reviews of rollouts. None: not connected, or no operator has requested a verdict yet."""
         self.url: str | None = None
-        """URL of the broker found last."""
+        """URL of the broker found last. None: no broker was found yet."""
 
     async def run(self) -> None:
         """Connection loop: follows the broker until cancelled, and reconnects after a lost connection."""
@@ -166,7 +166,7 @@ class BrokerSource:
             await asyncio.sleep(DEPTH_SECONDS)
 
     async def _reviews(self, bus: Bus, topology: Topology) -> None:
-        """Follow the reviews. Retry until an operator has requested the first review."""
+        """Follow the reviews. Retry until an operator has requested the first review, and after each outage."""
         while True:
             try:
                 async with ReviewStream(bus, topology).following() as reviews:
@@ -181,7 +181,7 @@ class BrokerSource:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _stream(self, bus: Bus, topology: Topology, samples: SampleStore) -> None:
-        """Take at most one message of experiences per second from the ready stream, starting at its current end."""
+        """Take at most one chunk of experiences per second from the ready stream, starting at its current end."""
         loop = asyncio.get_running_loop()
         stream = ReadyStream(bus, topology)
         offset: int | None = None

@@ -45,7 +45,7 @@ class Span:
     start: float
     end: float
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds of each known phase of a sync."""
+    """Milliseconds of each known phase, if the activity is a sync; else empty."""
 
 
 def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
@@ -126,7 +126,7 @@ def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int]
         steps: First and last batch to write, both included. None: all batches.
 
     Raises:
-        CommandError: The metrics hold no durations of these batches, or the file cannot be written.
+        CommandError: The metrics hold no durations for these batches, or the file cannot be written.
     """
     metrics, out = folder / METRICS_FILE, out or folder / TIMELINE_FILE
     all_spans = spans(read_metrics(metrics))

@@ -67,9 +67,9 @@ class Gap:
     after: str
     before: str
     waits: tuple[str, ...] = ()
-    """Waits recorded during the gap, each with the role that waited."""
+    """Waits for the batch that cover at least the share :data:`COVERED` of the gap, each with the role that waited."""
     meanwhile: tuple[str, ...] = ()
-    """Work for other batches during the gap, longest first."""
+    """Work for other batches during the gap: at most three kinds, longest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Waterfall:
 
 
 def batches_of(spans: Iterable[TraceSpan]) -> list[str]:
-    """Return the batches that have spans, ordered by their first start."""
+    """Return the batches that have spans, ordered by their first start. Spans of weight syncs do not count."""
     first: dict[str, float] = {}
     for span in spans:
         if span.version is None:
@@ -129,7 +129,9 @@ def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
 
 
 def median_waterfall(waterfalls: Sequence[Waterfall]) -> Waterfall:
-    """Return the medians of several waterfalls, for rows and gaps that at least half of the waterfalls have."""
+    """Return a waterfall with the medians of several waterfalls. Its rows and gaps are found in at least half of them;
+    gaps of a waterfall between the same two kinds of work count as one gap.
+    """
     enough = len(waterfalls) / 2
     rows: dict[tuple[str, str], list[Row]] = defaultdict(list)
     gaps: dict[tuple[str, str], list[Gap]] = defaultdict(list)
@@ -312,7 +314,7 @@ def batch_waterfall(folder: Path, selection: str) -> Waterfall:
 
 
 def as_json(waterfall: Waterfall) -> str:
-    """Return a waterfall as JSON with times in milliseconds."""
+    """Return a waterfall as JSON. Times are in milliseconds, except for ``began``."""
     return json.dumps(asdict(waterfall), indent=2)
 
 

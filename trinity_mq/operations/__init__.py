@@ -1,1 +1,1 @@
-"""Operations on a run: checks, dead letters, cleaning, audits, regrading, debugging."""
+"""Operations on a run: checks, plans, submissions, reviews, dead letters, cleaning, regrading, debugging."""

@@ -16,11 +16,15 @@ from trinity_mq.targets.connection import Target, open_bus
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
 
 QUIET_SECONDS = 3.0
-"""Seconds without a message after which a queue counts as read. Other consumers may have taken some messages."""
+"""Seconds without a message after which a queue counts as read, because other consumers may hold some messages."""
 
 
 def saved_tickets(config: Config) -> list[str]:
-    """Return the tickets with a queue, according to the explorer's state in the run folder."""
+    """Return the tickets of batches that may have a queue, from the explorer's state in the run folder.
+
+    Raises:
+        FatalError: The state cannot be read.
+    """
     from trinity_agents.explorer.state import StateFile
 
     state = StateFile.of(config.path).load()
@@ -32,10 +36,11 @@ async def delete_run(target: Target, tickets: Sequence[str]) -> list[str]:
 
     Args:
         target: The run and its broker.
-        tickets: Tickets whose batch queues may exist, in addition to the tickets named by messages on the broker.
+        tickets: Tickets whose batch queues may exist, in addition to the tickets named by messages on the broker and
+            by folders of the blob store.
 
     Raises:
-        CommandError: An agent works on the run, or the blob store does not answer.
+        CommandError: The run's explorer or trainer is running, or the blob store does not answer.
     """
     run = target.run
     try:
@@ -52,7 +57,8 @@ async def delete_run(target: Target, tickets: Sequence[str]) -> list[str]:
 
 
 async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int:
-    """Delete the existing queues, while locks prevent agents from using them. Return their number.
+    """Delete the run's existing queues, while this process holds the locks of explorer and trainer, so that neither can
+    start. Return the number of deleted queues.
 
     The batch queues are deleted first, so that a retry of an interrupted deletion still finds the messages that name
     them.
@@ -85,7 +91,7 @@ async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
 
 
 async def _waiting(bus: Bus, queue: Queue) -> AsyncIterator[Delivery]:
-    """Yield the waiting messages of a work queue. They are returned to the queue at the end."""
+    """Yield the waiting messages of a queue that is not a stream. They are returned to the queue at the end."""
     remaining = await bus.depth(queue.name) or 0
     async with await bus.consume(queue) as messages:
         while remaining and (delivery := await next_or_quiet(bus, messages, QUIET_SECONDS)) is not None:

@@ -16,14 +16,17 @@ from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
 from trinity_mq.terminal import escape_to_one_line
 
 QUIET_SECONDS = 2.0
-"""Seconds without another letter after which the list ends, if the queue holds fewer letters than it reported."""
+"""Seconds without another letter after which the list ends, if the queue holds fewer letters than it reported. Also the
+time limit for a chunk that is read again from the ready stream."""
 BACK_LOOKS, BACK_LOOK = 40, 0.05
 """Maximum checks whether the read letters were returned to their queue, and seconds between two checks."""
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
 
 
 def row(letter: Incoming) -> tuple[str, ...]:
-    """Return the table row of one letter, from the headers of trinity-mq, else from the broker's headers."""
+    """Return the table row of one letter, as :data:`COLUMNS`. Queue and reason come from the headers of trinity-mq,
+    else from the broker's headers. ``-``: unknown.
+    """
     headers = letter.headers
     queue, reason = headers.get("dead-queue"), headers.get("dead-reason")
     if reason is None:
@@ -34,8 +37,9 @@ def row(letter: Incoming) -> tuple[str, ...]:
 
 
 async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
-    """Publish dead-lettered batches again, all of them or only ``batches``: manifests to the operators, processed
-    batches to the trainer.
+    """Publish dead-lettered batches again, all of them if ``batches`` is empty, else only ``batches``: manifests to the
+    operators, processed batches to the trainer. Their letters leave the queue. Of several letters with the same ticket
+    only the first is published.
 
     Returns:
         A line for each published batch, a line for each batch that could not be published, and the number of remaining

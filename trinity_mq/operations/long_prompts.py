@@ -20,8 +20,10 @@ MOST_COUNTED = 5_000
 def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> list[str]:
     """Return a line for each taskset with records whose prompts are too long for the model.
 
-    The counted prompt is the record's prompt plus the system prompt of the taskset or of the workflow. The tokenizer is
-    loaded only if a prompt has more bytes than half the limit in tokens, because each token has at least one byte.
+    The counted prompt is the system prompt of the record, else of the taskset, else of the workflow, plus the record's
+    prompt and the reply prefix of the taskset. Each token has at least one byte, so prompts are tokenized only if the
+    texts of their records have more bytes than half the limit in tokens. Without such prompts the tokenizer is not
+    loaded.
     """
     described = [taskset for taskset in tasksets if taskset.storage.holds_records]
     return [
@@ -68,7 +70,9 @@ def _line(name: str, count: int, total: str, limit: int, *, truncates: bool) -> 
 
 
 def _length(config: Config, taskset: TasksetConfig) -> Callable[[str | None, str], int] | None:
-    """Return a function that counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
+    """Return a function that counts the tokens of (system prompt or None, prompt). None: the tokenizer is not on this
+    machine, or the model or its settings are not valid.
+    """
     default = _system_prompt(taskset)
     if config.model.tiny is not None:  # each character is one token
         return lambda system, text: len(system or default) + len(text)

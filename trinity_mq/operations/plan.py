@@ -33,11 +33,11 @@ class PlannedProcess:
     """Bytes that a vLLM process takes in total by ``gpu_memory_utilization``. Its cache gets the bytes that the parts
     leave. 0: the process takes only its parts."""
     least: int = 0
-    """Estimated bytes without parts that are upper bounds."""
+    """Estimated bytes without parts that are upper bounds, or the share if that is larger."""
 
     @property
     def bytes(self) -> int | None:
-        """Estimated bytes. None: unknown."""
+        """Estimated bytes that the process takes on the GPU: the share or the parts. None: unknown."""
         return max(self.share, total(self.parts) or 0) if self.parts else None
 
     @property
@@ -69,7 +69,7 @@ class PlannedGpu:
 
     @property
     def missing(self) -> int:
-        """Bytes that are missing even if no part reaches its upper bound."""
+        """Bytes that are missing even if no part reaches its upper bound. 0: the room suffices, or is unknown."""
         sizes = [(process.kind, process.least) for process in self.processes]
         return 0 if self.room is None else max(0, self._at_once(sizes) - self.room)
 
@@ -87,11 +87,11 @@ class RunPlan:
     config: Config
     placement: Placement
     estimate: MemoryEstimate | None = None
-    """Estimated memory of the run. None: the memory of the GPUs is unknown, or no GPU is visible."""
+    """Estimated memory of the run. None: the memory of a GPU is unknown, or no process of the run uses a GPU."""
 
     @property
     def processes(self) -> list[PlannedProcess]:
-        """The uses of GPUs, process by process."""
+        """The use of each GPU by each process of the run that computes on GPUs. Empty if no GPU is visible."""
         return [use for need in self.placement.needs if self.placement.gpus for use in self._uses(need)]
 
     @property

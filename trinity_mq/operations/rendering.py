@@ -18,7 +18,7 @@ NO_ROW = (
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The renderer of a model's conversations."""
+    """Describes the renderer of a model's conversations."""
 
     description: str
     """Family and rendering, in words."""
@@ -27,8 +27,8 @@ class Rendering:
 
 
 def rendering_of(config: Config) -> Rendering | None:
-    """Return the renderer of the policy's conversations. None: the model does not have a chat template, or its
-    tokenizer is not on this machine or cannot be loaded.
+    """Return a description of the renderer of the policy's conversations. None: the model is tiny, does not have a chat
+    template, or its tokenizer is not on this machine or cannot be loaded.
 
     Raises:
         UnknownNameError: ``model.family`` does not exist.
@@ -48,7 +48,9 @@ def rendering_of(config: Config) -> Rendering | None:
 
 
 def describe_rendering(config: Config) -> list[str]:
-    """Return lines that describe the renderer of the policy's conversations; errors as for :func:`rendering_of`."""
+    """Return lines that describe the renderer of the policy's conversations, or an empty list if it is unknown. Errors
+    as for :func:`rendering_of`.
+    """
     rendering = rendering_of(config)
     if rendering is None:
         return []

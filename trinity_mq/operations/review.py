@@ -1,4 +1,4 @@
-"""Texts of reviews and the connection to their stream."""
+"""Texts about reviews of rollouts, and the connection to the stream of reviews."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def as_dict(review: Review, now: float) -> dict[str, Any]:
 
 
 def summary_lines(review: Review, now: float) -> list[str]:
-    """Return up to three lines on a review: its state, the reasons for its selection, and the beginnings of its
-    texts.
+    """Return up to three lines on a review: its state, the reasons why its rollout was selected, and the beginnings of
+    the texts of the rollout's last call.
     """
     request = review.request
     call = request.calls[-1] if request.calls else None
@@ -95,7 +95,7 @@ def find_review(reviews: ReviewStream, prefix: str) -> Review:
 
 @asynccontextmanager
 async def following(target: Target) -> AsyncIterator[ReviewStream]:
-    """Follow the reviews of a run inside the block.
+    """Open a bus to the run's broker, and follow the reviews of the run inside the block.
 
     Raises:
         CommandError: No operator of the run asks people.

@@ -53,7 +53,7 @@ class SubmissionReplies:
         return self.outcome is not None and not self.missing
 
     def answers(self, store: BlobStore | None) -> list[dict[str, Any]]:
-        """Return the text, the reward and the expected text of each answer, sorted by run and step.
+        """Return the text, the reward and the expected text of each answer that arrived, sorted by rollout and step.
 
         Raises:
             CommandError: A part cannot be read.
@@ -130,7 +130,8 @@ def read_task(text: str) -> TaskBody:
 
 
 async def submit_task(target: Target, submission: TaskSubmission, wait: float | None) -> SubmissionReplies | None:
-    """Publish a task. Return the replies that arrive within ``wait`` seconds. If ``wait`` is None, return None at once.
+    """Publish a task. Return its replies as soon as they are complete, or the replies that arrived within ``wait``
+    seconds, with the outcome but perhaps not all parts. If ``wait`` is None, return None once the task is published.
 
     Raises:
         CommandError: The broker does not take the task, or its outcome does not arrive in time.

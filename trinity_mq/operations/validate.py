@@ -51,7 +51,7 @@ PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow", "math_answer_wo
 """Built-in workflows that need neither arguments nor recorded calls. The same names with the prefix ``async_`` count
 too."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workflow", "tool_choice_workflow"}
-"""Built-in workflows that can make a greedy run."""
+"""Built-in workflows that can make a greedy rollout."""
 RECORDS = "buffer.trainer_input"
 """Key of the training data in maps by model name. It differs from all names of models, because it contains dots."""
 WARNING = ": warning: "
@@ -108,7 +108,7 @@ def _collect(checks: Iterable[Callable[[], list[str]]]) -> list[str]:
 
 @contextlib.contextmanager
 def _errors_of(place: str, subject: str = "code of your own", *explained: type[Exception]) -> Iterator[None]:
-    """Turn an error in the ``with`` block into a ConfigError.
+    """Turn an error in the ``with`` block into a ConfigError. ConfigError and TasksetError are not changed.
 
     Args:
         place: Place in the configuration, which begins the message.
@@ -173,10 +173,11 @@ def needs_cuda(config: Config) -> bool:
 
 
 def check_tasksets(config: Config) -> list[str]:
-    """Open every taskset once to find unreadable tasksets before processes start. Return a line for each taskset.
+    """Open every taskset once, or in mode ``train`` the training data, to find unreadable data before processes start.
+    Return a line for each of them.
 
     Raises:
-        TasksetError: The run to train on, or its records, cannot be read.
+        TasksetError: The training data, or the run that the trainer taps, cannot be read.
         ConfigError: A taskset cannot be read, or a reward function is not known or does not accept its arguments.
         FatalError: A folder of ``plugin_dirs`` cannot be used.
     """
@@ -232,11 +233,11 @@ def check_names(config: Config) -> list[str]:
 
 
 def check_greedy_runs(config: Config) -> list[str]:
-    """Check that built-in workflows make the greedy run that the estimator needs, and that no workflow makes an unused
-    greedy run.
+    """Check that built-in workflows make the greedy rollout that the estimator needs, and that no workflow makes a
+    greedy rollout that the estimator does not use.
 
     Raises:
-        ConfigError: The greedy run is missing, or the estimator would not use it.
+        ConfigError: The greedy rollout is missing, or would not be used.
     """
     return _collect(functools.partial(_check_greedy, config, taskset) for taskset in config.buffer.training_tasksets)
 
@@ -261,7 +262,9 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
 
 
 def check_workflows(config: Config) -> list[str]:
-    """Import the workflows of all tasksets. Return a line for each user-defined workflow and each missing program.
+    """Import the workflows of all tasksets, except for tasksets that use only :data:`PLAIN_WORKFLOWS` without
+    arguments. Return a line for each user-defined workflow, and a warning for each program that a workflow needs and
+    this machine lacks.
 
     Raises:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
@@ -300,8 +303,8 @@ def _check_workflow(config: Config, taskset: TasksetConfig, name: str) -> list[s
 
 
 def _missing(taskset: TasksetConfig, takes: type[BaseModel] | None) -> list[str]:
-    """Return a warning for each program that the workflow needs and this machine lacks. It is not an error, because
-    runners may be on other machines.
+    """Return a warning for each program that the workflow needs and this machine lacks; an empty list if the needs are
+    not known. A missing program is not an error, because runners may be on other machines.
     """
     from trinity_mq.workflows import Arguments
 
@@ -351,7 +354,8 @@ def check_operators(config: Config) -> list[str]:
 
 
 def check_algorithm(config: Config) -> list[str]:
-    """Import the user-defined parts of the loss and a user-defined estimator. Return a line for each.
+    """Import the user-defined parts of the loss and a user-defined estimator. Return a line for each. In mode ``bench``
+    nothing is imported.
 
     Raises:
         ConfigError: A function cannot be imported, or does not accept its arguments.
@@ -372,7 +376,8 @@ def check_algorithm(config: Config) -> list[str]:
 
 
 def check_models(config: Config) -> list[str]:
-    """Look for the model folders without downloading or loading a model. Return a line for each model to be downloaded.
+    """Look for the model folders without downloading or loading a model. Return a line for each model to be downloaded,
+    and a remark if the policy's model lacks a chat template that no workflow needs.
 
     Raises:
         ModelError: A folder does not exist or does not hold a model.
@@ -541,7 +546,8 @@ def check_lora(config: Config) -> list[str]:
 
 
 def check_router_replay(config: Config) -> list[str]:
-    """Check that the model has routers whose choices can be replayed.
+    """Check that the model has routers whose choices can be replayed, and return a line on them. Return an empty list
+    if ``model.router_replay`` is off, or if the model's architecture is not on this machine.
 
     Raises:
         ModelError: The model does not have such routers.

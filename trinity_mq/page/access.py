@@ -1,4 +1,4 @@
-"""Access to the page: users of this machine may view it. Actions, and views from other machines, need the key."""
+"""Access to the page. Views need a key unless the server listens on a loopback address. Actions always need the key."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class PageAccess:
 
     @property
     def needs_key(self) -> bool:
-        """Whether the page's address contains the key."""
+        """Whether the printed address must contain the key: actions are enabled, or views need the key."""
         return self.operate or not self._is_local
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse forbidden requests, and add security headers to all responses."""
+        """Refuse forbidden requests with 401 or 403. Add security headers to the responses of handlers, except to
+        responses that a handler has already begun to send, and store the key of the address in a cookie.
+        """
         key = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
         has_key = self._is_key(key)
         if self._is_local:

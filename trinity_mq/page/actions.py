@@ -1,4 +1,4 @@
-"""Requests of the page that reach the broker: dead letters, commands to agents, and the runs on the broker."""
+"""Requests of the page that reach the broker: dead letters, reviews, commands to agents, and the runs on the broker."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class BrokerActions:
         self._source, self._stopped = source, stopped
         self._starting = asyncio.Lock()
         self._cached_letters: tuple[int, list[dict[str, Any]]] | None = None
-        """Dead letters of a broker that was started to read them, with the last start time in the run's folder."""
+        """Time at which the run's folder was last locked, in nanoseconds since the epoch, and the dead letters
+        read then. The private broker was started to read them. None: nothing is cached.
+        """
 
     def _connection(self) -> tuple[Bus, Topology]:
         if self._source.bus is None or self._source.topology is None:
@@ -71,8 +73,8 @@ class BrokerActions:
         return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
 
     async def dead_letters(self) -> list[dict[str, Any]]:
-        """Return dead letters, oldest first, without removing them. Dead letters of a run that does not run now are
-        cached, because they change only when the run starts.
+        """Return at most :data:`LISTED` dead letters, oldest first, without removing them. Dead letters of a private
+        broker that does not run now are cached, because they change only after a process has locked the run's folder.
 
         Raises:
             ActionError: There is no connection, and no private broker to start.
@@ -92,14 +94,15 @@ class BrokerActions:
             return rows
 
     async def runs(self) -> dict[str, Any]:
-        """Return the runs on the same broker, or why they are unknown."""
+        """Return the runs on the same broker, and the reason if they are unknown."""
         if self._source.url is None:
             return {"broker": [], "unknown": "the broker of this run is not running"}
         rows, unknown = await broker_runs(self._source.url)
         return {"broker": rows, "unknown": unknown}
 
     async def replay(self, batches: set[str]) -> dict[str, Any]:
-        """Publish dead batches again: only ``batches``, or all dead batches if ``batches`` is empty.
+        """Publish dead batches again: only ``batches``, or all dead batches if ``batches`` is empty. Return a line for
+        each published batch, a line for each problem, and the number of letters that stay in the queue.
 
         Raises:
             ActionError: There is no connection, and no private broker to start.
@@ -109,16 +112,18 @@ class BrokerActions:
         return {"republished": republished, "problems": problems, "kept": remaining}
 
     def reviews(self) -> list[dict[str, Any]]:
-        """Return the runs that wait for a verdict, in order of their requests."""
+        """Return the rollouts that wait for the verdict of a person, in the order of their requests. The list is empty
+        if no operator has asked for verdicts.
+        """
         if self._source.reviews is None:
             return []
         return [review.request.model_dump(mode="json") for review in self._source.reviews.pending()]
 
     async def give_verdict(self, request: str, body: dict[str, Any]) -> dict[str, str]:
-        """Give a verdict on a run, and return its effect.
+        """Give a verdict on a rollout. Return whether it was taken, and the reason if it was not.
 
         Raises:
-            ActionError: The run does not ask for verdicts.
+            ActionError: No operator of the run asks for verdicts.
             ValueError: The verdict is not valid.
         """
         if self._source.reviews is None:
@@ -151,8 +156,8 @@ def _last_start(target: Target) -> int:
 
 
 def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each run among queues: its name, and its numbers of messages, dead letters, consumers and
-    queues.
+    """Return a row for each run that has queues: its name, and its numbers of messages (dead letters included), dead
+    letters, consumers and queues. Queues of other systems are skipped.
 
     A run without consumers is over or stopped.
     """

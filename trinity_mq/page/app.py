@@ -1,5 +1,5 @@
-"""HTTP routes of the page: its files, the state as server-sent events, and details as JSON. Also the contents that come
-from run folders.
+"""HTTP routes of the page: its files, the run's state as server-sent events, and details as JSON. Other functions
+read run folders for these routes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DashApp:
         actions: Requests to the broker.
         access: Checks the access of each request.
         texts: Returns the known texts of tokens.
-        runs: Returns a row for each run known on this machine.
+        runs: Returns a row for each run folder that the page lists.
         evaluations: Returns the evaluations with stored answers; may raise OSError.
         others: Curves of other runs to draw for comparison, by run name.
     """
@@ -117,13 +117,13 @@ class DashApp:
         self._changed.notify()
 
     async def tick(self) -> None:
-        """Update the state of all pages every second, until cancelled."""
+        """Loop: call :meth:`renew` every second, until cancelled."""
         while True:
             self.renew()
             await asyncio.sleep(EVENT_SECONDS)
 
     def renew(self) -> None:
-        """Advance the page to the current time, and send the state to all pages."""
+        """Advance the run's state to the current time, and send it to all open pages."""
         self._run.tick()
         self._state = ""
         self._changed.notify()
@@ -176,7 +176,9 @@ class DashApp:
         return web.Response(text=self._current(), content_type="application/json")
 
     async def timeline(self, request: web.Request) -> web.Response:
-        """Return the activities and waits of agents in the last ``seconds``."""
+        """Return the states and activities of agents in the last ``seconds`` before now, or before the end of the last
+        activity if the page is not connected to the broker. At most :data:`MOST_SPANS` activities, the latest.
+        """
         seconds, activities = _number(request, "seconds", 120.0), self._run.history.activities
         end = round(time.time() if self._run.state.is_live or not activities else activities[-1].end, 2)
         start = end - seconds
@@ -185,7 +187,7 @@ class DashApp:
         return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
 
     async def samples(self, request: web.Request) -> web.Response:
-        """Return the rows of samples numbered above ``after``."""
+        """Return the rows of the table of samples whose number is above ``after``, and the counts of the table."""
         after = int(_number(request, "after", 0))
         store = self._run.history.samples
         seen_count = store.seen
@@ -193,7 +195,7 @@ class DashApp:
         return _json({"columns": COLUMNS, "last": store.number, "seen": seen_count, "rows": store.rows(after)})
 
     async def sample(self, request: web.Request) -> web.Response:
-        """Return one sample token by token, selected by ``uid``."""
+        """Return one sample token by token, selected by ``uid``; status 404 if it is not kept."""
         uid = request.query.get("uid", "")
         self._run.state.problems.extend(await self._run.history.samples.decode())
         body = self._run.history.samples.body_of(uid)
@@ -202,7 +204,7 @@ class DashApp:
         return _json(await asyncio.to_thread(lambda: as_json(experience_at(*body), self._texts())))
 
     async def curves(self, _: web.Request) -> web.Response:
-        """Return the curves of the page and of the other runs."""
+        """Return the pictures with the curves of the run and of the other runs, and the names of the run's metrics."""
         curves = self._run.history.curves
         others = {name: run_curves.pictures() for name, run_curves in self._others.items()}
         return _json({"pictures": curves.pictures(), "names": curves.names, "others": others})
@@ -213,11 +215,13 @@ class DashApp:
         return _json({"name": name, "points": self._run.history.curves.named(name)})
 
     async def evaluations(self, _: web.Request) -> web.Response:
-        """Return the questions of all sets, each with its mean reward by label."""
+        """Return the questions of all evaluation sets, each with its mean reward at each label."""
         return _json({"sets": evaluation_sets(await asyncio.to_thread(self._evaluations))})
 
     async def evaluation(self, request: web.Request) -> web.Response:
-        """Return one question, selected by ``set`` and ``task``, with its answers by label."""
+        """Return one evaluation question, selected by ``set`` and ``task``, with its answers at each label; status 404
+        if its answers are not kept.
+        """
         name, task = request.query.get("set", ""), int(_number(request, "task", 0))
         answers = question_history(await asyncio.to_thread(self._evaluations), name, task)
         if not answers:
@@ -225,7 +229,7 @@ class DashApp:
         return _json({"set": name, "task": task, "evaluations": answers})
 
     async def runs(self, _: web.Request) -> web.Response:
-        """Return the known runs."""
+        """Return the runs that have a folder here, and the runs on the broker."""
         return _json({"runs": await asyncio.to_thread(self._runs), **await self._actions.runs()})
 
     async def dead(self, _: web.Request) -> web.Response:
@@ -245,7 +249,7 @@ class DashApp:
         return _json({"reviews": self._actions.reviews()})
 
     async def give_verdict(self, request: web.Request) -> web.Response:
-        """Give a verdict on a run."""
+        """Give a verdict on a rollout."""
         return _json(await self._actions.give_verdict(request.match_info["request"], await read_json(request)))
 
     async def control(self, request: web.Request) -> web.Response:
@@ -295,7 +299,7 @@ def curves_of(name: str) -> Curves:
 
 
 class LazyTexts:
-    """The texts of a run's tokens. They are unknown until the model folder exists.
+    """Loads the texts of a run's tokens on first use. They are unknown until the model folder exists.
 
     Args:
         config: The run's configuration; None: unknown.
@@ -314,14 +318,16 @@ class LazyTexts:
 
 
 def workflows(config: Config) -> dict[str, str]:
-    """Return the workflow of each named taskset."""
+    """Return the workflow of each taskset that has a name, by this name."""
     buffer = config.buffer
     tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
     return {taskset.name: str(taskset.workflow) for taskset in tasksets if taskset.name}
 
 
 def runs(folder: Path | None) -> list[dict[str, Any]]:
-    """Return the runs next to a run folder, or below ``runs`` without a folder, as JSON objects."""
+    """Return the runs in the parent folder of the run folder ``folder``, or below ``runs`` if ``folder`` is None, as
+    JSON objects.
+    """
     top = RUNS if folder is None else folder.parent
     return [
         {

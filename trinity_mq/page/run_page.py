@@ -30,13 +30,13 @@ class RunPage:
         self._limit, self._finding = bottleneck_filter(), finding_filter()
 
     def tick(self) -> None:
-        """Update the history and the verdicts to the current time."""
+        """Update the history, the displayed bottleneck and the displayed finding to the current time."""
         now = self._clock()
         self.history.observe(self.state.agents(now), now)
         self._update_verdicts(now)
 
     def _update_verdicts(self, now: float) -> Observation:
-        """Update the displayed verdicts and return the observation behind them."""
+        """Return an observation of the run. If the run is live, update the displayed bottleneck and finding from it."""
         observation = self.state.observation(now)
         if self.state.is_live:
             limit = self._limit.read(bottleneck(observation), now)
@@ -44,7 +44,7 @@ class RunPage:
         return observation
 
     def as_map(self) -> dict[str, Any]:
-        """Return the state of the run as JSON."""
+        """Return the state of the run as a JSON object. Bottleneck and finding are updated to the current time."""
         now, state = self._clock(), self.state
         agents = [
             {
@@ -104,7 +104,7 @@ class RunPage:
 
 
 def _nodes(agents: list[dict[str, Any]], busy: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return each role that has agents, with a summary of their work."""
+    """Return a node for each role that has agents, with a summary of their work. ``busy``: busy share by stage."""
     by_role = {role: [agent for agent in agents if agent["role"] == role] for role in FLOW}
     return [
         {

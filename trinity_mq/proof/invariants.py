@@ -21,7 +21,7 @@ Entry = Mapping[str, Any]
 Result = Literal["holds", "violated", "not checked"]
 MOST_EVIDENCE = 5
 HAVE_RUNS = {"finished", "partial", "cancelled"}
-"""Outcomes that may contribute finished runs to a batch."""
+"""Outcomes of slices that may contribute finished rollouts to a batch."""
 TRAINABLE_LATER = {"failed", "skipped"}
 """Outcomes after which a ticket may be repaired and trained on later."""
 
@@ -77,7 +77,9 @@ def lineage(progress: Sequence[Progress]) -> list[Progress]:
 
 
 def one_outcome(record: Record, expected: Expected) -> InvariantVerdict:
-    """Check that each task of a decided batch has one outcome, and that each counted run is in the batch once."""
+    """Check that each task of a decided batch has one outcome, that no rollout is reported twice, that the batch holds
+    only reported rollouts, and, unless operators may drop experiences, all rollouts of finished slices.
+    """
     name = "one outcome for each task"
     if record.results_begin or record.ready_begin:
         return InvariantVerdict(name, "not checked", "retention has cut the beginning of the streams")
@@ -179,8 +181,8 @@ def _skipped_batches(line: Sequence[Progress]) -> list[int]:
 
 
 def _repeated_steps(processed: ProcessedSet) -> Iterator[str]:
-    """Yield a line for each repeated step of a run in a set. If all steps are repeated, yield nothing, because runs
-    then have several experiences for each step.
+    """Yield a line for each step of a rollout that a set holds more than once. If it holds all steps more than once,
+    yield nothing, because rollouts then have several experiences for each step.
     """
     counted = Counter(processed.runs)
     if counted and counted.most_common()[-1][1] == 1:
@@ -196,7 +198,9 @@ def _generations(record: Record) -> int:
 
 
 def tickets_decided_once(entries: Sequence[Entry]) -> Iterator[str]:
-    """Check that each ticket is decided once, and that a ticket is repaired only after it failed or was skipped."""
+    """Yield a line for each violation: each ticket must be decided once, and may be repaired only after it failed or
+    was skipped.
+    """
     decided = Counter(str(entry["ticket"]) for entry in entries if not entry.get("repaired"))
     if double := [ticket for ticket, times in decided.items() if times > 1]:
         yield f"tickets decided more than once: {excerpt(double)}"
@@ -212,7 +216,9 @@ def tickets_decided_once(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def each_trained_once(entries: Sequence[Entry]) -> Iterator[str]:
-    """Check that each experience is trained on at most once, in its own batch."""
+    """Yield a line for each violation: an experience may be trained on at most once, in its own batch, and only entries
+    that were trained on may list experiences.
+    """
     trained = Counter(uid for entry in entries for uid in entry["uids"])
     if double := [uid for uid, times in trained.items() if times > 1]:
         yield f"experiences trained on more than once: {excerpt(double)}"
@@ -226,8 +232,8 @@ def each_trained_once(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def set_faults(entry: Entry, processed: ProcessedSet | None) -> Iterator[str]:
-    """Check that an entry was decided by the first set of its ticket, or a later set if it was repaired, and holds only
-    experiences of this set.
+    """Yield a line for each violation: an entry must be decided by the first set of its ticket, or a later set if it
+    was repaired, by an operator with the run's configuration, and hold only experiences of this set.
 
     Args:
         entry: The entry.
@@ -252,7 +258,7 @@ def set_faults(entry: Entry, processed: ProcessedSet | None) -> Iterator[str]:
 def versions_rise(
     record: Record, commits: Sequence[VersionSeen], committed: Sequence[VersionSeen], served: Sequence[VersionSeen]
 ) -> InvariantVerdict:
-    """Check that committed versions, the trainer's steps and the versions served by each engine life never decrease."""
+    """Check that committed versions, the trainer's progress, and the versions that an engine life serves never fall."""
     violations = [*_decreases("committed", commits), *_decreases("in the trainer's heartbeats", committed)]
     by_life: defaultdict[str, list[VersionSeen]] = defaultdict(list)
     for sighting in served:

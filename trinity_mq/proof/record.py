@@ -46,11 +46,12 @@ class ProcessedSet:
 
 @dataclass(frozen=True, slots=True)
 class VersionSeen:
-    """An announced or served weight version."""
+    """A weight version that was announced, committed or served at a time."""
 
     at: float
+    """Time in seconds of the observer's clock."""
     who: str
-    """The trainer, or an engine's life."""
+    """The sender of the commit, ``committed`` for a trainer's heartbeat, or an engine's life."""
     version: Version
 
 
@@ -61,7 +62,9 @@ class Record:
     results: list[TaskResult] = field(default_factory=list)
     """Results in stream order, without repeated message ids."""
     sets: list[ProcessedSet] = field(default_factory=list)
+    """Complete sets of processed chunks, in stream order."""
     progress: list[Progress] = field(default_factory=list)
+    """Progress messages of the trainer, in stream order, without repeated message ids."""
     settled: int | None = None
     """Number of messages in ``progress`` that were published before the sets were read; None: all. In a running run,
     later messages may refer to later sets."""
@@ -86,13 +89,14 @@ class Record:
 async def read_record(
     bus: Bus, topology: Topology, store: BlobStore | None = None, versions: Collection[Version] = ()
 ) -> Record:
-    """Read both streams of a run from their beginnings to their current ends, without removing messages.
+    """Read the results stream and the ready stream of a run from their beginnings to their current ends, without
+    removing messages.
 
     Args:
         bus: A connected bus.
         topology: The run's topology.
         store: Blob store of large bodies.
-        versions: Versions to sample experiences of.
+        versions: Weight versions whose experiences are sampled; see :attr:`Record.samples`.
 
     Raises:
         BusUnavailable: A stream does not answer.
@@ -138,7 +142,7 @@ class Recorder:
 
     Args:
         store: Blob store of large bodies.
-        versions: Versions to sample experiences of.
+        versions: Weight versions whose experiences are sampled; see :attr:`Record.samples`.
         keeps_experiences: Keep the experiences of each set.
     """
 
@@ -153,7 +157,7 @@ class Recorder:
         self._store, self._versions, self._keeps_experiences = store, versions, keeps_experiences
         self._ids: set[str] = set()
         self._open: OpenSets[ExperienceBatch | None] = OpenSets()
-        """Experiences of chunks; None: the chunk cannot be read."""
+        """Sets that are not complete yet, with the experiences of each chunk; None: the chunk cannot be read."""
         self._complete: set[tuple[str, str]] = set()
         self._decided: set[str] = set()
 

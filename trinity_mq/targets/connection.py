@@ -26,7 +26,7 @@ from trinity_mq.transport.blobs import BlobStore, open_store
 TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
 """Seconds between two checks for connection problems, and between two reports about them."""
 COMMAND_CONNECT_TIMEOUT = 10.0
-"""Seconds; shorter than for daemons, because a person waits for the command."""
+"""Maximum seconds for a command to connect; shorter than for daemons, because a person waits for the command."""
 
 
 def find_broker_url(config: Config) -> str | None:
@@ -53,7 +53,7 @@ class Target:
 
     @property
     def folder(self) -> RunFolder | None:
-        """The run's folder; None if it does not exist on this machine."""
+        """The run's folder; None if it does not exist on this machine, or only the run's name is known."""
         return RunFolder(self.config) if self.config is not None and self.config.path.is_dir() else None
 
 
@@ -64,7 +64,7 @@ def find_target(
 
     Args:
         arguments: Arguments of the command.
-        blob_store: Replaces the blob store of the configuration.
+        blob_store: Replaces the blob store of the configuration. None: not replaced.
         folder_suffices: If the run does not run now, the command needs only its folder, not its broker.
 
     Raises:
@@ -91,7 +91,7 @@ def find_target(
 
 
 def saved_run_id(run_folder: Path) -> str | None:
-    """Return the run id saved by the explorer; None if it cannot be read."""
+    """Return the run id that the explorer has saved in its run folder; None if it saved none, or it cannot be read."""
     from trinity_agents.explorer.state import StateFile
 
     with contextlib.suppress(FatalError):
@@ -102,7 +102,7 @@ def saved_run_id(run_folder: Path) -> str | None:
 @asynccontextmanager
 async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
     """Open a bus to the run's broker. The private broker of a run that does not run now is started, and stopped at the
-    end.
+    end. Errors inside such a block are raised in an ExceptionGroup, as by :func:`private_broker`.
 
     Raises:
         CommandError: The run's folder is in use, or its name is not valid.
@@ -124,8 +124,9 @@ async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topolog
 
 @asynccontextmanager
 async def open_streams(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology, BlobStore | None]]:
-    """Open a bus as :func:`open_bus` does, and the store of large bodies, to read the streams of the run. If its folder
-    is on this machine, messages of earlier runs of the same name are recognised. Errors as for :func:`open_bus`.
+    """Open a bus as :func:`open_bus` does, and the store of large bodies (None: no store is configured), to read the
+    streams of the run. If the run's folder is on this machine, messages of earlier runs of the same name are
+    recognised. Errors as for :func:`open_bus`.
     """
     async with open_bus(target, who) as (bus, topology):
         if target.folder is not None:
@@ -164,7 +165,9 @@ async def connect_bus(
 
 
 async def _report_trouble(bus: Bus, seconds: float, waiting: Callable[[str], None]) -> None:
-    """Call ``waiting`` at the first connection problem, and then every ten seconds, until cancelled."""
+    """Call ``waiting`` at the first connection problem, and then every ten seconds while there is a problem, until
+    cancelled. ``seconds`` is the time limit of the connection, which the text names.
+    """
     loop = asyncio.get_running_loop()
     began, last_report = loop.time(), -TROUBLE_INTERVAL
     while True:

@@ -1,4 +1,4 @@
-"""Runs a private broker during a run, or in a separate process that outlives the command."""
+"""Runs a private broker inside a block of a run or a command, or in a separate process that outlives the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ READY_FD = "--ready-fd"
 
 @contextlib.asynccontextmanager
 async def private_broker(folder: Path, config: SupervisorConfig, report: Callable[[str], None]) -> AsyncIterator[str]:
-    """Run a private broker and yield its URL. If it dies, it is restarted with the same data and port.
+    """Run a private broker inside the block, and yield its URL. If it dies, it is restarted with the same data and
+    port. After the start, the errors of the block and of the broker are raised in an ExceptionGroup.
 
     Args:
         folder: Folder with the broker's data, ports and password.
@@ -68,7 +69,9 @@ async def _keep(node: LocalNode, folder: Path, config: SupervisorConfig, report:
 
 
 async def serve_broker(home: LockedFolder, ready_fd: int | None) -> int:
-    """Run a private broker until SIGINT or SIGTERM, then return exit code 0. Its URL is written to ``ready_fd``."""
+    """Run a private broker until SIGINT or SIGTERM, then return exit code 0. Its URL is stored in the folder ``home``,
+    and is written to the file descriptor ``ready_fd`` unless that is None.
+    """
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

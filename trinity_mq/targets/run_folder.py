@@ -23,10 +23,11 @@ NAMES_FILE = "names"
 """File that run folders contain since release 0.3. Before, some names of workflows and rewards had other meanings."""
 NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
 """Keys and key prefixes that determine the checkpoint, the schedule and the order of the tasks. A run cannot be resumed
-with other values. All other settings may change between starts.
+with other values. All other settings may change between starts, except for ``buffer.batch_size`` without
+``buffer.total_steps``; see :meth:`RunFolder.changes`.
 """
 _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
-"""Keys that may change between starts because they only locate the run folder and the broker."""
+"""Keys whose changes between two starts are not reported, because they only locate the run folder and the broker."""
 
 
 class LockedFolder:
@@ -67,7 +68,9 @@ class LockedFolder:
         return f"process {holder} already serves a broker in {self.path}"
 
     def holder(self) -> int | None:
-        """Return the id of the process that holds the lock, or None if no process holds it."""
+        """Return the id of the process that holds the lock. None: no process holds it, or the process that took it just
+        now has not written its id yet.
+        """
         try:
             with self._lock.open() as file:
                 is_free = try_lock(file, shared=True)
@@ -107,7 +110,7 @@ class LockedFolder:
 
 
 class RunFolder(LockedFolder):
-    """The folder ``<run_dir>``: configuration, lock, logs, and the marker of a finished run."""
+    """The folder ``<run_dir>`` of a run: configuration, lock, logs, private broker, and marker of a finished run."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.path, LOCK_FILE, "broker.url")
@@ -136,7 +139,7 @@ class RunFolder(LockedFolder):
         return self.path / "broker"
 
     def changes(self) -> list[str]:
-        """Return one line for each setting that changed since the last start.
+        """Return one line for each setting that changed since the last start; an empty list before the first start.
 
         Raises:
             ConfigError: A setting changed that a resumed run must keep, or the configuration in the folder cannot be

@@ -17,15 +17,15 @@ from trinity_mq.targets.setting_words import SETTING
 from trinity_mq.telemetry import LOGS_FOLDER, METRICS_FILE
 
 RUNS = Path("runs")
-"""Default folder of runs whose configuration sets no ``run_dir``."""
+"""Folder that holds the run folders of configurations without ``run_dir``."""
 
 
 def load_target_configuration(arguments: argparse.Namespace) -> Config:
     """Return the configuration of TARGET with the settings of the command line applied.
 
     Raises:
-        CommandError: TARGET is a run name without a run folder.
-        ConfigError: The configuration cannot be used.
+        CommandError: TARGET is a run name without a run folder, a folder without a configuration, or a setting.
+        ConfigError: The configuration cannot be used, or the file does not exist.
     """
     config = find_configuration(arguments.target, arguments.overrides)
     if config is None:
@@ -37,7 +37,8 @@ def load_target_configuration(arguments: argparse.Namespace) -> Config:
 
 
 def select_newest_run(arguments: argparse.Namespace) -> None:
-    """If the command line names no TARGET, set it to the run started last and print that run's folder on stderr.
+    """If the command line names no TARGET, set it to the folder of the run below ``runs`` that was started last, and
+    print this folder on stderr. A KEY=VALUE argument in the place of TARGET becomes the first setting.
 
     Raises:
         CommandError: No run folder exists.
@@ -68,8 +69,8 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
     """Return the configuration of the run that ``target`` names, or None if ``target`` is a run name without a folder.
 
     Raises:
-        CommandError: ``target`` is neither a configuration file nor a run folder nor a valid run name.
-        ConfigError: The configuration cannot be used.
+        CommandError: ``target`` is a folder without a configuration, or a setting.
+        ConfigError: The configuration cannot be used, or ``target`` names neither a file, a run folder nor a run.
     """
     path = Path(target)
     if not is_configuration_file(target):
@@ -91,7 +92,7 @@ def find_run_folder(arguments: argparse.Namespace) -> Path:
     returned folder may not exist yet.
 
     Raises:
-        CommandError: No run has left a folder.
+        CommandError, ConfigError: No run has left a folder, or as for :func:`find_configuration`.
     """
     path = Path(arguments.target)
     if (path / LOGS_FOLDER).is_dir() or (path / METRICS_FILE).is_file():
@@ -133,7 +134,8 @@ def run_names() -> list[str]:
 
 
 def name_of_host(host: str) -> str:
-    """Return a host name as a part of an agent's id, in lower-case letters, digits and ``-``.
+    """Return a host name as a part of an agent's id: at most 40 lower-case letters, digits and ``-``. It is ``host`` if
+    no character of the name can be used.
 
     >>> name_of_host("GPU-3.example.org")
     'gpu-3-example-org'

@@ -20,7 +20,8 @@ ENGINE_HIGH = 0.7
 
 
 def bottleneck(observation: Observation) -> Bottleneck | None:
-    """Return the stage that limits throughput; None if unknown, as in the first seconds of a run.
+    """Return the stage that limits throughput. None: no busy share is known, as in the first seconds of a run, or no
+    stage is busy enough to be the limit.
 
     The trainer's shares come from ``trainer/idle_frac`` and ``time/*`` if available, because short steps fall between
     two heartbeats. The shares of the other stages come from samples of heartbeats.

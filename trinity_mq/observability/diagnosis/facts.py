@@ -96,7 +96,9 @@ class ObservationIndex:
         ]
 
     def first(self, role: str, status: type[S]) -> tuple[Heartbeat, S] | None:
-        """Return heartbeat and status of a role's living agent with the first id; None without a living agent."""
+        """Return (heartbeat, status) of the role's living agent with the first id among the agents whose status is of
+        the type ``status``. None: no such agent lives.
+        """
         sorted_beats = sorted(self.of_role(role), key=lambda item: item[0].id)
         return next(((beat, beat.detail) for beat, _ in sorted_beats if isinstance(beat.detail, status)), None)
 
@@ -106,7 +108,7 @@ class ObservationIndex:
 
     @property
     def is_starting(self) -> bool:
-        """Return whether no work was done yet, and every living agent has started recently."""
+        """Return whether no batch was opened or trained on yet, and every living agent is in its first minute."""
         explorer = self.explorer[1] if self.explorer else None
         done = explorer is not None and bool(explorer.opened or explorer.closed)
         done = done or bool(self.trainer and self.trainer[1].progress)
@@ -114,7 +116,9 @@ class ObservationIndex:
 
     @property
     def has_unprocessed_batch(self) -> bool:
-        """Return whether a closed batch has not reached the trainer yet."""
+        """Return whether a closed batch has not reached the trainer yet: it waits in its queue, or the explorer follows
+        it, the trainer does not have it in hand, and no trainer is at work.
+        """
         if self.depth("closed"):
             return True
         following = self.explorer[1].following if self.explorer else []
@@ -190,7 +194,7 @@ class ObservationIndex:
         )
 
     def _first_id(self, role: str) -> str:
-        """Return the first id of a role's living agents, else the role."""
+        """Return the first id of a role's living agents, else the name of the role."""
         return min((beat.id for beat, _ in self.of_role(role)), default=role)
 
     def _oldest_holder(self) -> str:

@@ -29,7 +29,7 @@ class Observation:
     broker: str = ""
     """Problem with the broker, in words: unreachable, or an alarm; empty: no problem."""
     still: float = 0.0
-    """Seconds since the last progress."""
+    """Seconds since the last progress, or since heartbeats are expected if there was none yet."""
     listened: float = 60.0
     """Seconds for which heartbeats have been received. An agent without heartbeats is missing only after some time."""
     expected: Mapping[str, int] = field(default_factory=dict)
@@ -37,9 +37,9 @@ class Observation:
     limits: Mapping[str, float] = field(default_factory=dict)
     """Settings in seconds that bound a wait, by key, such as ``explorer.max_timeout``; findings name them."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Share of the last minute, 0 to 1, in which a stage was busy."""
+    """Share of the last minute, 0 to 1, in which a stage was busy, by stage; unknown stages are missing."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each metric over the last minute, else its latest value."""
+    """Metrics that measure how busy a stage is: the mean over the minute that ends with the latest value, by name."""
     room: frozenset[Room] | None = None
     """Kinds of resources that are free on the machine that runs the agents; None: unknown."""
 
@@ -62,8 +62,9 @@ class RunFinding:
     """The reason why a run does not move, or the statement that it moves."""
 
     state: State
-    """``moving``; ``waiting``: current work takes longer than usual, or external input is awaited; ``stuck``: the run
-    cannot continue without the culprit; ``over``: the run has ended; ``silent``: no agent sends heartbeats."""
+    """``moving``, also if no agent takes longer than usual; ``waiting``: current work takes longer than usual, agents
+    start, or external input is awaited; ``stuck``: the run cannot continue without the culprit; ``over``: the run has
+    ended; ``silent``: no agent sends heartbeats."""
     sentence: str
     """The finding in one sentence."""
     culprit: str | None = None

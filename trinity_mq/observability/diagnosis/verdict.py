@@ -1,4 +1,4 @@
-"""Names the culprit that a run waits for. Pure functions: one observation in, one finding out."""
+"""Names the culprit that a run waits for, or finds that it moves. Pure functions: observation in, finding out."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class _Cause:
 
 
 def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottleneck | None] = bottleneck) -> RunFinding:
-    """Return the culprit that the run waits for, with evidence and remedy. Never raises, even for inconsistent
-    heartbeats.
+    """Return the finding about a run: the culprit that it waits for, with evidence and remedy, or that it moves, is
+    over or is silent. Never raises, even for inconsistent heartbeats.
 
     Args:
         observation: All known facts about the run.
-        limit_of: Returns the limiting stage to name if the run moves.
+        limit_of: Returns the limiting stage, which the finding names if the run moves, or None if it is not known.
     """
     facts = ObservationIndex(observation)
     edges = facts.edges()
@@ -369,7 +369,9 @@ def _wait_prefix(edges: tuple[Edge, ...], culprit: str | None) -> str:
 
 
 def _evidence_lines(facts: ObservationIndex) -> tuple[str, ...]:
-    """Return lines about long waits, non-empty queues, dropped dead letters and missing agents."""
+    """Return lines about long waits, non-empty queues, dropped dead letters and roles with fewer living agents than
+    expected.
+    """
     waits = [edge for edge in facts.edges() if not edge.seconds < WAIT_SHOWN][:MOST_WAITS]
     lines = [f"{edge.waiter} waits {duration_text(edge.seconds)} for {edge.waits_for}" for edge in waits]
     depths = {name: depth for name, depth in facts.observation.depths.items() if depth}

@@ -1,1 +1,1 @@
-"""``trinity-mq inspect``: shows experiences as the trainer reads them."""
+"""Shows the experiences of a run as the trainer reads them, and its evaluation answers, for commands and the page."""

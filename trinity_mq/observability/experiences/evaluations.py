@@ -18,7 +18,8 @@ PREVIEW = 96
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
-    """Print the stored answers by question, for the last evaluation of each set or the evaluation at ``--step``.
+    """Print the stored answers by question, for the last evaluation of each set, or of the set in ``--evaluation``, or
+    for the evaluation at ``--step``. Return 0, or 1 if no question was printed.
 
     Raises:
         CommandError: The run's folder is not on this machine, or its evaluations cannot be read.
@@ -98,7 +99,9 @@ def _note_rest(arguments: argparse.Namespace, evaluations: Sequence[Evaluation],
 
 
 def evaluation_sets(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Return the sets with their labels and questions. Each question has its mean reward at each label."""
+    """Return the evaluation sets with their labels and questions. Each question has its mean reward at each label; None
+    where no answer has a reward.
+    """
     return [
         _set(name, [evaluation for evaluation in evaluations if evaluation.set == name])
         for name in dict.fromkeys(evaluation.set for evaluation in evaluations)
@@ -131,7 +134,7 @@ def mean_reward(question: EvaluationQuestion | None) -> float | None:
 
 
 def question_history(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
-    """Return a question with its answers, once per label at which it was asked."""
+    """Return question ``task`` of the set ``name`` with its answers, once per label at which the question was asked."""
     return [
         {"label": evaluation.label, "time": evaluation.time, **question.model_dump(exclude={"task"})}
         for evaluation in evaluations

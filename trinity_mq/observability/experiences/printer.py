@@ -1,4 +1,4 @@
-"""Prints selected experiences and a summary of the stream."""
+"""Prints selected experiences, and explains on stderr why experiences are missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def open_token_texts(arguments: argparse.Namespace, config: Config | None) -> To
 
 
 class Printer:
-    """Prints the first matching experiences at once, or keeps the last for printing at the end."""
+    """Prints the first ``--limit`` matching experiences at once, or with ``--last`` keeps the last for printing at the
+    end.
+    """
 
     def __init__(self, texts: TokenTexts, arguments: argparse.Namespace) -> None:
         self._texts, self._limit, self._as_json, self._out = texts, arguments.limit, arguments.json, sys.stdout
@@ -52,7 +54,7 @@ class Printer:
         return self._matched > self.printed
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
-        """Print or keep matching experiences. Return True if no more are needed."""
+        """Print or keep the matching experiences in ``batches``. Return True if no more experiences are needed."""
         for experience in (item for batch in batches for item in self._printable(batch)):
             if self._last_experiences is not None:
                 self._last_experiences.append(experience)
@@ -87,7 +89,7 @@ class Printer:
 
 
 def verdict(summary: StreamSummary, printer: Printer, choice: ExperienceFilter, location: str) -> int:
-    """Print on stderr why experiences are missing, and return the exit code."""
+    """Print on stderr why experiences are missing. Return the exit code: 0 if an experience was printed, else 1."""
     if printer.printed:
         if printer.more:
             note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")

@@ -63,7 +63,7 @@ class StreamSummary:
     experiences: int = 0
     """Number of experiences in decoded batches."""
     notes: list[str] = field(default_factory=list)
-    """Remarks for the user."""
+    """Remarks for the user. Empty if the reader passes remarks to its ``note``."""
     foreign: int = 0
     """Number of messages from other runs of the same name. They are skipped if the bus knows the run's id."""
     incomplete: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class StreamSummary:
 
 
 class ReadyReader:
-    """Reads the stream, up to its current end or continuously.
+    """Reads the ``ready`` stream of a run, up to its current end or continuously.
 
     Args:
         bus: A connected bus.
@@ -109,7 +109,7 @@ class ReadyReader:
         self._note = note or self.summary.notes.append
 
     async def read(self) -> StreamSummary:
-        """Read the stream from its beginning to its current end and return a summary.
+        """Read the stream from its beginning to its current end, or until ``take`` returns True. Return a summary.
 
         Raises:
             CommandError: The run has no such stream on this broker.
@@ -125,8 +125,8 @@ class ReadyReader:
         return self.summary
 
     async def follow(self, offset: int | None) -> StreamSummary:
-        """Read continuously, across reconnects, until all batches of the run have arrived, or up to the mark of
-        :meth:`end`. Only incomplete batches are kept in memory.
+        """Read continuously, across reconnects, until all batches of the run have arrived, up to the mark of
+        :meth:`end`, or until ``take`` returns True. Only incomplete batches are kept in memory.
 
         Args:
             offset: First stream offset. None: only messages published from now on.
@@ -170,8 +170,8 @@ class ReadyReader:
         return QUIET_SECONDS
 
     async def _read_from(self, offset: int | None, quiet: float | None) -> int | None:
-        """Read from ``offset`` to the mark or to ``quiet`` seconds of silence. If retention cut the stream, return the
-        offset at which to resume, else None.
+        """Read from ``offset`` to the last wanted delivery, or to ``quiet`` seconds of silence (None:
+        without limit). If retention cut the stream, return the offset at which to resume, else None.
         """
         is_first = offset is not None
         async with contextlib.aclosing(self._stream.read(offset, silence=lambda: quiet)) as deliveries:

@@ -81,13 +81,15 @@ class ExperienceLinePrinter:
 
 
 async def tap_run(target: Target, lines: ExperienceLinePrinter, start: int | None, *, follow: bool) -> None:
-    """Print the experiences of a run. With ``follow`` it returns when the run has ended, else at the end of the stream.
-    If the run has a private broker and is not running, it reads all stored batches as without ``follow``.
+    """Print the experiences of a run. With ``follow``, wait for further batches, and return when the run has ended.
+    Without ``follow``, return at the current end of the stream. A run with a private broker that does not run now is
+    never followed: its stored batches are read.
 
     Args:
         target: The run.
         lines: Prints the experiences.
-        start: First batch, 0 for all stored batches. None: only new batches, if it follows.
+        start: First batch; 0: the beginning of the stream. None: only batches that arrive from now on, or all stored
+            batches if the run is not followed.
         follow: Wait for further batches.
     """
     from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
@@ -166,7 +168,7 @@ async def _watch_folder(target: Target, over: asyncio.Event) -> None:
 
 async def _watch_output(out: TextIO) -> None:
     """Raise BrokenPipeError once the reader of our output has closed it, even if nothing is printed. Return only if the
-    output is not a file.
+    output does not have a file descriptor.
     """
     try:
         number = out.fileno()

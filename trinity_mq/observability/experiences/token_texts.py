@@ -13,7 +13,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class TokenTexts:
-    """The text of each token by itself.
+    """Decodes token ids to texts, each token by itself.
 
     Args:
         folder: A Hugging Face folder. None, or a folder without ``tokenizer.json``: all texts are None.
@@ -34,7 +34,7 @@ class TokenTexts:
             self.problem = f"{folder / TOKENIZER_FILE} cannot be loaded: {error}"
 
     def of(self, ids: Iterable[int]) -> list[str | None]:
-        """Return the text of each token, or None for tokens without a known text."""
+        """Return the text of each token. None: the id is not in the vocabulary, or no tokenizer is loaded."""
         return [None if self._tokenizer is None else self._text(token) for token in ids]
 
     def _text(self, token: int) -> str | None:

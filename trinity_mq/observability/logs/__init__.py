@@ -1,1 +1,1 @@
-"""The command ``trinity-mq logs``."""
+"""The log files of a run, for ``trinity-mq logs``."""

@@ -196,7 +196,8 @@ async def follow(folder: Path, files: LogFiles, chosen: LineFilter, show: Callab
 
 
 def since(text: str | None, now: Callable[[], float] = time.time) -> float | None:
-    """Return the time of an age such as ``10m``, in seconds since the epoch, or None for None.
+    """Return the moment that lies an age such as ``10m`` before now, in seconds since the epoch, or None for None. An
+    age without a unit is in seconds.
 
     Raises:
         CommandError: The text is not an age.

@@ -1,1 +1,1 @@
-"""``trinity-mq exporter``: serves the state of a run as Prometheus metrics."""
+"""The state of a run as Prometheus metrics, for ``trinity-mq exporter`` and the page."""

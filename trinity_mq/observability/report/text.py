@@ -34,7 +34,7 @@ LOST: Mapping[str, str] = {
     "actor/skipped_mismatch": "optimizer steps on logprobs that are not the trainer's",
     "trainer/damaged_checkpoints": "checkpoints damaged",
 }
-"""Metrics that count lost samples, each with its name in reports."""
+"""Metrics that count losses (slices, tasks, groups, records, steps, checkpoints), each with its name in reports."""
 
 EVALUATIONS_FILE = "evaluations.csv"
 """File in the folder of a run of mode ``bench`` with the evaluation results of the checkpoints."""
@@ -58,7 +58,7 @@ Point = tuple[int, float]
 
 
 def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
-    """Return the report on the run folder ``run_dir`` as several lines of text."""
+    """Return the report on the run folder ``run_dir`` as text of several lines; a single line if it has no metrics."""
     all_lines = read_metrics(run_dir / METRICS_FILE)
     if not all_lines:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
@@ -85,7 +85,9 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
 
 
 def write_evaluations(run_dir: Path) -> list[str]:
-    """Write the table of a run's evaluations as CSV and return it as lines for a person."""
+    """Write the table of a run's evaluations as CSV and return it as lines for a person. Without evaluations, write
+    nothing and return an empty list.
+    """
     table = evaluation_table(distinct(read_metrics(run_dir / METRICS_FILE)))
     if not table.rows:
         return []
@@ -95,7 +97,9 @@ def write_evaluations(run_dir: Path) -> list[str]:
 
 
 def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
-    """Store the slice failures that the explorer reported, for reports after the end of the run."""
+    """Store the slice failures that the explorer reported, for reports after the end of the run. Without failures,
+    remove the file of an earlier start.
+    """
     if failures:
         write_atomic(run_dir / FAILURES_FILE, json.dumps([failure.as_map() for failure in failures], indent=1).encode())
     else:
@@ -116,7 +120,7 @@ def train_steps(run_dir: Path) -> int | None:
 
 
 def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line per role and step, sorted by step.
+    """Return one metrics line per role and step, sorted by step. Lines without role or step are skipped.
 
     Lines of the same role and step are merged, later values override earlier values. Such lines occur because a
     restarted agent repeats steps.

@@ -144,7 +144,7 @@ class OtlpClient:
 
 
 def open_collector(config: Config, endpoint: str | None = None) -> OtlpClient:
-    """Return the collector of a configuration, or the collector at ``endpoint``.
+    """Return a client of the collector that the configuration names, or of the collector at ``endpoint``.
 
     Raises:
         CommandError: No collector is configured, the endpoint is not a URL, or a requirement of the collector is

@@ -58,7 +58,7 @@ class SpanForwarder:
         self._unsent: list[TreeSpan] = []
         self._failures, self._not_before = 0, 0.0
         self.problem = ""
-        """The reason why the last send failed."""
+        """The reason why the collector did not accept the spans of the last request. Empty: it accepted them."""
 
     def send(self) -> None:
         """Send new spans, unless the backoff after a failure has not passed."""

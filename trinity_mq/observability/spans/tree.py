@@ -46,7 +46,9 @@ class TreeSpan:
 
 @dataclass(slots=True)
 class _Batch:
-    """An unfinished batch. ``phases`` and ``tasks`` hold the (first, last) time of each, in seconds since the epoch."""
+    """The trace of an unfinished batch. ``phases`` and ``tasks`` hold the (first, last) time of each phase and task, in
+    seconds since the epoch. ``version`` is the weight version that the batch made; empty: unknown.
+    """
 
     phases: dict[str, list[float]] = field(default_factory=dict)
     tasks: dict[str, list[float]] = field(default_factory=dict)
@@ -91,7 +93,9 @@ class TraceTree:
         }
 
     def add(self, spans: Sequence[TraceSpan]) -> list[TreeSpan]:
-        """Return the spans to export after these spans were recorded."""
+        """Process recorded spans, and return the spans to export: these spans, without spans of batches that are not
+        sampled, and the summaries of batches that are over.
+        """
         exported: list[TreeSpan] = []
         for span in spans:
             self._now = max(self._now, span.end)
@@ -99,7 +103,7 @@ class TraceTree:
         return exported + self._summaries(self._settled())
 
     def finish(self) -> list[TreeSpan]:
-        """Return the summaries of unfinished batches, at the end of the run."""
+        """Return the spans of all unfinished batches, their phases and their tasks, at the end of the run."""
         return self._summaries(list(self._open))
 
     def _export(self, span: TraceSpan) -> Iterable[TreeSpan]:

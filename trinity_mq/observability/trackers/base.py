@@ -27,13 +27,15 @@ class TrackerError(Exception):
 
 
 class Tracker(Protocol):
-    """One run at one service. Steps may arrive in any order, and the same values may arrive twice."""
+    """Interface of a client that sends the metrics of our run to one service, as a run there. Steps may arrive in any
+    order, and the same values may arrive twice.
+    """
 
     kind: str
     """Name of the service."""
 
     def begin(self, run_id: str) -> str:
-        """Start a run or resume the run ``run_id``. Return the run's id.
+        """Start a run at the service, or resume its run ``run_id``. Return the id of the run at the service.
 
         Args:
             run_id: Id that an earlier call returned. Empty: start a new run.
@@ -50,7 +52,11 @@ class Tracker(Protocol):
         """
 
     def finish(self) -> str:
-        """Wait until everything is sent, end the run and return its location (a URL or path)."""
+        """Wait until everything is sent, end the run at the service and return its location (a URL or path).
+
+        Raises:
+            TrackerError: The service did not accept everything.
+        """
 
 
 class ProgressFile:
@@ -138,7 +144,9 @@ class Forwarder:
             self._progress.save(self._state)
 
     def finish(self) -> list[str]:
-        """Send the rest and end the run at each service. Return the location of each run."""
+        """Send the rest and end the run at each service. Return the location of the run at each service where it
+        has begun and was ended.
+        """
         self.send()
         locations = []
         for tracker in self._trackers:

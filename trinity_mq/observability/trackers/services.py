@@ -19,7 +19,8 @@ STEP = "step"
 
 
 def open_trackers(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
-    """Return the trackers of a configuration, or of ``kinds``.
+    """Return the trackers of a configuration, or of the services ``kinds``. The subfolder ``trackers`` of the run's
+    folder is created.
 
     Raises:
         CommandError: No tracker is configured, or the library of a tracker is not installed.
@@ -71,7 +72,9 @@ def _as_tracker_errors(kind: str, advice: str) -> Iterator[None]:
 
 
 class _RunTracker:
-    """A service whose library has a current run: Weights & Biases, or SwanLab, whose library imitates it."""
+    """Base class of the trackers for services whose library has a current run: Weights & Biases, and SwanLab, whose
+    library imitates it.
+    """
 
     kind = ""
 
@@ -127,7 +130,7 @@ class SwanlabTracker(_RunTracker):
     ADVICE = "set SWANLAB_API_KEY, or offline: true and `swanlab sync` later"
 
     def begin(self, run_id: str) -> str:
-        """Start the run. Online, an earlier run is resumed."""
+        """Start a run. Online, resume run ``run_id`` unless it is empty. Offline, each call starts a new run."""
         resume_arguments = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
         with _as_tracker_errors(self.kind, self.ADVICE):
             self._run = self._library.init(

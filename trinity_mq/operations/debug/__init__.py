@@ -1,1 +1,1 @@
-"""``trinity-mq debug``: runs one task once, or an algorithm on a small batch, without a broker."""
+"""``trinity-mq debug``: runs a task, runs an algorithm on a small batch, renders a conversation; without a broker."""

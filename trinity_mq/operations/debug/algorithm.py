@@ -37,8 +37,9 @@ SMALL = 1e-5
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of answers with the policies' values for their tokens. Each tensor is ``[answers, tokens]``; logprobs and
-    entropies are in nats.
+    """A batch of answers with the values of several policies for their tokens: ``mu`` is the sampler, ``old`` the
+    policy before the train step, ``ref`` the reference. ``mask`` selects the trained tokens. Each tensor is
+    ``[answers, tokens]``; logprobs and entropies are in nats.
     """
 
     mask: Tensor
@@ -93,7 +94,9 @@ def make_sample(seed: int) -> Sample:
 
 
 def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
-    """Return the advantages of the estimator, ``[answers, tokens]``. A critic's estimator gets values of 0."""
+    """Return the advantages of the estimator, ``[answers, tokens]``; 0 without an estimator. A critic's estimator gets
+    values of 0.
+    """
     if config.estimator.kind == "none":
         return torch.zeros(sample.mask.shape)
     experiences = [
@@ -187,7 +190,7 @@ def losses(
 
 
 def table(sample: Sample, advantages: Tensor, losses_of_batch: Losses) -> Iterator[str]:
-    """Yield a line for each trained token of the first two answers of each task."""
+    """Yield a heading, then a line for each token of the first two answers of each task. A masked token is marked."""
     yield f"{'task/run':9}{'token':>6}{'reward':>8}{'advantage':>11}{'ratio':>9}{'gradient':>12}"
     for number in range(len(sample.mask)):
         if number % RUNS > 1:

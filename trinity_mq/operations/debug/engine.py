@@ -32,12 +32,12 @@ VERSION = (0, 0)
 
 @dataclass
 class DebugEngine:
-    """A served model with its tokenizer."""
+    """A served model with the texts of its tokens."""
 
     model: InferenceModel
     texts: TokenTexts
     lost: Callable[[], Awaitable[Any]]
-    """Waits until the engine has died, then raises CommandError."""
+    """Waits until the engine has died, then raises CommandError. For engines that are not watched it waits forever."""
     unanswered: int = 0
     """Number of calls without a complete answer."""
 
@@ -80,7 +80,9 @@ async def child_engine(
 async def auxiliary_engine(
     config: Config, folder: Path, model: AuxiliaryModelConfig, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Serve an auxiliary model as in a run. Raises the same errors as :func:`child_engine`."""
+    """Run the engine of an auxiliary model as a child process, as in a run. Raises the same errors as
+    :func:`child_engine`.
+    """
     report(f"starting auxiliary model {model.name!r}")
     host = EngineHost(_separate_config(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
     async with _hosted(host):
@@ -163,7 +165,7 @@ async def _hosted(host: EngineHost) -> AsyncIterator[None]:
 
 
 def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
-    """Return the weights to send, on the CPU, and the tokenizer."""
+    """Return a policy on the CPU with the weights to send, and the texts of the model's tokens."""
     from transformers.utils.logging import disable_progress_bar
 
     from trinity_mq.models import ensure_model_folder

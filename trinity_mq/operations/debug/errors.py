@@ -19,7 +19,7 @@ from trinity_mq.workflows import RunFailedError, Workflow
 
 @dataclass(frozen=True)
 class WorkflowFailure:
-    """The reason why a run failed."""
+    """The reason why the workflow's rollout failed."""
 
     type: str
     message: str
@@ -29,7 +29,7 @@ class WorkflowFailure:
     """Function name. Together with ``file`` and ``line`` it is the innermost frame in the workflow's own file, else the
     innermost frame."""
     was_interrupted: bool
-    """True if the run was cancelled at its time limit at this place, instead of raising an error."""
+    """True if the rollout was cancelled at this place, as at its time limit, instead of raising an error."""
     traceback: str
 
 

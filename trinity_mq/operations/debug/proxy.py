@@ -40,11 +40,11 @@ class ProxiedCall:
     status: int = 0
     """HTTP status; 0 without an answer."""
     answer: Any = None
-    """JSON body of the answer; for a stream, the list of its events."""
+    """JSON body of the answer; for a stream, the list of its events. None: no answer, or it is not JSON."""
     is_stream: bool = False
     seconds: float = 0.0
     error: str = ""
-    """The reason why the answer is missing or incomplete."""
+    """The reason why the answer is missing or incomplete. Empty: the answer is complete."""
     engine: str = ""
     """Name of the auxiliary model; empty for the policy."""
 
@@ -56,7 +56,7 @@ class RecordingProxy:
         upstream: The engine's base URL.
         on_call: Called with each call after it ends.
         name: Name of the engine in the recorded calls.
-        numbers: Generator of call numbers, shared with other proxies.
+        numbers: Generator of call numbers, shared with other proxies. None: numbers from 1.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RecordingProxy:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serve, and yield the URL to use instead of the engine's URL."""
+        """Serve inside the block, and yield the URL to use instead of the engine's URL."""
         application = new_application(max_body=MAX_BODY)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -150,7 +150,7 @@ def _json(body: bytes) -> Any:
 
 
 def _events(body: bytes) -> list[Any]:
-    """Return the JSON content of each server-sent event."""
+    """Return the JSON content of each server-sent event. Events that are not JSON, such as the last, are skipped."""
     events = []
     for line in body.decode(errors="replace").splitlines():
         if line.startswith("data:") and (event := _json(line.removeprefix("data:").encode())) is not None:

@@ -201,7 +201,7 @@ def message_numbers(ids: Sequence[int], prefixes: Sequence[Sequence[int] | None]
 
 
 def _turns(codec: TextCodec, conversation: ConversationInput, ids: list[int]) -> Iterator[RenderedTurn]:
-    """Yield the assistant's turns whose prompts ``ids`` begins with."""
+    """Yield each turn of the assistant whose prompt, the messages before it, is the beginning of ``ids``."""
     tools, switches = conversation.tools, conversation.switches
     for number, message in enumerate(conversation.messages):
         if message["role"] != "assistant" or not number:
@@ -282,7 +282,7 @@ def print_rendered(console: Console, rendered: RenderedConversation) -> None:
             line(console, "malformed", f"{turn.answer.malformed} calls cannot be read", "red")
 
 
-# -- command
+# -- the model that TARGET names
 
 
 def model_folder(target: str) -> Path | None:

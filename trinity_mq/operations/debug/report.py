@@ -53,7 +53,7 @@ class JsonReport:
         self._write("experience", as_json(experience, texts))
 
     def end(self, status: Status, calls: int, failure: WorkflowFailure | None) -> None:
-        """Write status, metrics and error."""
+        """Write the status, message and metrics of the rollout, the number of calls, and the error."""
         error = None if failure is None else dataclasses.asdict(failure)
         metrics = status.metrics[0] if status.metrics else {}
         self._write(
@@ -89,7 +89,7 @@ class TextReport:
         print_experience(self._console, experience, texts)
 
     def end(self, status: Status, calls: int, failure: WorkflowFailure | None) -> None:
-        """Print status, metrics and error."""
+        """Print the status, message and metrics of the rollout, the number of calls, and the error."""
         print_title(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
         self._line("calls", str(calls))
         for name, value in (status.metrics[0] if status.metrics else {}).items():

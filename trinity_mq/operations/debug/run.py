@@ -33,8 +33,8 @@ CRASH_SECONDS = 2.0
 
 
 async def debug_task(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
-    """Run task ``number`` once, on the engine of ``--engine`` or a new engine, and record it in ``report``. Return the
-    exit code.
+    """Run task ``number`` once, on the engine of ``--engine`` or a new engine, and record it in ``report``. Return 1 if
+    the workflow failed, else 0.
     """
     from trinity_mq.operations.debug.engine import auxiliary_engine
 
@@ -115,7 +115,7 @@ async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int])
 
 
 async def _run_until_lost(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Await ``work``, unless ``lost`` raises first."""
+    """Return the result of ``work``. If ``lost`` raises first, cancel ``work``; the error is in an ExceptionGroup."""
 
     async def watch() -> None:
         await lost()
@@ -133,7 +133,8 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
     Args:
         config: Configuration of the run.
         task: The number of a record in storage order, or a task as JSON, ``@FILE`` or ``-``.
-        taskset: Name of an evaluation taskset; None: the training taskset.
+        taskset: Name of a taskset in ``buffer.tasksets`` or ``buffer.eval_tasksets``, whose tasks are then made as for
+            an evaluation. None: the first training taskset.
 
     Raises:
         CommandError: The taskset, record or task does not exist.

@@ -30,7 +30,7 @@ FLAGS = ("quorum_queue", "stream_queue")
 CLOCK_SECONDS = 5.0
 """Maximum clock difference in seconds. Runs do not compare the clocks of two machines, but readers of logs do."""
 LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
-"""Free bytes in the run folder below which a checkpoint is likely to fail, and below which it may fail."""
+"""Free bytes on the run folder's disk below which a checkpoint is likely to fail, and below which it may fail."""
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """First driver branch for each major release of CUDA, by NVIDIA's table of minor version compatibility."""
 STATUS = "`rabbitmqctl status` on the broker's machine"
@@ -39,7 +39,7 @@ ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """The result of one check."""
+    """One finding of a check, which may have several."""
 
     subject: str
     verdict: Verdict
@@ -289,7 +289,9 @@ def _clock(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
 
 
 def _depths(facts: DoctorFacts, needs: Needs) -> dict[str, tuple[int, int]]:
-    """Return messages and consumers of each queue of the run. Counts from AMQP are the currently ready messages."""
+    """Return (messages, consumers) of each known queue of the run, by name. Where AMQP has answered, only ready
+    messages are counted.
+    """
     listed = {
         queue["name"]: (queue.get("messages", 0), queue.get("consumers", 0))
         for queue in facts.get("queues", ())

@@ -94,7 +94,9 @@ class Needs:
 
     @classmethod
     def of(cls, run_config: Config | None, run: str | None) -> Needs:
-        """Return the needs of a configuration, else of the defaults. Raises ValueError for an invalid name."""
+        """Return the needs of ``run_config``, else of the defaults for the run name ``run``; None: no run is named.
+        Raises ValueError for an invalid name.
+        """
         config = run_config or load_config({"name": "defaults", "model": {"tiny": {}}})
         name = run if run_config is None else run_config.name
         return cls(
@@ -128,7 +130,7 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
     """Add ``server`` (the broker's properties), ``depths`` and ``beats`` to ``facts``, over an AMQP connection.
 
     ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``beats`` are the last heartbeats
-    of the run's working agents by id; missing if no agent works.
+    of the run's agents by id. Without ``topology`` neither is added; without consumers, ``beats`` is not added.
 
     Raises:
         BusRefused: The broker refuses the connection.

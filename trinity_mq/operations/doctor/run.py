@@ -34,7 +34,9 @@ from trinity_mq.telemetry import mask_passwords
 async def check_all(
     folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
 ) -> list[DoctorFinding]:
-    """Check this machine and a broker concurrently. Return the findings, broker first."""
+    """Check this machine, the renderer of the model and a broker concurrently. Return the findings, broker first. The
+    arguments are as for :func:`check_broker`; ``folder`` is the run folder.
+    """
     machine, of_model, of_broker = await asyncio.gather(
         asyncio.to_thread(ask_machine, folder),
         asyncio.to_thread(check_rendering, needs),
@@ -64,7 +66,7 @@ async def check_broker(
     """Check a broker through every available source.
 
     Args:
-        broker: Address of the broker.
+        broker: Settings of the broker, with its address. Without an address, the finding is about a private broker.
         needs: The run's requirements.
         management: URL of the broker's management API. None: on the broker's host.
         node: Folder of a private node that may be this broker.

@@ -23,15 +23,15 @@ TEXT = 60
 
 @dataclass(frozen=True, slots=True)
 class RegradedExperience:
-    """The rewards and advantages of an experience under the old and the new reward function."""
+    """The rewards and advantages of one experience under the old and the new reward function."""
 
     uid: str
     group: str
-    """Id of its task. Runs of the same group are compared with each other."""
+    """Id of the experience's task. Experiences of the same group are compared with each other."""
     old: float
     new: float
     old_advantage: float | None = None
-    """Mean over the trained tokens. None: the experience has no advantage."""
+    """Mean over the trained tokens. None: the experience lacks an advantage, or advantages are not compared."""
     new_advantage: float | None = None
     text: str = ""
     """The response text, cut to a maximum length."""
@@ -53,14 +53,14 @@ class Comparison:
     changed: int = 0
     groups: int = 0
     inverted_groups: int = 0
-    """Number of groups with at least one pair of runs whose reward order is inverted."""
+    """Number of groups with at least one pair of experiences whose reward order is inverted."""
     inverted_pairs: int = 0
     ties_broken: int = 0
     ties_made: int = 0
     compared_pairs: int = 0
     gain_spread: int = 0
-    """Number of groups whose runs had equal rewards and now have unequal rewards, so that they begin to contribute a
-    gradient."""
+    """Number of groups whose experiences had equal rewards and now have unequal rewards, so that they begin to
+    contribute a gradient."""
     lose_spread: int = 0
     sign_flips: int = 0
     """Number of experiences whose advantage changes its sign."""

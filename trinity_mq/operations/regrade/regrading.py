@@ -54,7 +54,7 @@ class BatchRegrader:
         return []
 
     async def take(self, batch: ExperienceBatch) -> bool:
-        """Regrade the experiences of one batch. Return whether the limit is reached."""
+        """Regrade the experiences of one batch and add them to the comparison. Return whether the limit is reached."""
         self._remaining -= len(batch)
         self.seen += len(batch)
         self.batches += 1

@@ -45,7 +45,12 @@ def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
 
 
 async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegrader) -> None:
-    """Regrade the processed sets on the stream of a run. ``batch`` None selects all batches."""
+    """Regrade the processed batches on the ``ready`` stream of a run, until the limit of ``regrading``. ``batch`` None
+    selects all batches.
+
+    Raises:
+        CommandError: The broker is not available, or the run has not left a stream on it.
+    """
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.experience import ExperienceBatch
     from trinity_mq.observability.experiences.printer import note
@@ -70,7 +75,8 @@ async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegr
 
 
 async def regrade_file(config: Config, path: str, batch: str | None, regrading: BatchRegrader) -> None:
-    """Regrade recorded experiences, batch by batch.
+    """Regrade the experiences in the file or folder ``path``, batch by batch, until the limit of ``regrading``.
+    ``batch`` None selects all batches.
 
     Raises:
         TasksetError: The path holds no experiences, or a file cannot be read.

@@ -73,7 +73,7 @@ function hideTip() {
   tip = null;
 }
 
-// -- the state
+// -- the state of the run
 
 let state = null;
 let section = null;
@@ -743,7 +743,7 @@ const runs = {
   },
 };
 
-// -- sections and keys
+// -- sections of the page and keyboard keys
 
 const SECTIONS = { flow, timeline, samples, learning, evaluations, sync, dead, review, runs };
 

@@ -1,4 +1,4 @@
-"""Injects the faults of a schedule into a run in order, and records when the run has recovered from each."""
+"""Injects the faults of a schedule into a run in order, and records when the run has recovered from each fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class InjectedFault:
     note: str = ""
     """Why the fault was not injected, or that its marked point was not reached."""
     ended: float | None = None
-    """Time at which the injector ended a lasting fault."""
+    """Time at which the injector ended a lasting fault; for other faults the time of the fault. None: it still lasts,
+    or was not injected.
+    """
     is_inside: bool = False
     """True if its victim had stopped itself at the fault's point."""
     known: frozenset[tuple[str, str]] = frozenset()
@@ -60,8 +62,8 @@ class Injector:
         witness: Observes the run.
         timeout: Maximum seconds for the recovery from a fault.
         tell: Called with a line of text for each action.
-        budget: Maximum number of ends of a process and the time window in seconds. After more ends its supervisor gives
-            up. None: without limit.
+        budget: (maximum number of ends of one process, time window in seconds). After more ends in the window, the
+            process's supervisor gives up, so such faults are skipped. None: without limit.
         marks: Arms points inside agents. None: the run was started without such points, so they are never reached.
     """
 
@@ -83,7 +85,7 @@ class Injector:
         self._ends: dict[str, deque[float]] = {}
         self.done: list[InjectedFault] = []
         self.stuck: InjectedFault | None = None
-        """The fault from which the run did not recover in time."""
+        """The fault from which the run did not recover in time. None: it has recovered from all faults so far."""
         witness.on_beat, witness.on_step = self._beat, self._step
 
     async def run(self, faults: Iterable[Fault], *, over: Callable[[], bool]) -> None:
@@ -106,7 +108,9 @@ class Injector:
             await self._relieve_all()
 
     async def _wait_until_due(self, fault: Fault, over: Callable[[], bool]) -> bool:
-        """Wait until a fault is due. Return False if it will not become due."""
+        """Wait until a fault is due. Return False if it will not become due, because the run is over or has not
+        recovered from an earlier fault.
+        """
         if not fault.together and not await self._wait_until_recovered(over):
             return False
         with contextlib.suppress(TimeoutError):
@@ -115,7 +119,9 @@ class Injector:
         return not over()
 
     async def _wait_until_recovered(self, over: Callable[[], bool]) -> bool:
-        """Wait until the run has recovered from all faults so far. Return whether it has."""
+        """Wait until the run has recovered from all faults so far, or is over, which counts as recovery. Return False
+        if it has not recovered in time.
+        """
 
         def settled() -> bool:
             return over() or not any(done.is_open for done in self.done)
@@ -228,7 +234,9 @@ class Injector:
         return next((victim for victim in victims if victim.agent == hit.agent and _is_process(victim, hit.pid)), None)
 
     async def _wait_for_point(self, fault: Fault, over: Callable[[], bool]) -> bool:
-        """Wait for the marked point of a fault. Return False if it was not reached."""
+        """Wait until messages show the marked point of a fault as often as the fault requires. Return False if they do
+        not in time, or the run is over before.
+        """
         counts, point = self._witness.points.passed, fault.point
         assert point is not None
         target = counts[point] + fault.occurrence
@@ -296,7 +304,7 @@ class Injector:
 
 
 def by_role(done: Iterable[InjectedFault]) -> dict[str, int]:
-    """Return the number of injected faults for each role."""
+    """Return the number of injected faults by the role of the victim. Faults that were not injected do not count."""
     return dict(Counter(injection.fault.role for injection in done if injection.at is not None))
 
 

@@ -1,4 +1,6 @@
-"""Marked points of a running run, as an observer of its messages sees them. Pure logic: messages in, names out."""
+"""Marked points: moments of a running run that its messages show, or that are inside agents. Pure logic: messages in,
+names of points out.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from trinity_mq.messages import (
 
 @dataclass(frozen=True)
 class Point:
-    """A moment at which a fault is likely to cause damage."""
+    """A moment that messages show and at which a fault is likely to cause damage."""
 
     text: str
     """Description of the moment."""
@@ -109,7 +111,8 @@ INSIDE: Mapping[str, InsidePoint] = {
         "the trainer's report on sessions is confirmed", "gateway", "confirmed sessions_trained"
     ),
 }
-"""Points between the confirm of a publish and the acknowledgement of the delivery that caused it."""
+"""Points inside agents by name. Most are between the confirm of a publish and the acknowledgement of the delivery that
+caused it."""
 SYNC_POINTS = {"prepare": "sync_prepare", "go": "sync_go", "applied": "sync_applied", "commit": "sync_commit"}
 
 SHOWN_BY: Mapping[type, str] = {
@@ -122,7 +125,7 @@ SHOWN_BY: Mapping[type, str] = {
     SessionsDecided: "sessions_decided",
     SessionsTrained: "sessions_trained",
 }
-"""Points by the type of the message that shows them."""
+"""Points by the type of the message that shows them. Sync events, heartbeats and chunks show further points."""
 
 
 class PointWatch:
@@ -140,12 +143,12 @@ class PointWatch:
         self._last_sync: dict[str, object] = {}
 
     def receive(self, message: object) -> list[str]:
-        """Return the points that a decoded message passes."""
+        """Count and return the points that a decoded message shows."""
         return self._counted(self._of(message))
 
     def receive_chunk(self, ticket: object, processing: object) -> list[str]:
-        """Return the point that the first chunk of a processed batch passes; empty for the other chunks. ``ticket`` and
-        ``processing`` come from the chunk's headers.
+        """Count and return the point that the first chunk of a processed batch shows; an empty list for the other
+        chunks. ``ticket`` and ``processing`` come from the chunk's headers.
         """
         if (ticket, processing) in self._processings:
             return []

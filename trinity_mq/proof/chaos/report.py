@@ -91,7 +91,9 @@ def _row(done: InjectedFault, began: float) -> tuple[str, ...]:
 
 
 def _counts(outcome: TrialOutcome) -> Iterator[str]:
-    """Yield the number of faults by role, kind and point, and the counts of the clients."""
+    """Yield a line for each role with its numbers of injected faults by kind and by point, then the counts of the
+    clients of sessions, if there were any.
+    """
     for role, (kinds, points) in _by_role(outcome).items():
         at = ", ".join(f"{count} at {point}" for point, count in points.items())
         yield f"{role:<9}  {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{'; ' if at else ''}{at}"

@@ -42,7 +42,7 @@ RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
 restart, and give up after the restarts that the faults cause."""
 OUTPUT_FILE = "chaos-run.out"
 LAUNCH_SECONDS = 120.0
-"""Seconds that a run may take to end after a request."""
+"""Seconds that a run may take to end after it was asked to; then it is killed."""
 
 
 @dataclass
@@ -53,7 +53,9 @@ class Launched:
     url: str
     """URL of the broker itself, not of the proxy."""
     mark: str
+    """Value of ``MARK_VARIABLE`` in the environment of the run's processes."""
     proxy: FaultProxy | None
+    """Proxy between the run and its broker. None: the broker has several addresses or uses TLS."""
     is_private: bool
     """True if the broker is a private node started by this process."""
 
@@ -142,7 +144,7 @@ POINTS_FOLDER = "points"
 INSIDE_SHARE = 0.5
 """Share of the faults at points inside agents, in mode ``serve``."""
 RESTART_SECONDS = 10.0
-"""Maximum seconds for publishing a restart request."""
+"""Maximum seconds for publishing the request to restart an agent."""
 END_SECONDS = 90.0
 """Maximum seconds between the explorer's last heartbeat and the end of the run's own process."""
 DRAINED = (0, 128 + signal.SIGTERM)
@@ -152,7 +154,8 @@ Tell = Callable[[str], None]
 
 
 async def try_new_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialOutcome, Path]:
-    """Start the run of TARGET, inject faults and wait for its end. Return the outcome and the folder for the report.
+    """Start the run of TARGET, inject faults, and wait for the run's end, or stop it after the further train steps or a
+    failed recovery. Return the outcome and the folder for the report.
 
     Args:
         arguments: Arguments of ``trinity-mq chaos``.
@@ -209,7 +212,7 @@ async def try_new_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialO
 
 
 async def try_local_run(arguments: argparse.Namespace, tell: Tell) -> tuple[TrialOutcome, Path]:
-    """Inject faults into a running local run, and leave it running. Return value and errors as for
+    """Inject faults into a run that is running on this machine, and leave it running. Return value and errors as for
     :func:`try_new_run`.
     """
     config = load_target_configuration(arguments)
@@ -254,7 +257,7 @@ def _kept_weights(config: Config) -> WeightArchive:
 def _local_targets(
     config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None
 ) -> LocalTargets:
-    """Return the processes of a local run; ``run`` is set if this trial started it."""
+    """Return access to the processes of a run on this machine; ``run`` is set if this trial started it."""
     if run is not None:
         broker_parent = os.getpid() if run.is_private else None
     else:
@@ -270,7 +273,7 @@ def _local_targets(
 
 
 def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable[None]]:
-    """Return a function that asks an agent's supervisor for a new process of the agent."""
+    """Return a function that asks the supervisor of the agent with a given id for a new process of this agent."""
 
     async def restart(agent: str) -> None:
         event = envelope(ControlEvent(verb="restart", target=agent, reason="trinity-mq chaos"))

@@ -50,7 +50,9 @@ class Fault:
 
     number: int
     wait: float
-    """Seconds from the recovery from the previous fault. With ``together``, seconds from the previous fault itself."""
+    """Seconds from the recovery from all earlier faults to this fault or to the wait for its point. With ``together``,
+    seconds from the previous fault itself.
+    """
     role: str
     kind: str
     pick: float
@@ -104,8 +106,8 @@ def draw(
 
 
 def _with_inside_points(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
-    """Return the faults, with some of them moved to points inside agents. All points of a role are used before a point
-    is repeated.
+    """Return the faults, with the share ``share`` of them moved to points inside agents. All inside points of a role
+    are used before a point is repeated. Faults of roles without such points, and at the return of an agent, stay.
     """
     # a separate generator, so that the other values stay the same
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")

@@ -29,7 +29,8 @@ NAME = "tokens were sampled by the weights they name"
 
 
 class WeightArchive:
-    """Weights of a run's first and newest versions, kept after the trainer deletes the checkpoints.
+    """Keeps the weights of a run's first and newest versions after the trainer has deleted their checkpoints, at most
+    :data:`MOST_KEPT` versions.
 
     Args:
         checkpoints: The run's folder of checkpoints.
@@ -74,8 +75,8 @@ class WeightArchive:
 def check_tokens(
     config: Config, weights: Mapping[Version, Path], samples: Mapping[Version, Sequence[Experience]]
 ) -> InvariantVerdict:
-    """Score experiences with the weights of their version, and compare the logprobs with the recorded values. This call
-    blocks.
+    """Score experiences with the weights of their version, compare the logprobs with the recorded values, and return
+    the verdict. This call blocks.
 
     Args:
         config: The run's configuration.

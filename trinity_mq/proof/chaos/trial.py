@@ -32,7 +32,7 @@ from trinity_mq.training.checkpoints.checkpoint import Checkpoint
 from trinity_mq.transport.blobs import BlobStore
 
 START_SECONDS = 300.0
-"""Maximum seconds until a new run has made its first train steps."""
+"""Maximum seconds until the run has made the train steps before the first fault."""
 LOOK_SECONDS = 0.5
 """Seconds between two checks whether the run is still running."""
 AUDITS = 5
@@ -53,8 +53,9 @@ class Plan:
     further: int | None
     """Number of train steps to wait for after the last fault. None: wait for the run's end."""
     budget: tuple[int, float] | None = None
+    """The limit on the ends of a process; see :class:`Injector`."""
     marks: ArmedPoints | None = None
-    """Arms points inside agents."""
+    """Arms points inside agents. None: such points are never reached."""
     clients: Clients | None = None
     """Clients that hold sessions during the trial, in mode ``serve``."""
 
@@ -70,17 +71,17 @@ class TrialOutcome:
     began: float = 0.0
     """Time of the event loop at the start of the trial, in seconds."""
     rate_before: float | None = None
-    """Train steps per minute before the first fault."""
+    """Batches that the trainer consumed per minute before the first fault. None: unknown."""
     rate_while: float | None = None
-    """Train steps per minute from the first fault to the last recovery."""
+    """Batches that the trainer consumed per minute from the first fault to the last recovery. None: unknown."""
     steps: int = 0
-    """Number of observed train steps."""
+    """Number of times that the trainer was seen to consume a batch."""
     seconds: float = 0.0
     verdicts: list[InvariantVerdict] = field(default_factory=list)
     over: bool = False
     """True if the run has ended, by itself or because the trial stopped it."""
     traffic: Traffic | None = None
-    """Answers that the clients of sessions got."""
+    """Sessions and answers of the trial's clients. None: the trial did not have clients."""
     stands_still: bool = False
     """True if the run recovered from all faults, but then did not make further train steps in time."""
 
@@ -100,7 +101,8 @@ async def run_trial(
     tell: Callable[[str], None],
     weights: WeightArchive | None = None,
 ) -> TrialOutcome:
-    """Watch a run, inject the faults, and keep watching until the run is over or has made its further steps.
+    """Watch a run, inject the faults, and keep watching until the run is over, has made its further train steps, or
+    does not recover.
 
     Args:
         bus: A connection that the faults do not cut.
@@ -156,7 +158,7 @@ async def _poll(witness: RunObserver, weights: WeightArchive | None) -> None:
 
 
 async def _first_steps(witness: RunObserver, count: int, over: Callable[[], bool]) -> None:
-    """Return after the run has made ``count`` train steps.
+    """Wait until the run has made ``count`` train steps.
 
     Raises:
         CommandError: The run has ended before, or takes too long.
@@ -173,7 +175,9 @@ async def _first_steps(witness: RunObserver, count: int, over: Callable[[], bool
 
 
 async def _wait_for_further_steps(witness: RunObserver, plan: Plan, over: Callable[[], bool]) -> bool:
-    """Wait until the run is over, or has made its further steps. Return False if it makes no steps in time."""
+    """Wait until the run is over, or has made its further train steps. Return False if a train step does not come in
+    time.
+    """
     target = None if plan.further is None else len(witness.steps) + plan.further
     while not over() and (target is None or len(witness.steps) < target):
         try:
@@ -189,7 +193,7 @@ async def _wait_for_step(witness: RunObserver, step_count: int, over: Callable[[
 
 
 def _rates(done: Sequence[InjectedFault], witness: RunObserver) -> tuple[float | None, float | None]:
-    """Return train steps per minute before the first fault, and from there to the last recovery."""
+    """Return the batches consumed per minute before the first fault, and from there to the last recovery."""
     struck = [injection.at for injection in done if injection.at is not None]
     if not struck or not witness.steps:
         return None, None
@@ -230,7 +234,7 @@ async def judge(
         targets: Access to the run's processes.
         weights: The kept weights of the run.
         store: Blob store of large bodies.
-        code: Exit code of the run, if the trial started it and it came to its end.
+        code: Exit code of the run. None: the trial did not start it, or it ended because the trial asked it to.
     """
     add, witness = outcome.verdicts.append, outcome.witness
     bus.run_id = witness.state.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
@@ -272,7 +276,7 @@ def _checkpoints(run_dir: Path | None) -> list[Checkpoint]:
 
 
 def _tasks(config: Config) -> int | None:
-    """Return the number of tasks in each batch; None if it varies."""
+    """Return the number of tasks in each batch; None if the settings do not fix it."""
     fixed = config.mode == "both" and not config.max_refill and config.buffer.total_steps is not None
     return config.buffer.batch_size if fixed else None
 

@@ -1,4 +1,4 @@
-"""An observer of a running run: heartbeats, syncs, manifests and streams."""
+"""An observer of a running run. It listens to heartbeats, sync events, manifests and the streams."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ class RunObserver:
     progress: int = 0
     """Maximum number of batches that the trainer has reported as consumed."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """Times at which the trainer consumed a batch, with the progress then. A batch repeated after a restart counts
-    again."""
+    """Times at which the trainer consumed a batch, each with the highest progress so far. A batch repeated after a
+    restart counts again."""
     commits: list[VersionSeen] = field(default_factory=list)
+    """Commits of weight versions that sync events announced."""
     committed: list[VersionSeen] = field(default_factory=list)
     """Changes of the committed version in trainers' heartbeats."""
     served: list[VersionSeen] = field(default_factory=list)
     """Changes of the version that each engine life serves."""
     reachable: bool = True
     broker_back: float = 0.0
-    """Time of the last reconnection of the broker."""
+    """Time at which the connection to the broker was last restored. 0: it was never lost."""
     changed: Notifier = field(default_factory=Notifier)
     on_beat: Callable[[Heartbeat, float], None] = lambda _beat, _at: None
     on_step: Callable[[float], None] = lambda _at: None
@@ -114,7 +115,9 @@ class RunObserver:
 
 
 def life_of(beat: Heartbeat) -> str:
-    """Return the identity of a process: its incarnation; for an engine also its number of restarts."""
+    """Return the identity of the process behind a heartbeat: its incarnation; for an engine also its number of
+    restarts.
+    """
     detail = beat.detail
     return f"{beat.incarnation}/{detail.restarts}" if isinstance(detail, EngineStatus) else beat.incarnation
 

@@ -44,7 +44,7 @@ class TrafficOver(Exception):
 
 @dataclass
 class ClientRequest:
-    """One request to the model, including its retries."""
+    """One request of a client, including its retries. Only requests to the model set ``call`` and ``recorded``."""
 
     tries: int = 0
     call: str = ""
@@ -70,7 +70,7 @@ class ClientSession:
     ended: bool = False
     discarded: bool = False
     unsure: list[str] = field(default_factory=list)
-    """Requests with an unknown effect: refused after an attempt whose answer was lost."""
+    """Requests that a gateway refused, so that their effect is unknown: an earlier attempt may have counted."""
     state: str = ""
     """The state that a gateway reported last."""
 
@@ -134,7 +134,9 @@ class Clients:
         self.traffic = Traffic()
 
     async def work(self) -> None:
-        """Hold sessions until :meth:`finish`. Sessions in progress are held to their end."""
+        """Hold sessions until :meth:`finish`. Sessions in progress are held to their end. Then wait until all sessions
+        that must be trained on are settled.
+        """
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=0)
         limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with aiohttp.ClientSession(connector=connector, timeout=limit) as self._http:
@@ -145,8 +147,8 @@ class Clients:
             await self._settle()
 
     async def finish(self, working: asyncio.Task[None], seconds: float) -> None:
-        """Stop opening sessions, wait up to ``seconds`` until all sessions are settled, then stop all requests.
-        ``working`` is the task that runs :meth:`work`.
+        """Stop opening sessions, wait up to ``seconds`` until :meth:`work` is done, then stop all requests. ``working``
+        is the task that runs :meth:`work`.
         """
         self._stopping.set()
         with contextlib.suppress(TimeoutError):
@@ -251,7 +253,8 @@ class Clients:
         request: ClientRequest | None = None,
         patience: float | None = None,
     ) -> tuple[int, Any, Mapping[str, str]]:
-        """Send a request, and return status, answer and headers. A failed request is sent again to the next gateway.
+        """Send a request, and return status, answer and headers. A request that fails, or is not answered within
+        ``patience`` seconds, is sent again to the next gateway.
 
         Raises:
             TrafficOver: The clients are finished.

@@ -34,7 +34,7 @@ class SessionRecord:
 
 
 async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
-    """Read the stream from its beginning to its current end.
+    """Read the sessions stream of a run from its beginning to its current end: the ledger first, then the events.
 
     Raises:
         BusUnavailable: The stream does not answer.

@@ -15,7 +15,7 @@ from trinity_mq.proof.record import Record
 
 Tokens = tuple[int, ...]
 LAWFUL_DROPS = {"group not full"}
-"""Decisions that may drop a session with an accepted reward."""
+"""Reasons for which a gateway may drop a session that has an accepted reward."""
 
 
 def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]:
@@ -75,8 +75,8 @@ def decided_once(sessions: SessionRecord) -> InvariantVerdict:
 def recorded_sessions_count(
     traffic: Traffic, sessions: SessionRecord, trained: Mapping[str, Mapping[str, list[Tokens]]]
 ) -> InvariantVerdict:
-    """Check that each session with recorded answers, an accepted reward and an accepted end is trained on, or has a
-    stated reason.
+    """Check that each session with recorded answers, an accepted reward and an accepted end is trained on, or a reason
+    for dropping it is stated, and that no discarded session and no session without a reward is trained on.
     """
     name = "recorded sessions are trained on"
     if not traffic.sessions:
@@ -100,8 +100,8 @@ def recorded_sessions_count(
 
 
 def _reason(session: Session | None) -> str | None:
-    """Return why a complete session was not trained on, according to its batch, task or group; None: no stated
-    reason.
+    """Return why a complete session was not trained on, according to its batch, task or group; None: a reason is not
+    stated, or does not permit it.
     """
     if session is None or session.state != "dropped":
         return None
@@ -213,7 +213,7 @@ def _mismatches(client: ClientSession, session: Session, calls: Mapping[str, Ses
 
 
 def sessions_settle(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
-    """Check that every complete session of a client is settled after the last request."""
+    """Check that the ledger has settled every session that must be trained on."""
     name = "every session is settled"
     if not traffic.sessions:
         return InvariantVerdict(name, "not checked", "no client of this trial sent a request")

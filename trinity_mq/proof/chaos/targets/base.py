@@ -27,7 +27,7 @@ class Victim:
 
 
 class FaultTargets(Protocol):
-    """The processes of a run in any deployment, and the means to inject faults."""
+    """Interface for finding the processes of a run in any deployment, and for injecting faults into them."""
 
     where: str
     """Description for people, such as ``compose project trinity-mq``."""

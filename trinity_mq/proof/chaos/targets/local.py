@@ -40,7 +40,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 class LocalTargets:
-    """The processes of a run on this machine, under one ``trinity-mq run``.
+    """Finds the processes of a run on this machine, under one ``trinity-mq run``, and injects faults into them.
 
     Args:
         run_dir: The run's folder.
@@ -94,7 +94,7 @@ class LocalTargets:
         }
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the living victims of a role."""
+        """Return the living processes of a role, sorted by name. ``broker``: its process, or only the proxy."""
         self._note_all()
         if role == "broker":
             return list(self._broker())
@@ -102,7 +102,7 @@ class LocalTargets:
         return sorted(victims, key=lambda victim: victim.name)
 
     async def strike(self, victim: Victim, kind: str) -> None:
-        """Inject a fault into a verified process."""
+        """Inject a fault into a process after its verification, or into the proxy of the broker."""
         if victim.role == "broker" and kind == "cut":
             assert self._proxy is not None
             self._proxy.refuse()

@@ -39,8 +39,8 @@ class ArmedPoints:
             path.unlink()
 
     async def hit(self, point: str, occurrence: int, over: Callable[[], bool], seconds: float) -> Hit | None:
-        """Arm a point and wait until an agent has stopped there. None: no agent has stopped in time; the point is then
-        disarmed.
+        """Arm a point, and return the agent that stops itself at the point's occurrence number ``occurrence``. None: no
+        agent has stopped within ``seconds``, or before the run was over; the point is then disarmed.
         """
         token = f"t{next(self._numbers)}"
         armed = self.folder / f"{INSIDE[point].role} {INSIDE[point].passed}{ARMED}"

@@ -66,7 +66,8 @@ async def output_of(*command: str) -> str:
 
 
 class ComposeTargets:
-    """The containers of one docker compose project with the service names of docker-compose.yml.
+    """Finds the containers of one docker compose project with the service names of docker-compose.yml, and injects
+    faults into them.
 
     A killed container is started again here, because Docker treats ``docker kill`` as a stop by a person.
 
@@ -88,7 +89,7 @@ class ComposeTargets:
         return dict.fromkeys((*COMMAND_ROLES, "broker"), ("kill", "freeze", "cut", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the running containers of a service."""
+        """Return the running and the paused containers of a service, sorted by name."""
         rows = await self._listed(role, "--filter", "status=running", "--filter", "status=paused")
         return sorted(
             (Victim(role, name, container, f"{role}-{container[:SHORT_ID]}") for container, name, _ in rows),
@@ -110,7 +111,7 @@ class ComposeTargets:
                 await self._cut(victim)
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """Resume a container, or reconnect its networks with its aliases."""
+        """Resume a frozen container, and reconnect its disconnected networks with its aliases."""
         if kind == "freeze":
             with contextlib.suppress(CommandError):  # the container was killed in the meantime
                 await output_of("docker", "unpause", victim.identity)
@@ -163,7 +164,8 @@ class ComposeTargets:
 
 
 class KubernetesTargets:
-    """The pods of a namespace whose label ``app.kubernetes.io/component`` is a role or RabbitMQ.
+    """Finds the pods of a namespace whose label ``app.kubernetes.io/component`` is in :data:`COMPONENTS`, and injects
+    faults into them.
 
     A pod is killed by deletion without a grace period, and restarted by deletion with a grace period. Its controller
     creates a new pod.
@@ -184,7 +186,7 @@ class KubernetesTargets:
         return dict.fromkeys((*COMMAND_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the running pods of a role."""
+        """Return the running pods of a role, sorted by name."""
         pods = [pod for pod in await self._pods() if _role_of(pod) == role and _runs(pod)]
         return sorted((_victim(role, pod) for pod in pods), key=lambda victim: victim.name)
 
