@@ -41,7 +41,7 @@ def replayed_key(tid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TicketDecision:
-    """The first complete set of a ticket."""
+    """A complete set of a ticket that counts: the first set, or the set that repairs a failed ticket."""
 
     ready: BatchReady
     chunks: tuple[Chunk, ...]
@@ -66,7 +66,7 @@ class TicketDecider:
         next_offset: Offset to read from.
         failed: Tickets decided as failed.
         starts: Returns the number of crashed starts for a ticket or :func:`repaired_key`.
-        settled: Number of the batch up to which all batches are consumed.
+        settled: Number of the batch up to which all batches are consumed and their tickets forgotten.
         max_starts: Returns the number of crashed starts after which a batch is skipped.
     """
 
@@ -83,8 +83,8 @@ class TicketDecider:
         """Batch number of each ticket that was trained on or skipped for good, except tickets of batches up to
         :attr:`settled`."""
         self.settled = settled
-        """Number of the batch up to which all batches are consumed; later messages of these batches are ignored,
-        whatever their ticket."""
+        """Number of the batch up to which all batches are consumed and their tickets forgotten; later messages of these
+        batches are ignored, also with an unknown ticket. :data:`NONE_SETTLED`: none."""
         self._max_starts = max_starts
         self._starts = starts
         """Returns the number of crashed starts for a ticket or :func:`repaired_key`."""
@@ -106,7 +106,9 @@ class TicketDecider:
             self._open.add(chunk.ticket, chunk.op, chunk.n, chunk)
 
     def ready(self, message: BatchReady, offset: int) -> TicketDecision | None:
-        """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket."""
+        """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket, or
+        repairs its failed ticket.
+        """
         self.next_offset = offset + 1
         if not isinstance(message.batch, int):
             return None
@@ -140,7 +142,7 @@ class TicketDecider:
         self.next_offset = offset + 1
 
     def peek(self, batch: int) -> TicketDecision | None:
-        """Return the decision of batch ``batch``, None if the batch is not decided or already consumed."""
+        """Return the decision of batch number ``batch``, None if the batch is not decided or already consumed."""
         return self._decided.get(batch)
 
     def is_settled(self, ticket: str, batch: int | None = None) -> bool:
@@ -192,7 +194,9 @@ class TicketDecider:
             self.consumed[ticket] = decision.batch
 
     def forget(self, ticket: str) -> None:
-        """Forget a consumed ticket, so that a further set of the ticket would count again."""
+        """Forget a consumed ticket, so that a further set of the ticket would count again. Readers that only show the
+        stream call it to bound their memory.
+        """
         self.consumed.pop(ticket, None)
         self._failed.discard(ticket)
 
@@ -213,7 +217,7 @@ class TicketDecider:
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets decided and not yet consumed."""
+        """Tickets decided and not yet consumed. Failed tickets whose repaired set has arrived are not listed again."""
         return list(self._held)
 
     def resume_offset(self) -> int:

@@ -82,7 +82,7 @@ class StreamSource:
     ) -> None:
         self._remembered = remembered
         self.pinned: Callable[[], Collection[str]] = tuple
-        """Returns consumed tickets that are remembered whatever their age."""
+        """Returns consumed tickets that are remembered at any age."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
         self._stream = ReadyStream(bus, topology, redeclare=tapped is None)
@@ -91,8 +91,9 @@ class StreamSource:
         self.starts = starts
         """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
         self.has_company = batches_per_step > 1
-        """True if a train step combines several batches, or also experiences of other sources. Each of them may then
-        have caused a crash."""
+        """True if a train step combines several batches, or batches with experiences of other sources. A crash then
+        does not show which of them caused it.
+        """
         self._decider = TicketDecider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[TicketDecision] = []
         """Decisions of the batches that the last call of :meth:`next` returned."""
@@ -115,7 +116,9 @@ class StreamSource:
 
     @property
     def ended(self) -> int | None:
-        """Number of batches of the run, None until the explorer has reported it."""
+        """Number of batches of the run, None until its RunEnd was read, and again once a later batch shows that the run
+        was extended.
+        """
         return self._decider.ended
 
     @property
