@@ -265,7 +265,7 @@ class ScheduledTickets:
     async def _end(self, batch: CompletedTasks, ticket: Ticket) -> None:
         """Forget a ticket whose slices all have an outcome. A ticket for the pipeline is closed with its manifest."""
         if self._batch_of.pop(ticket.ticket, None) is None:
-            return  # another caller of this batch was first
+            return  # another caller has ended the ticket
         batch.drop(ticket)
         if self.batches.get(ticket.batch) is batch and not batch.tickets:
             del self.batches[ticket.batch]

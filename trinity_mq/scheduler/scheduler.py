@@ -272,7 +272,7 @@ class Scheduler:
             for beat in self.peers.alive("runner")
         }
 
-    # -- results
+    # -- returning results
 
     async def _results_of(
         self, batch: CompletedTasks | None, min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
@@ -349,7 +349,7 @@ class Scheduler:
         except Exception:
             log.exception("task_done_callback_failed", batch=task.batch_id, task=task.task_id)
 
-    # -- waiting
+    # -- waiting, and background work
 
     async def _obstacle(self) -> str:
         """Return the reason why nobody works on the scheduled tasks: no runner is alive although slices wait, or no

@@ -68,7 +68,7 @@ class HostedEngines:
         member.changed = self.changed
         return member
 
-    # -- sync
+    # -- weight sync
 
     @property
     def version(self) -> Version | None:
@@ -91,7 +91,7 @@ class HostedEngines:
         for member in self._members:
             await member.leave()
 
-    # -- life cycle
+    # -- life cycle of the engines
 
     async def start(self) -> None:
         """Start or adopt all engines concurrently; raises the errors of :meth:`EngineHost.start`.

@@ -321,7 +321,7 @@ class ExplorerLoop:
         except TimeoutError:
             log.warning("agents_not_notified", agents=unaware())
 
-    # -- background
+    # -- background work
 
     async def _close(self) -> None:
         await self.dispatcher.resumed()
@@ -438,7 +438,7 @@ class ExplorerLoop:
 
     @property
     def _submission_room(self) -> int:
-        """Number of submissions that can be accepted now."""
+        """Number of submissions that can be accepted now; 0 or less: none."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
     @staticmethod

@@ -247,7 +247,7 @@ class StateFile:
         """The run's folder."""
         return self._path.parents[1]
 
-    # -- reading
+    # -- reading the file
 
     def load(self) -> ExplorerState:
         """Return the saved state, or a fresh state if the file does not exist.
@@ -311,7 +311,7 @@ class StateFile:
             rows = database.execute(f"SELECT id FROM submission WHERE id IN ({places})", tuple(submissions))
             return {name for (name,) in rows}
 
-    # -- writing
+    # -- writing the file
 
     async def save(self, state: ExplorerState) -> None:
         """Write the current ``state``, which is on disk on return.

@@ -30,7 +30,7 @@ class TaskReader(Protocol):
     def __len__(self) -> int: ...
 
     def next_batch(self, size: int) -> list[TaskBody]:
-        """Return the next tasks and advance the position."""
+        """Return the next ``size`` tasks and advance the position."""
 
     def state(self) -> dict[str, object]:
         """Return the position."""

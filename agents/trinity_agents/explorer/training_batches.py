@@ -86,7 +86,7 @@ class TrainingBatches:
         """Number of the last batch that was opened before this process started."""
         dispatcher.on_progress = self.on_progress
 
-    # -- counters
+    # -- the trainer's counters
 
     def update_counters(
         self,
@@ -127,7 +127,7 @@ class TrainingBatches:
             self._state.consecutive_empty, self.empty = 0, None
             return
         # Batches of an earlier start tell nothing about code and data that the user has mended since.
-        # A skipped batch had experiences, and the trainer has its own limit for it.
+        # A skipped batch had experiences to train on, and the trainer itself limits how often it skips.
         if progress.outcome != "skipped" and int(progress.batch) > self._opened_before:
             self._state.consecutive_empty += 1
             self.empty = EmptyBatchStatus(
@@ -156,7 +156,7 @@ class TrainingBatches:
                 + (failures or "Look at rollout/* in metrics.jsonl and at the operators' filters")
             )
 
-    # -- opening
+    # -- opening batches
 
     def blocked_reason(self, engine_current: bool) -> str | None:
         """Return the reason why the next batch has to wait, None if it may be opened. It also requests the newest

@@ -117,7 +117,7 @@ class ActingGateway:
             group.create_task(self._decide(), name="decide")
             group.create_task(self._follow_results(), name="follow results")
 
-    # -- deciding
+    # -- decisions about sessions
 
     async def _decide(self) -> None:
         store = self._store
@@ -152,7 +152,7 @@ class ActingGateway:
         await self._carry()
         await self._submissions.submit()
 
-    # -- time
+    # -- time limits of sessions
 
     def _count_time(self) -> None:
         """Pause session time limits while the broker is unavailable or this process is suspended."""
@@ -187,7 +187,7 @@ class ActingGateway:
         await dead_letter(self._bus, self._topology, what, reason, self._id)
         await self._store.publish(SessionRefused(offset=offset, reason=reason), f"refused-{offset}")
 
-    # -- retention
+    # -- sessions that retention would remove
 
     async def _carry(self) -> None:
         """Publish again the events of sessions that retention would remove before the sessions are settled. This is
@@ -201,8 +201,9 @@ class ActingGateway:
         if not self._may_act():
             return
         self._checked_position = self._store.position
-        # Shares of the retained bytes: 1/4 until an event is due, 1/8 until the next check, 1/4 for other sessions that
-        # are carried first (gateway.max_kept_bytes). The broker removes segments of at most 1/4.
+        # An event is carried once 1/4 of the retained bytes follow it. Up to 1/8 more may follow it until the next
+        # check, and 1/4 while other sessions are carried first (gateway.max_kept_bytes). The broker removes segments of
+        # at most 1/4, so the event is still there.
         carried = self._store.ledger.to_carry(self._checked_position - retained_bytes // 4)
         for session in carried:
             log.info("session_republished", session=session.id, events=len(session.events), bytes=session.size)
@@ -212,7 +213,7 @@ class ActingGateway:
         for submission, outcome in outcomes.items():
             await self._store.publish(outcome, f"outcome-{submission}")
         trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
-        for trained_event in trained.values():  # these sessions may have been settled in the meantime
+        for trained_event in trained.values():  # also if their sessions were settled during the publishes above
             await self._store.publish(trained_event, _trained_id(trained_event))
 
     # -- outcomes of batches
@@ -304,7 +305,7 @@ class Submissions:
             self._ledger = ledger
             ledger.take_new_tasks()
             earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
-            await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may not have reached them
+            await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may have ended before them
         elif now - self._checked >= CHECK_SECONDS:
             self._checked = now
             queued = {name for name, _ in ledger.queued()}

@@ -130,7 +130,7 @@ class SessionStream(EventLog):
         """Return the time for session time limits: seconds since the epoch minus the paused seconds."""
         return self._clock() - self.paused
 
-    # -- publishing
+    # -- publishing events
 
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         if at_once and not self._bus.usable:
@@ -276,7 +276,7 @@ class SessionStream(EventLog):
     def _refusal(self) -> str:
         return f"the broker is not available: {self._bus.trouble or 'it was away for a moment'}; retry later"
 
-    # -- reading
+    # -- reading events
 
     def _begin_after(self, cut: StreamCut) -> None:
         """Forget all sessions, because the fate of the sessions whose events were removed is unknown.
@@ -292,7 +292,7 @@ class SessionStream(EventLog):
         self.ledger.finish_reading()
         self.ledger.remember(self._earlier.values())
         self._earlier.clear()
-        self.ledger.evaluated.clear()  # already reported
+        self.ledger.evaluated.clear()  # an earlier reader has reported these rewards
         log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
         super()._finish_reading()
 

@@ -73,7 +73,7 @@ class ChainRun:
     Args:
         config: The run's configuration.
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         store: Blob store of the run.
         peers: Heartbeats of the run's agents.
         clock: Returns seconds since the epoch.
@@ -244,7 +244,7 @@ class BatchReviews:
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         clock: Returns seconds since the epoch, because another operator that takes over the batch keeps the deadlines.
     """
 

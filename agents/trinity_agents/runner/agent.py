@@ -281,7 +281,7 @@ class Runner(Agent):
         if stuck > MAX_STUCK:
             self.restart(RestartRequested(f"{stuck} abandoned workflows are still running (at most {MAX_STUCK} may)"))
 
-    # -- one slice
+    # -- executing a slice
 
     async def _handle(self, delivery: Delivery) -> None:
         if await self.drop_foreign(delivery):
@@ -444,7 +444,7 @@ class Runner(Agent):
         finally:
             self._release(in_flight)
 
-    # -- reporting
+    # -- reporting a slice
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
         """Publish the experiences, then the outcome, then acknowledge the slice. A slice to retry later is requeued
@@ -511,7 +511,7 @@ class Runner(Agent):
         while len(self._reported) > self._remembered:
             del self._reported[next(iter(self._reported))]
 
-    # -- the end
+    # -- the end of the runner
 
     async def _finish_or_give_back(self) -> None:
         """Return the slices that wait for a slot to the queue, and wait for the slices in flight.

@@ -159,7 +159,7 @@ class CircuitBreaker:
             self._until = now + self._pause
         if tries >= (self._config.tries_alone if alone else self._max_tries):
             if alone and self._until is not None:
-                self._pause, self._until = PAUSE, now  # the other slices need not wait for it
+                self._pause, self._until = PAUSE, now  # the pause was due to this slice only
             return False
         self._requeued[slice_key] = now, own_faults
         if len(self._requeued) > REMEMBERED:

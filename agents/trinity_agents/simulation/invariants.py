@@ -212,7 +212,7 @@ def each_task_once(evidence: Evidence) -> Faults:
         lost[batch] = min(settings.tasks - len(published), manifest.outcomes.get("cancelled", 0) // per_task)
     skipped = sorted(set(range(max(places, default=-1))) - set(places))
     for number in skipped:
-        # Batches take tasks in order, but a batch may take fewer new tasks if it also takes returned tasks.
+        # Batches take tasks in order, but a batch may take fewer new tasks if it also takes requeued tasks.
         earliest = number // settings.tasks + 1
         latest = min(min(placements) for later, placements in places.items() if later > number)
         losing = next((batch for batch in range(earliest, latest + 1) if lost.get(batch, 0) > 0), None)

@@ -56,7 +56,7 @@ class Settings:
     failing: float
     """Fraction of rollout runs whose workflow fails on every attempt."""
     empty: float
-    """Fraction of slices whose runs all end without an experience."""
+    """Fraction of slices whose rollout runs all end without an experience. The stand-ins do not use it yet."""
     crashing: float
     """Fraction of attempts in a child process that kill the process."""
 

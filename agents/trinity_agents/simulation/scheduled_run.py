@@ -146,7 +146,7 @@ class ScheduledRun(Simulation):
         self.lives.append(bus)
         return bus
 
-    # -- agents
+    # -- making and restarting agents
 
     def new_runner(self, name: str) -> Agent:
         """Return a new runner."""
@@ -326,7 +326,7 @@ class ScheduledRun(Simulation):
         shared = (f"{depth} in {name}" for name, depth in sorted(depths.items()) if depth and name in WORK)
         return [*agents, *shared]
 
-    # -- results
+    # -- facts for the invariants
 
     @property
     def is_undisturbed(self) -> bool:

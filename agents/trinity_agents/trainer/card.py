@@ -102,7 +102,7 @@ class ColocatedLearner:
         self._weights: list[tuple[str, Any]] | None = None
         """Host copy of the present weights; None after a step. The canary scores belong to the same weights."""
 
-    # -- turns
+    # -- taking and returning the card
 
     async def take(self, level: SleepLevel = 1) -> None:
         """Return once this trainer holds the card. With ``level`` 1 the engines keep their weights in host memory, with
@@ -169,7 +169,7 @@ class ColocatedLearner:
             self._renewing = None
         self._lock.release()
 
-    # -- learner
+    # -- methods of a learner
 
     async def open(self, checkpoint: Path | None) -> None:
         await self.take()

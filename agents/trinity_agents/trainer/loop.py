@@ -193,7 +193,7 @@ class TrainLoop:
         folder, histories = self.folder / "checkpoints", self.folder / "history"
         settings = self.config.trainer
         self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
-        # these writers also read the live model, so the model must stay on the card
+        # with LoRA or an export, the writer of a checkpoint also reads the live model, which must then stay on the card
         reads_model = self.config.model.lora is not None or settings.export == "every"
         in_background = settings.async_save and not (self._card and reads_model)
         self.saver = CheckpointSaver(self.store, self.learner, in_background=in_background)
@@ -540,7 +540,7 @@ class TrainLoop:
             filtered_groups=batch.filtered_groups,
         )
 
-    # -- saving and the end
+    # -- saving checkpoints, and the end of the run
 
     async def _save(self) -> None:
         """Start to save the present state after the previous checkpoint is written, unless the state is already saved.
@@ -566,7 +566,9 @@ class TrainLoop:
         self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
 
     async def _saved(self, state: TrainerProgress, seconds: float) -> None:
-        """Record a committed checkpoint and release consumed blobs; the write took ``seconds``."""
+        """Record a committed checkpoint, and let the blobs of its consumed tickets be deleted; the write took
+        ``seconds``.
+        """
         assert self._history is not None
         self._history.saved(state.progress)
         self._saved_progress, self._saved_run = state.progress, state.run_id

@@ -41,7 +41,7 @@ OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decide
 """Kinds of events that a session may refuse."""
 
 OUTSIDE: Mapping[str, type[Message]] = {"session_reward": SessionReward, "session_end": SessionEnd}
-"""Kinds that programs other than gateways may publish."""
+"""Kinds of events that programs other than gateways may publish."""
 Event = SessionCall | SessionReward | SessionEnd
 
 

@@ -173,7 +173,7 @@ class SessionRun(ScheduledRun):
         assert isinstance(queue, StreamQueue)
         return queue.messages
 
-    # -- results
+    # -- facts for the invariants
 
     @property
     def gateways_at_end(self) -> list[SimulatedGateway]:

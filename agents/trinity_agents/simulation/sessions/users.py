@@ -156,7 +156,7 @@ class Users:
                 await self._post(diary, "end", {"reward": 0.5})
             await asyncio.sleep(self._sessions.noise)
 
-    # -- sessions
+    # -- sessions and their requests to the model
 
     async def _random_story(self, diary: SessionDiary) -> None:
         diary.story = self._dice.choice(list(self._stories))
@@ -234,7 +234,7 @@ class Users:
         _note_answer(sent, reply)
         self._note("one call, and feedback")
 
-    # -- ends of sessions
+    # -- stories: rewards and ends of sessions
 
     async def _ends_with_reward(self, diary: SessionDiary) -> None:
         await self._end_with(diary)
@@ -311,7 +311,7 @@ class Users:
         await self._post(diary, "end", {"outcome": "failed", "reason": "the agent failed"})
         self._note("failed")
 
-    # -- requests
+    # -- sending rewards and HTTP requests
 
     def _new_reward(self, diary: SessionDiary, call: str | None = None) -> SentReward:
         sent = SentReward(next(self._rewards) * WORTH, call=call)

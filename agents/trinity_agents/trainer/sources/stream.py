@@ -46,7 +46,7 @@ class TapRules:
     bus: Bus
     """Bus of the run that reads, which gets the dead letters for bodies that do not decode."""
     topology: Topology
-    """Names of the run that reads."""
+    """Names of the queues and exchanges of the run that reads."""
     came: Callable[[BatchReady, int], bool]
     """Called with each BatchReady and its offset; returns False for a batch that must be skipped."""
     ends: Callable[[RunEnd], None]
@@ -143,7 +143,8 @@ class StreamSource:
         done = self._consumed_batches + len(self._ahead)
         count = self._batches_per_step - done % self._batches_per_step
         if self._decider.ended is not None:
-            count = min(count, max(1, self._decider.ended - done))  # a batch that counted as missing may have arrived
+            # at least 1, because a missing batch that was counted as consumed may have arrived
+            count = min(count, max(1, self._decider.ended - done))
         if not self._in_batch_order:
             arrived = self._decider.first(count)
         else:

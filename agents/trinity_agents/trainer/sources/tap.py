@@ -46,7 +46,7 @@ class TapSource:
     Args:
         config: Configuration of the run that trains.
         bus: Bus of the run that trains, for dead letters.
-        topology: Names of the run that trains.
+        topology: Names of the queues and exchanges of the run that trains.
         by: Id of the trainer.
         codec: The trainer's tokenizer.
         create_bus: Creates the bus to the broker of the other run.
@@ -193,7 +193,7 @@ class TapSource:
             topology = Topology.on(self._run.name, self._run.broker)
             bus = await self._connected(topology)
             stack.push_async_callback(bus.close)
-            if self._state:  # the run id may be unknown, if the other run began later than this run
+            if self._state:  # its run id may be None, if the other run had not begun when the state was saved
                 position = self._state["stream"]
             else:
                 offset, self._run_id = await self._start_position(bus, topology)
