@@ -176,7 +176,9 @@ class ExplorerState(BaseModel):
     """Observations passed to selectors since the last save; after loading, all observations of the run. The file keeps
     all observations."""
     due: list[int] = Field(default_factory=list)
-    """Labels of due evaluations: the number of closed batches at which each evaluation became due."""
+    """Labels of due evaluations: the number of closed batches at which each evaluation became due, in mode ``bench``
+    the label of a checkpoint.
+    """
     evaluated: list[str] = Field(default_factory=list)
     """Completed evaluations of the latest label, as batch ids such as ``"50/heldout"``; in mode ``bench`` of all
     labels."""

@@ -46,7 +46,9 @@ publishes, a further publish will not help.
 
 
 class TrainingBatches:
-    """Opens, closes and follows training batches; all decisions depend only on ``state`` and the counters."""
+    """Opens, closes and follows training batches. It can continue after a restart, because all that must be remembered
+    is in ``state`` or in the trainer's counters.
+    """
 
     def __init__(
         self,

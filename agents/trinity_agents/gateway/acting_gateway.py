@@ -110,7 +110,7 @@ class ActingGateway:
         """(time, paused seconds) of the last published mark, None before the first mark."""
 
     async def run(self) -> None:
-        """Act until cancelled."""
+        """Act for the run until cancelled. The caller holds the lock."""
         if self._store.time:  # no gateway was acting since the latest event
             self._store.paused += max(0.0, self._clock() - self._store.time)
         async with asyncio.TaskGroup() as group:

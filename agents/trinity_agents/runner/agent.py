@@ -301,8 +301,9 @@ class Runner(Agent):
     async def _start_group(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
         """Start each slice of a message separately, as soon as it has a slot.
 
-        A redelivered message, or a message during a pause of the lane, is published again as one message per slice,
-        because only one of its slices may be tried then. An empty message is acknowledged.
+        A redelivered message, or a message during a pause of the lane, is published again as one message per slice: a
+        slice that crashes runners is then identified, and a paused lane can try a single slice. An empty message is
+        acknowledged.
         """
         group = SliceGroup(delivery, slices)
         if not slices:

@@ -1,5 +1,5 @@
-"""A bus connection that injects a schedule's faults into one life of an agent. At the points that the agent passes, it
-may be killed, frozen or delayed, or publish twice.
+"""A bus connection that injects a schedule's faults into one life of an agent. At the fault points that the agent
+passes, it may be killed, frozen or delayed, or publish twice.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ from trinity_mq.transport.ready_stream import Chunk, OpenSets
 NONE_SETTLED = -1
 """Value of :attr:`TicketDecider.settled` if no batch is settled: lower than any batch number."""
 MAX_STARTS = 2
-"""Crashed starts on a batch after which the next start skips it. If the batch had company, which may be the cause of
-the crashes, the next start tries the batch alone, and the start after that skips it."""
+"""Number of crashed starts on a batch after which the next start skips the batch. If the batch had company, which may
+be the cause of the crashes, the next start tries the batch alone, and the start after that skips it.
+"""
 MAX_STARTS_REPAIRED = 1
-"""Crashed starts on a repaired batch after which the next start skips it. A repaired batch is trained on with another
-batch, and either may be the cause of a crash; the other batch then gets a start without the repaired batch."""
+"""Number of crashed starts on a repaired batch after which the next start skips it. A repaired batch is trained on with
+another batch, and either may be the cause of a crash; the other batch then gets a start without the repaired batch."""
 
 
 def repaired_key(ticket: str, op: str) -> str:

@@ -1,6 +1,6 @@
 """The train loop: trains on processed batches, syncs the weights where due, and saves checkpoints.
 
-:class:`CheckpointSaver` writes a copy of the learner's state while training continues, one checkpoint at a time.
+:class:`CheckpointSaver` saves checkpoints, one at a time, and in the background if the configuration allows it.
 """
 
 from __future__ import annotations
